@@ -1,0 +1,32 @@
+"""Bitwise-reproducible attention for LLM training: schedules as data, proven before they run.
+
+``attention`` and ``is_supported`` need PyTorch and load it when they are first used; problems, plans
+and the simulator do not.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .problem import Mask, Problem
+from .schedule import Plan, build_plan
+
+if TYPE_CHECKING:
+    from .api import Support, attention, is_supported
+
+__version__ = "0.1.0"
+
+__all__ = ["Mask", "Plan", "Problem", "Support", "__version__", "attention", "build_plan", "is_supported"]
+
+_NEED_TORCH = ("Support", "attention", "is_supported")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NEED_TORCH:
+        return getattr(import_module(".api", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

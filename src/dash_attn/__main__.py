@@ -1,0 +1,9 @@
+"""Command line: ``python -m dash_attn`` is ``dash-attn``."""
+
+from __future__ import annotations
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,71 @@
+"""Every error this package raises on purpose. All derive from :class:`DashError`."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CostError",
+    "CoverageError",
+    "CycleError",
+    "DashError",
+    "FingerprintError",
+    "InputError",
+    "PlacementError",
+    "PlanError",
+    "ProblemError",
+    "TableError",
+    "TicketError",
+    "TooFewWorkersError",
+    "UnsupportedMaskError",
+]
+
+
+class DashError(Exception):
+    """Base of all errors of this package."""
+
+
+class ProblemError(DashError, ValueError):
+    """A shape, mask, dtype or tile size is out of range."""
+
+
+class InputError(DashError, ValueError):
+    """A tensor that was passed in cannot be used; the message names it and its value."""
+
+
+class CostError(DashError, ValueError):
+    """A simulator cost or a worker count is out of range."""
+
+
+class UnsupportedMaskError(DashError, ValueError):
+    """The policy does not cover this mask, or this grid under it."""
+
+
+class PlanError(DashError):
+    """Base of what the verifier finds in a plan."""
+
+
+class CoverageError(PlanError):
+    """A task of the problem is missing, doubled, or does not exist."""
+
+
+class TicketError(PlanError):
+    """The tickets of a q tile are not a permutation of 0, 1, ..., contributions - 1."""
+
+
+class CycleError(PlanError):
+    """Item order and ticket order form a cycle: the plan would hang on any number of workers."""
+
+
+class PlacementError(PlanError):
+    """The placement does not list every item exactly once."""
+
+
+class TooFewWorkersError(PlanError):
+    """Fewer resident workers than the plan's ``min_workers``: it could deadlock."""
+
+
+class FingerprintError(PlanError):
+    """The numerics of a plan are not the ones its fingerprint was made from."""
+
+
+class TableError(PlanError):
+    """An int32 plan table is malformed."""

@@ -1,0 +1,9 @@
+"""Costs, simulation, bounds and pictures of plans. Pure NumPy; pictures need matplotlib."""
+
+from __future__ import annotations
+
+from .bounds import closed_form, lower_bounds
+from .cost import H200, H200_WORKERS, Costs
+from .simulate import Timeline, simulate
+
+__all__ = ["H200", "H200_WORKERS", "Costs", "Timeline", "closed_form", "lower_bounds", "simulate"]

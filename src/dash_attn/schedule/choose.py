@@ -1,0 +1,34 @@
+"""``policy="auto"``: from the problem to a policy and a placement.
+
+The choice looks at the problem and never at the machine, the batch size or a clock: any of those would
+let bits depend on it. It is made for each plan, from the mask alone, so it is the same for every
+sequence of a batch.
+"""
+
+from __future__ import annotations
+
+from ..problem import Problem
+from .build import Placement
+from .policies import Descending, Shift
+from .policy import Policy
+
+__all__ = ["AUTO_RING", "choose_policy"]
+
+AUTO_RING = 64
+"""Largest ring that "auto" chooses. Every GPU the kernels run on has more SMs than this, and rings much
+smaller than the kv tiles of a head that run together wait for one another (docs/design.md)."""
+
+
+def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
+    """The policy and placement that ``policy="auto"`` stands for.
+
+    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles. Causal masks and windows: descending,
+    longest items first.
+
+    >>> from dash_attn.problem import Mask
+    >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))[0]) for m in (Mask.full(), Mask.causal())]
+    ['shift(ring=64)', 'descending']
+    """
+    if problem.mask.name == "full":
+        return Shift(ring=AUTO_RING), "policy"
+    return Descending(), "lpt"

@@ -1,0 +1,173 @@
+"""The plan: what every worker does, in which order, and what it waits for. A schedule is data.
+
+Words (docs/glossary.md maps them to the paper)
+    item        all tasks of one kv tile of one (sequence, kv head): one worker runs it without a break
+    ticket      the place of a contribution in the fixed order in which a dQ tile is summed
+    run         q tiles ``q_first, q_first + q_step, ...`` with affine tickets
+    pattern     the runs of every kv tile of one head: the numerics, the same for every batch and head
+    placement   the order in which workers claim items: it decides speed, never a bit
+
+An item of a grouped-query problem runs the pattern once for each q head of its group, in ascending
+order of q heads, so that dK and dV never leave the worker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import FingerprintError, PlacementError
+from ..problem import IntArray, Problem, SequenceGrid
+from .tickets import RunTuple
+
+if TYPE_CHECKING:
+    from .verify import Verdict
+
+__all__ = ["HeadPattern", "Plan", "Run"]
+
+NUMERICS_VERSION = 1
+
+
+class Run(NamedTuple):
+    """``count`` tasks of one kv tile whose q tiles and tickets are affine.
+
+    Task ``k`` of the run is q tile ``q_first + k * q_step`` with ticket
+    ``t_first + t_step * (k // t_hold)``.
+
+    >>> list(Run(4, 1, 4, 0, 1, 2).tasks())
+    [(4, 0), (5, 0), (6, 1), (7, 1)]
+    """
+
+    q_first: int
+    q_step: int
+    count: int
+    t_first: int
+    t_step: int = 0
+    t_hold: int = 1
+
+    def tasks(self) -> Iterator[tuple[int, int]]:
+        """(q tile, ticket) of every task, in order."""
+        for k in range(self.count):
+            yield self.q_first + k * self.q_step, self.t_first + self.t_step * (k // self.t_hold)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPattern:
+    """The runs of every kv tile of one head: what fixes dQ, dK and dV of a sequence bit for bit.
+
+    Attributes:
+        grid: the tile grid of the sequence.
+        offsets: (kv_tiles + 1,) int64; runs of kv tile ``kv`` are ``runs[offsets[kv]:offsets[kv + 1]]``.
+        runs: (runs, 6) int64, columns as in :class:`Run`.
+    """
+
+    grid: SequenceGrid
+    offsets: IntArray
+    runs: IntArray
+
+    @classmethod
+    def from_runs(cls, grid: SequenceGrid, runs: Sequence[Sequence[RunTuple | Run]]) -> HeadPattern:
+        """A pattern from the list of runs of each kv tile."""
+        offsets = np.cumsum([0, *(len(r) for r in runs)], dtype=np.int64)
+        table = np.array([run for item in runs for run in item], dtype=np.int64).reshape(-1, 6)
+        return cls(grid, offsets, table)
+
+    def runs_of(self, kv_tile: int) -> list[Run]:
+        """Runs of one kv tile, in order."""
+        return [Run(*row) for row in self.runs[self.offsets[kv_tile] : self.offsets[kv_tile + 1]].tolist()]
+
+    def tasks_of(self, kv_tile: int) -> tuple[IntArray, IntArray]:
+        """(q tiles, tickets) of one kv tile, in the order of its item; int64."""
+        rows = self.runs[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
+        if not len(rows):
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        steps = [np.arange(count, dtype=np.int64) for count in rows[:, 2]]
+        q = np.concatenate([row[0] + row[1] * k for row, k in zip(rows, steps, strict=True)])
+        t = np.concatenate([row[3] + row[4] * (k // row[5]) for row, k in zip(rows, steps, strict=True)])
+        return q, t
+
+    def summation_orders(self) -> list[list[int]]:
+        """For each q tile, its kv tiles in the order in which they are added."""
+        orders = [[-1] * int(count) for count in self.grid.contributions]
+        for kv in range(self.grid.kv_tiles):
+            for q, t in zip(*(a.tolist() for a in self.tasks_of(kv)), strict=True):
+                orders[q][t] = kv
+        return orders
+
+    @cached_property
+    def task_counts(self) -> IntArray:
+        """Tasks of each kv tile, shape (kv_tiles,)."""
+        sums = np.concatenate(([0], np.cumsum(self.runs[:, 2])))
+        return sums[self.offsets[1:]] - sums[self.offsets[:-1]]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Numerics and placement of one problem; :func:`dash_attn.schedule.build.build_plan` makes one.
+
+    Attributes:
+        problem: the problem it solves.
+        policy: name and parameters of the policy that made it, for people.
+        patterns: one :class:`HeadPattern` for each distinct (seqlen_q, seqlen_k).
+        items: (items, 3) int32, rows (sequence, kv_head, kv_tile) in the order workers claim them.
+        verdict: what the verifier computed, None before it ran.
+    """
+
+    problem: Problem
+    policy: str
+    patterns: dict[tuple[int, int], HeadPattern]
+    items: NDArray[np.int32]
+    verdict: Verdict | None = None
+
+    def pattern(self, sequence: int) -> HeadPattern:
+        """The head pattern of one sequence."""
+        return self.patterns[self.problem.sequences[sequence]]
+
+    @property
+    def min_workers(self) -> int:
+        """Smallest number of resident workers under which the plan cannot deadlock."""
+        if self.verdict is None:
+            raise PlacementError("min_workers is known only after the plan was verified")
+        return self.verdict.min_workers
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the numerics, 64 hexadecimal digits; placement, batch and head count leave it alone.
+
+        It covers the tile shape, head dimension, dtype, mask, q heads a kv head and the runs of every
+        distinct pattern. Two plans with one fingerprint produce the same bytes on the same backend.
+        """
+        p = self.problem
+        digest = hashlib.sha256()
+        facts = (NUMERICS_VERSION, p.tile_m, p.tile_n, p.head_dim, p.dtype, p.mask.name, p.group)
+        digest.update(repr(facts).encode())
+        for lengths in sorted(self.patterns):
+            pattern = self.patterns[lengths]
+            digest.update(repr(lengths).encode())
+            digest.update(np.ascontiguousarray(pattern.offsets, dtype="<i8").tobytes())
+            digest.update(np.ascontiguousarray(pattern.runs, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def check_fingerprint(self, expected: str) -> None:
+        """Raise FingerprintError unless the numerics are the expected ones."""
+        if self.fingerprint != expected:
+            raise FingerprintError(f"expected numerics {expected}, the plan holds {self.fingerprint}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays of the plan."""
+        arrays = [a for p in self.patterns.values() for a in (p.offsets, p.runs)]
+        return self.items.nbytes + sum(a.nbytes for a in arrays)
+
+    def with_items(self, items: NDArray[np.int32]) -> Plan:
+        """The same numerics under another placement; verify before use."""
+        return replace(self, items=np.ascontiguousarray(items, dtype=np.int32), verdict=None)
+
+    def __repr__(self) -> str:
+        return f"Plan({self.policy}, {len(self.items)} items, {self.problem.tasks} tasks)"

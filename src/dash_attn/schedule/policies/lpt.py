@@ -1,0 +1,73 @@
+"""Longest-processing-time-first placement with L2-aware head groups (FA4 section 3.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...problem import Problem, SequenceGrid
+
+__all__ = ["L2_BYTES", "lpt_placement"]
+
+L2_BYTES = 50 * 2**20
+"""L2 cache of an H100 or H200. It moves items in time and never changes a bit."""
+
+_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+def lpt_placement(problem: Problem, items: NDArray[np.int32], *, l2_bytes: int = L2_BYTES) -> NDArray[np.int32]:
+    """Reorder items: within a section of heads that fit L2 together, the longest first.
+
+    Sections keep the order in which heads first appear; items of equal length keep their order, so a
+    placement whose items are all equal comes back unchanged.
+
+    Args:
+        problem: the problem.
+        items: (items, 3) int32 rows (sequence, kv_head, kv_tile), a policy's own order.
+        l2_bytes: bytes of the cache that a section of heads may fill.
+
+    Returns:
+        (items, 3) int32.
+
+    Source: FlashAttention-4 section 3.3. It is a placement: combine it with any policy's numerics, and
+    let the verifier say how many workers the pair needs.
+
+    >>> from dash_attn.problem import Mask
+    >>> p = Problem.dense(heads=2, seqlen=256, head_dim=64, mask=Mask.causal())
+    >>> by_head = np.array([[0, h, kv] for h in range(2) for kv in range(2)], dtype=np.int32)
+    >>> lpt_placement(p, by_head)[:, 1:].tolist()                  # (head, kv tile)
+    [[0, 0], [1, 0], [0, 1], [1, 1]]
+    """
+    if not len(items):
+        return items
+    tasks = np.empty(len(items), dtype=np.int64)
+    size = np.empty(len(items), dtype=np.int64)
+    shape_of = {pair: shape for shape, pair in enumerate(problem.grids)}
+    shapes = np.array([shape_of[pair] for pair in problem.sequences])[items[:, 0]]
+    for pair, grid in problem.grids.items():
+        mine = shapes == shape_of[pair]
+        tasks[mine] = np.maximum(grid.q_last - grid.q_first + 1, 0)[items[mine, 2]]
+        size[mine] = _head_bytes(problem, grid)
+    head = items[:, 0].astype(np.int64) * problem.kv_heads + items[:, 1]
+    _, first_seen, inverse = np.unique(head, return_index=True, return_inverse=True)
+    by_appearance = np.sort(first_seen)
+    section = _sections(size[by_appearance], l2_bytes)[np.searchsorted(by_appearance, first_seen)[inverse]]
+    return items[np.lexsort((np.arange(len(items)), -tasks, section))]
+
+
+def _head_bytes(problem: Problem, grid: SequenceGrid) -> int:
+    """Bytes one kv head keeps in L2 while its items run: Q, dO and fp32 dQ of its group, K and V."""
+    element = _ELEMENT_BYTES[problem.dtype]
+    rows_q, rows_k = problem.group * grid.seqlen_q, grid.seqlen_k
+    return problem.head_dim * (rows_q * (2 * element + 4) + rows_k * 2 * element)
+
+
+def _sections(sizes: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """Section of each head: as many neighbours as fit, at least one."""
+    section = np.zeros(len(sizes), dtype=np.int64)
+    current, used = 0, 0
+    for i, size in enumerate(sizes.tolist()):
+        if used and used + size > limit:
+            current, used = current + 1, 0
+        section[i], used = current, used + size
+    return section

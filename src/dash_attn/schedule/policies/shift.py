@@ -1,0 +1,96 @@
+"""Shift: the cyclic schedule for masks that leave every task (DASH section 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ...errors import UnsupportedMaskError
+from ...problem import IntArray, SequenceGrid
+from ..policy import Policy
+from ..tickets import SummationGroup, Visit
+
+__all__ = ["Shift"]
+
+
+@dataclass(frozen=True)
+class Shift(Policy):
+    """The items of a ring start at different q tiles and go round, so that no two ever meet.
+
+    A ring is ``ring`` neighbouring kv tiles; the last ring may be smaller. Member ``k`` starts at q
+    tile ``k * stride`` and visits all q tiles upwards, going round once; a q tile is summed in the
+    order in which the members reach it, ring after ring. Members of one ring must be resident
+    together (``min_workers`` is the ring size), and ``stride`` q tiles lie between two contributions
+    to the same dQ tile: that is the slack that hides a hand-over.
+
+    Args:
+        ring: kv tiles of a ring at most, by default all of a head: the paper's schedule. A ring never
+            has more members than the sequence has q tiles.
+        stride: q tiles between the starts of two members, default: as many as fit.
+
+    Source: DASH section 3.4 and figure 6. Full mask only.
+
+    >>> from dash_attn.problem import Problem
+    >>> from dash_attn.schedule import build_plan
+    >>> pattern = build_plan(Problem.dense(seqlen=512, head_dim=64), Shift()).pattern(0)
+    >>> pattern.runs_of(1)
+    [Run(q_first=1, q_step=1, count=3, t_first=0, t_step=1, t_hold=1), \
+Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
+    >>> pattern.summation_orders()
+    [[0, 3, 2, 1], [1, 0, 3, 2], [2, 1, 0, 3], [3, 2, 1, 0]]
+    """
+
+    name: ClassVar[str] = "shift"
+    ring: int | None = None
+    stride: int | None = None
+
+    def check(self, grid: SequenceGrid) -> None:
+        if not grid.is_full:
+            raise UnsupportedMaskError(
+                f"shift needs a mask that leaves every task; {grid.mask.name} of {grid.seqlen_q} x "
+                f"{grid.seqlen_k} leaves {grid.tasks} of {grid.q_tiles * grid.kv_tiles}"
+            )
+        if self.ring is not None and self.ring < 1:
+            raise UnsupportedMaskError(f"ring must be >= 1, got {self.ring}")
+        if self.stride is not None and self.stride < 1:
+            raise UnsupportedMaskError(f"stride must be >= 1, got {self.stride}")
+        needed = self._ring(grid) * (1 if self.stride is None else self.stride)
+        if needed > grid.q_tiles:
+            raise UnsupportedMaskError(
+                f"a ring of {self._ring(grid)} with stride {self.stride} needs {needed} q tiles, "
+                f"the sequence has {grid.q_tiles}"
+            )
+
+    def _ring(self, grid: SequenceGrid) -> int:
+        limit = min(grid.kv_tiles, grid.q_tiles)
+        return limit if self.ring is None else min(self.ring, limit)
+
+    def _rings(self, grid: SequenceGrid) -> list[tuple[int, IntArray]]:
+        """(first kv tile, start of each member) of every ring."""
+        if not grid.tasks:
+            return []
+        rings = []
+        size = self._ring(grid)
+        for first in range(0, grid.kv_tiles, size):
+            members = np.arange(min(size, grid.kv_tiles - first), dtype=np.int64)
+            spread = members * grid.q_tiles // len(members)
+            rings.append((first, spread if self.stride is None else members * self.stride))
+        return rings
+
+    def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
+        n = grid.q_tiles
+        starts = [start for _, ring in self._rings(grid) for start in ring.tolist()]
+        visits: list[list[Visit]] = [[(s, 1, n - s), (0, 1, s)] if s else [(0, 1, n)] for s in starts]
+        return visits or [[] for _ in range(grid.kv_tiles)]
+
+    def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
+        q = np.arange(grid.q_tiles, dtype=np.int64)
+        groups = []
+        for first, starts in self._rings(grid):
+            # The member that started at or just before q reaches it first, then those behind it.
+            lead = first + np.searchsorted(starts, q, side="right") - 1
+            groups.append(SummationGroup(first, first + len(starts) - 1, step=-1, lead=lead))
+        return groups

@@ -1,0 +1,185 @@
+"""The plan table: the int32 layout in which a kernel reads a plan (the device ABI, version 1).
+
+One contiguous int32 array. Every section starts at a multiple of four words, so that records are read
+with 16-byte loads. Offsets are in words from the start of the table.
+
+Header, 16 words
+    0 magic 0x44534148      4 sequence_count     8 total_offset     12 kv_heads
+    1 ABI version           5 item_offset        9 tile_m           13 min_workers
+    2 item_count            6 run_offset        10 tile_n           14 window_left, -1 unbounded
+    3 run_count             7 sequence_offset   11 heads            15 window_right, -1 unbounded
+
+Item, 8 words, in the order in which workers claim them
+    sequence, kv_head, kv_tile, q_head_first, q_head_count, run_first, run_count, task_count
+    It runs q heads q_head_first, q_head_first + 1, ... (q_head_count of them) one after the other, and
+    for each of them runs run_first .. run_first + run_count - 1, task_count tasks in all.
+
+Run, 4 words
+    q_first, count, t_first, steps
+    steps = (q_step & 0xff) | (t_step & 0xff) << 8 | t_hold << 16, both steps signed 8 bit.
+    Task k: q tile q_first + k * q_step, ticket t_first + t_step * (k // t_hold).
+
+Sequence, 8 words
+    seqlen_q, seqlen_k, q_tile_count, kv_tile_count, q_row_first, k_row_first, q_tile_first, total_first
+    q_row_first and k_row_first are its rows in the packed layout, q_tile_first counts the q tiles of
+    the sequences before it, total_first is the offset of its totals.
+
+Totals, one word for each q tile of every distinct (seqlen_q, seqlen_k), padded to four
+    How many contributions the dQ tile gets; 0: nobody contributes and the tile is zero.
+
+The ticket counter of (sequence, q head, q tile) has index
+``q_tile_first * heads + q_head * q_tile_count + q_tile``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import TableError
+from ..problem import Mask, Problem
+from .plan import HeadPattern, Plan
+from .tickets import MAX_HOLD, MAX_STEP
+from .verify import verify
+
+__all__ = ["ABI_VERSION", "HEADER_WORDS", "ITEM_WORDS", "RUN_WORDS", "SEQUENCE_WORDS", "from_table", "to_table"]
+
+MAGIC = 0x44534148
+ABI_VERSION = 1
+HEADER_WORDS, ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 16, 8, 4, 8
+
+Words = NDArray[np.int32]
+
+
+def to_table(plan: Plan) -> Words:
+    """The int32 table of a verified plan, shape (words,).
+
+    Raises:
+        TableError: a step, hold, row or tile count does not fit its field.
+
+    >>> from dash_attn.schedule import FA3, build_plan
+    >>> table = to_table(build_plan(Problem.dense(seqlen=256, head_dim=64), FA3()))
+    >>> table[[2, 3, 4]].tolist(), table[16:32].reshape(2, 8).tolist()
+    ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2], [0, 0, 1, 0, 1, 1, 1, 2]])
+    """
+    p = plan.problem
+    run_base, totals_base, run_parts, total_parts = {}, {}, [], []
+    runs_so_far = totals_so_far = 0
+    for pair, pattern in plan.patterns.items():
+        run_base[pair], totals_base[pair] = runs_so_far, totals_so_far
+        run_parts.append(_pack_runs(pattern))
+        totals = pattern.grid.contributions
+        total_parts.append(np.pad(totals, (0, -len(totals) % 4)))
+        runs_so_far += len(pattern.runs)
+        totals_so_far += len(total_parts[-1])
+    item_offset = HEADER_WORDS
+    run_offset = item_offset + ITEM_WORDS * len(plan.items)
+    sequence_offset = run_offset + RUN_WORDS * runs_so_far
+    total_offset = sequence_offset + SEQUENCE_WORDS * len(p.sequences)
+    bounds = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
+    header = [
+        MAGIC, ABI_VERSION, len(plan.items), runs_so_far, len(p.sequences), item_offset, run_offset,
+        sequence_offset, total_offset, p.tile_m, p.tile_n, p.heads, p.kv_heads, plan.min_workers, *bounds,
+    ]  # fmt: skip
+    sequences = _sequence_records(p, {pair: total_offset + base for pair, base in totals_base.items()})
+    words = np.concatenate(
+        [np.array(header, dtype=np.int64), _item_records(plan, run_base).ravel()]
+        + [part.ravel() for part in run_parts]
+        + [sequences.ravel(), *total_parts]
+    )
+    if len(words) and (words.max() > 2**31 - 1 or words.min() < -(2**31)):
+        raise TableError(f"a word of the table does not fit int32: {words.min()} .. {words.max()}")
+    return words.astype(np.int32)
+
+
+def _pack_runs(pattern: HeadPattern) -> NDArray[np.int64]:
+    q_first, q_step, count, t_first, t_step, t_hold = pattern.runs.T
+    for name, values, limit in (("q_step", q_step, MAX_STEP), ("t_step", t_step, MAX_STEP), ("t_hold", t_hold, MAX_HOLD)):
+        for value in values[np.abs(values) > limit][:1]:
+            raise TableError(f"{name} {value} of a run is beyond {limit}")
+    steps = (q_step & 0xFF) | (t_step & 0xFF) << 8 | t_hold << 16
+    return np.stack([q_first, count, t_first, steps], axis=1)
+
+
+def _item_records(plan: Plan, run_base: dict[tuple[int, int], int]) -> NDArray[np.int64]:
+    p, items = plan.problem, plan.items.astype(np.int64)
+    records = np.zeros((len(items), ITEM_WORDS), dtype=np.int64)
+    records[:, :3] = items
+    records[:, 3], records[:, 4] = items[:, 1] * p.group, p.group
+    shape_of = {pair: shape for shape, pair in enumerate(plan.patterns)}
+    shapes = np.array([shape_of[pair] for pair in p.sequences])[items[:, 0]]
+    for pair, pattern in plan.patterns.items():
+        mine = shapes == shape_of[pair]
+        kv = items[mine, 2]
+        records[mine, 5] = run_base[pair] + pattern.offsets[kv]
+        records[mine, 6] = pattern.offsets[kv + 1] - pattern.offsets[kv]
+        records[mine, 7] = pattern.task_counts[kv]
+    return records
+
+
+def _sequence_records(p: Problem, total_first: dict[tuple[int, int], int]) -> NDArray[np.int64]:
+    records = np.zeros((len(p.sequences), SEQUENCE_WORDS), dtype=np.int64)
+    q_row = k_row = q_tile = 0
+    for row, pair in zip(records, p.sequences, strict=True):
+        grid = p.grids[pair]
+        row[:] = (*pair, grid.q_tiles, grid.kv_tiles, q_row, k_row, q_tile, total_first[pair])
+        q_row, k_row, q_tile = q_row + pair[0], k_row + pair[1], q_tile + grid.q_tiles
+    return records
+
+
+def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | None = None) -> Plan:
+    """The verified plan that a table holds; with ``fingerprint``, only if its numerics are those.
+
+    Raises:
+        TableError: not a plan table, or one that contradicts itself.
+        FingerprintError: other numerics than the given fingerprint's.
+        PlanError: the verifier refuses the plan.
+    """
+    words = np.asarray(table)
+    if words.dtype != np.int32 or words.ndim != 1 or len(words) < HEADER_WORDS:
+        raise TableError(f"a plan table is a 1-D int32 array of at least {HEADER_WORDS} words, got {words.dtype} {words.shape}")
+    if words[0] != MAGIC or words[1] != ABI_VERSION:
+        raise TableError(f"not a plan table of ABI {ABI_VERSION}: magic {int(words[0]):#x}, version {words[1]}")
+    counts, offsets = words[2:5].tolist(), words[5:8].tolist()
+    sizes = (ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS)
+    sections = []
+    for name, count, offset, size in zip(("items", "runs", "sequences"), counts, offsets, sizes, strict=True):
+        if count < 0 or offset < 0 or offset % 4 or offset + count * size > len(words):
+            raise TableError(f"{count} {name} at word {offset} do not fit a table of {len(words)} words")
+        sections.append(words[offset : offset + count * size].astype(np.int64).reshape(count, size))
+    items, packed, sequences = sections
+    sides = [None if side < 0 else side for side in words[14:16].tolist()]
+    pairs = tuple((q, k) for q, k in sequences[:, :2].tolist())
+    tile_m, tile_n, heads, kv_heads = words[9:13].tolist()
+    problem = Problem(pairs, heads, kv_heads, head_dim, Mask(*sides), dtype, tile_m, tile_n)
+    plan = Plan(problem, "table", _patterns(problem, items, _unpack_runs(packed)), items[:, :3].astype(np.int32))
+    if fingerprint is not None:
+        plan.check_fingerprint(fingerprint)
+    plan = verify(plan)
+    if not np.array_equal(to_table(plan), words):
+        raise TableError("the table contradicts itself: it is not the table of the plan it holds")
+    return plan
+
+
+def _unpack_runs(packed: NDArray[np.int64]) -> NDArray[np.int64]:
+    q_first, count, t_first, steps = packed.T
+    signed = [((steps >> shift & 0xFF) ^ 0x80) - 0x80 for shift in (0, 8)]
+    return np.stack([q_first, signed[0], count, t_first, signed[1], steps >> 16 & 0xFFFF], axis=1)
+
+
+def _patterns(problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64]) -> dict[tuple[int, int], HeadPattern]:
+    """Each distinct sequence shape's pattern, from the items of the first head that has the shape."""
+    patterns = {}
+    for pair, grid in problem.grids.items():
+        sequence = problem.sequences.index(pair)
+        mine = items[(items[:, 0] == sequence) & (items[:, 1] == 0)]
+        mine = mine[np.argsort(mine[:, 2])]
+        if not np.array_equal(mine[:, 2], np.arange(grid.kv_tiles)):
+            raise TableError(f"sequence {sequence}, kv head 0: kv tiles {mine[:, 2].tolist()}, the grid has {grid.kv_tiles}")
+        ends = mine[:, 5] + mine[:, 6]
+        if len(mine) and (mine[:, 5:7].min() < 0 or ends.max() > len(runs)):
+            raise TableError(f"sequence {sequence}: an item's runs lie outside the table's {len(runs)}")
+        offsets = np.concatenate(([0], np.cumsum(mine[:, 6])))
+        rows = [runs[first:end] for first, end in zip(mine[:, 5], ends, strict=True)]
+        patterns[pair] = HeadPattern(grid, offsets, np.concatenate([np.zeros((0, 6), np.int64), *rows]))
+    return patterns

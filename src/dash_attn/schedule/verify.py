@@ -1,0 +1,343 @@
+"""The verifier: it runs the plan, without the arithmetic, before anything else may.
+
+For each distinct head pattern it proves, exactly and for every task,
+
+* coverage: every task of the problem belongs to one item, once;
+* tickets: those of a q tile are 0, 1, ..., contributions - 1;
+* progress: item order and ticket order have no cycle;
+
+and for the placement it computes ``min_workers``, the smallest number of resident workers under which
+it cannot deadlock. A contribution enables others and disables none, so whatever order the workers run
+in, the same tasks get done: executing one greedy order decides all of them. Runs are executed as array
+slices, so a million tokens take a fraction of a second.
+
+``min_workers``: with W workers and items claimed in list order, a hang means that some prefix of the
+list is claimed, W of its items are unfinished, and each of those depends, through tickets and item
+order, on an item behind the prefix. So min_workers = 1 + max over prefixes of the number of items in
+it that depend on an item behind it. The tests check this against an exhaustive search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CoverageError, CycleError, PlacementError, PlanError, TicketError, TooFewWorkersError
+from ..problem import IntArray
+from .plan import HeadPattern, Plan, Run
+
+__all__ = ["Verdict", "check_workers", "verify"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the verifier established about a plan.
+
+    Attributes:
+        min_workers: smallest number of resident workers under which the plan cannot deadlock.
+        tasks: number of tasks proven to run once each, over all sequences and q heads.
+    """
+
+    min_workers: int
+    tasks: int
+
+
+def verify(plan: Plan) -> Plan:
+    """Prove a plan safe and return it with its verdict.
+
+    Raises:
+        CoverageError, TicketError, CycleError, PlacementError: what is wrong, with sequence, head, kv
+            tile (item) and q tile.
+    """
+    _check_placement(plan)
+    for sequence, pair in _first_of_each_shape(plan):
+        where = f"sequence {sequence} ({pair[0]} x {pair[1]}), every head"
+        _check_coverage(plan.patterns[pair], where)
+    min_workers = 1 + _deepest_dependence(plan)
+    return replace(plan, verdict=Verdict(min_workers, plan.problem.tasks))
+
+
+def check_workers(plan: Plan, workers: int) -> None:
+    """Raise TooFewWorkersError if ``workers`` resident workers could deadlock."""
+    if workers < plan.min_workers:
+        raise TooFewWorkersError(
+            f"{plan.policy} needs {plan.min_workers} resident workers to be free of deadlock, got {workers}"
+        )
+
+
+def _first_of_each_shape(plan: Plan) -> list[tuple[int, tuple[int, int]]]:
+    pairs = plan.problem.sequences
+    if set(plan.patterns) != set(pairs):
+        raise PlanError(f"patterns for {sorted(plan.patterns)}, sequences of {sorted(set(pairs))}")
+    return [(pairs.index(pair), pair) for pair in plan.problem.grids]
+
+
+def _check_placement(plan: Plan) -> None:
+    """Every item of the problem stands in the list once."""
+    p, items = plan.problem, plan.items
+    tiles = np.array([p.grids[pair].kv_tiles for pair in p.sequences], dtype=np.int64)
+    limits = np.array([len(tiles), p.kv_heads], dtype=np.int64)
+    for at, (sequence, head, kv) in _first_bad(
+        items,
+        (items[:, :2] < 0).any(1)
+        | (items[:, :2] >= limits).any(1)
+        | (items[:, 2] < 0)
+        | (items[:, 2] >= tiles[np.clip(items[:, 0], 0, len(tiles) - 1)]),
+    ):
+        raise PlacementError(f"item {at}: sequence {sequence}, kv head {head}, kv tile {kv} does not exist")
+    base = np.concatenate(([0], np.cumsum(tiles * p.kv_heads)))
+    codes = base[items[:, 0]] + items[:, 1].astype(np.int64) * tiles[items[:, 0]] + items[:, 2]
+    counts = np.bincount(codes, minlength=int(base[-1]))
+    for at, (sequence, head, kv) in _first_bad(items, counts[codes] > 1):
+        raise PlacementError(f"item {at}: sequence {sequence}, kv head {head}, kv tile {kv} is listed twice")
+    missing = np.flatnonzero(counts == 0)
+    if len(missing):
+        sequence = int(np.searchsorted(base, missing[0], side="right")) - 1
+        head, kv = divmod(int(missing[0] - base[sequence]), int(tiles[sequence]))
+        raise PlacementError(f"sequence {sequence}, kv head {head}, kv tile {kv} is in no item")
+
+
+def _first_bad(items: NDArray[np.int32], bad: NDArray[np.bool_]) -> list[tuple[int, list[int]]]:
+    return [(int(at), items[at].tolist()) for at in np.flatnonzero(bad)[:1]]
+
+
+def _check_coverage(pattern: HeadPattern, where: str) -> None:
+    """Every kv tile's runs visit each of its q tiles once."""
+    grid, runs = pattern.grid, pattern.runs
+    counts = np.diff(pattern.offsets)
+    if len(counts) != grid.kv_tiles or (counts < 0).any() or pattern.offsets[-1] != len(runs):
+        raise CoverageError(f"{where}: runs for {len(counts)} kv tiles, the grid has {grid.kv_tiles}")
+    item = np.repeat(np.arange(grid.kv_tiles), counts)
+    malformed = (runs[:, 2] < 1) | (runs[:, 5] < 1) | (runs[:, 3] < 0)
+    for at in np.flatnonzero(malformed)[:1]:
+        raise CoverageError(f"{where}, kv tile {item[at]}: malformed run {pattern.runs_of(int(item[at]))}")
+    ends = runs[:, 0] + runs[:, 1] * (runs[:, 2] - 1)
+    low, high = np.minimum(runs[:, 0], ends), np.maximum(runs[:, 0], ends)
+    order = np.lexsort((low, item))
+    low, high, sorted_item = low[order], high[order], item[order]
+    fresh = np.concatenate(([True], sorted_item[1:] != sorted_item[:-1]))[: len(order)]
+    last = np.concatenate((sorted_item[1:] != sorted_item[:-1], [True]))[-len(order) or len(order) + 1 :]
+    previous = np.concatenate(([0], high[:-1]))[: len(order)]
+    expected = np.where(fresh, grid.q_first[sorted_item], previous + 1)
+    wrong = (low != expected) | (last & (high != grid.q_last[sorted_item]))
+    wrong |= ((np.abs(runs[:, 1]) != 1) & (runs[:, 2] > 1))[order]
+    suspects = set(sorted_item[wrong].tolist())
+    suspects |= set(np.flatnonzero((counts == 0) & (grid.q_last >= grid.q_first)).tolist())
+    for kv in sorted(suspects):
+        _check_item_coverage(pattern, kv, f"{where}, kv tile {kv}")
+
+
+def _check_item_coverage(pattern: HeadPattern, kv: int, where: str) -> None:
+    grid = pattern.grid
+    q = pattern.tasks_of(kv)[0]
+    first, last = int(grid.q_first[kv]), int(grid.q_last[kv])
+    outside = q[(q < first) | (q > last)]
+    if len(outside):
+        raise CoverageError(f"{where}, q tile {outside[0]}: the mask leaves no such task")
+    seen = np.bincount(q - first, minlength=max(last - first + 1, 0))
+    for at in np.flatnonzero(seen > 1)[:1]:
+        raise CoverageError(f"{where}, q tile {first + at}: the task is there {seen[at]} times")
+    for at in np.flatnonzero(seen == 0)[:1]:
+        raise CoverageError(f"{where}, q tile {first + at}: the task is missing")
+
+
+def _deepest_dependence(plan: Plan) -> int:
+    """Largest number of items of one prefix of the list that depend on an item behind that prefix."""
+    p, items = plan.problem, plan.items
+    position = np.arange(len(items), dtype=np.int64)
+    head = items[:, 0].astype(np.int64) * p.kv_heads + items[:, 1]
+    by_head = np.argsort(head, kind="stable")
+    starts = np.flatnonzero(np.diff(head[by_head], prepend=-1))
+    needed = position.copy()
+    known: dict[tuple[tuple[int, int], bytes], IntArray] = {}
+    listed = set()
+    for rows in np.split(by_head, starts[1:]):
+        if not len(rows):
+            continue
+        sequence, order = int(items[rows[0], 0]), items[rows, 2].astype(np.int64)
+        pair = p.sequences[sequence]
+        listed.add(pair)
+        key = (pair, order.tobytes())
+        if key not in known:
+            where = f"sequence {sequence}, kv head {items[rows[0], 1]}"
+            known[key] = _dependences(plan.patterns[pair], p.group, order, where)
+        needed[rows] = rows[known[key]]
+    change = np.zeros(len(items) + 2, dtype=np.int64)
+    np.add.at(change, position + 1, 1)
+    np.add.at(change, needed + 1, -1)
+    waiting = np.cumsum(change)[: len(items)]
+    return int(waiting.max(initial=0))
+
+
+def _dependences(pattern: HeadPattern, group: int, order: IntArray, where: str) -> IntArray:
+    """For each item of one kv head, in claim order, the rank of the last item it depends on."""
+    for block in (_block_of_q_tiles(pattern), 1):
+        run = _PatternRun(pattern, group, order, block)
+        if run.finish():
+            return np.array(run.reach, dtype=np.int64)
+    raise run.error(where)
+
+
+def _block_of_q_tiles(pattern: HeadPattern) -> int:
+    """The largest number of q tiles that can be taken as one, so that large plans verify quickly.
+
+    If every run goes the same way and begins and ends at block ends, and no ticket changes within a
+    block, then running block by block is one legal way to run the plan, and the last task of a block
+    depends on all that the block depends on: the verdict and the ranks are the same.
+    """
+    runs, q_tiles = pattern.runs, pattern.grid.q_tiles
+    if not len(runs) or (runs[:, 1] != runs[0, 1]).any() or abs(runs[0, 1]) != 1:
+        return 1
+    ends = runs[:, 0] + runs[:, 1] * (runs[:, 2] - 1)
+    low, high = np.minimum(runs[:, 0], ends), np.maximum(runs[:, 0], ends) + 1
+    changing = runs[:, 4] != 0
+    # The last block may be short, unless a run that changes its ticket starts there.
+    closed = (high != q_tiles) | (changing & (runs[:, 1] < 0))
+    return int(np.gcd.reduce(np.concatenate(([0], low, high[closed], runs[changing, 5])))) or q_tiles
+
+
+def _in_blocks(run: Run, block: int) -> Run:
+    """A run with blocks of q tiles in place of q tiles."""
+    first, last = run.q_first // block, (run.q_first + run.q_step * (run.count - 1)) // block
+    return Run(first, run.q_step, abs(last - first) + 1, run.t_first, run.t_step, -(-run.t_hold // block))
+
+
+class _PatternRun:
+    """Greedy execution of the items of one kv head, task by task but in slices.
+
+    Items go by their claim rank here. ``done[q]`` counts the contributions to a q tile; the q heads of
+    the group follow one another along q. ``newest[q]`` is the largest rank among the items that the
+    latest contribution to q depends on, ``reach[rank]`` the same for what that item has done so far.
+    """
+
+    def __init__(self, pattern: HeadPattern, group: int, order: IntArray, block: int) -> None:
+        self.pattern, self.group = pattern, group
+        self.q_tiles = -(-pattern.grid.q_tiles // block)
+        self.order: list[int] = order.tolist()
+        self.runs = [pattern.runs_of(kv) for kv in self.order]
+        if block > 1:
+            self.runs = [[_in_blocks(run, block) for run in runs] for runs in self.runs]
+        self.reach = list(range(len(self.order)))
+        self.at = [(0, 0, 0)] * len(self.order)  # q head, run, task within the run
+        self.done = np.zeros(group * self.q_tiles, dtype=np.int32)
+        self.newest = np.full(group * self.q_tiles, -1, dtype=np.int32)
+        self.waiting: dict[int, list[tuple[int, int]]] = {}  # q: heap of (ticket, item) that stand there
+        self.awaited = np.full(group * self.q_tiles, -1, dtype=np.int32)  # smallest ticket of that heap
+
+    def finish(self) -> bool:
+        """Run everything that can run; True if that is everything."""
+        now, later, sign = [rank for rank, runs in enumerate(self.runs) if runs], list[int](), 1
+        # Like a lift: in one direction as long as somebody can move there, then in the other. Chains of
+        # dependences run one way or the other along the items, and so take few rides.
+        while now or later:
+            if not now:
+                now, later, sign = sorted(-sign * rank for rank in later), [], -sign
+            rank = sign * heappop(now)
+            for woken in self._advance(rank):
+                if (woken - rank) * sign > 0:
+                    heappush(now, sign * woken)
+                else:
+                    later.append(woken)
+        return not self._left()
+
+    def _left(self) -> list[int]:
+        return [r for r, runs in enumerate(self.runs) if runs and self.at[r][0] < self.group]
+
+    def _advance(self, rank: int) -> list[int]:
+        """Run an item until it has to wait or ends; the items that could move now."""
+        head, at, offset = self.at[rank]
+        q_tiles, runs = self.q_tiles, self.runs[rank]
+        woken: list[int] = []
+        chunk = 64  # look at a few first: an item often has to wait again soon
+        while head < self.group:
+            run = runs[at]
+            width = min(run.count - offset, chunk)
+            tiles = _tiles(run, head * q_tiles, offset, width)
+            steps = np.arange(offset, offset + width, dtype=np.int32) // run.t_hold if run.t_step else 0
+            ready = self.done[tiles] == run.t_first + run.t_step * steps
+            moved = width if ready.all() else int(np.argmin(ready))
+            if moved:
+                woken += self._contribute(rank, _tiles(run, head * q_tiles, offset, moved))
+                offset += moved
+            self.at[rank] = head, at, offset
+            if moved < width:
+                _, q, ticket = self._waits_for(rank)
+                q += head * q_tiles
+                heappush(self.waiting.setdefault(q, []), (ticket, rank))
+                self.awaited[q] = self.waiting[q][0][0]
+                return woken
+            chunk = run.count
+            if offset == run.count:
+                at, offset = at + 1, 0
+            if at == len(runs):
+                head, at = head + 1, 0
+        self.at[rank] = head, at, offset
+        return woken
+
+    def _contribute(self, rank: int, tiles: slice) -> list[int]:
+        self.done[tiles] += 1
+        newest = self.newest[tiles]
+        if newest.max() > self.reach[rank]:
+            np.maximum.accumulate(np.maximum(newest, self.reach[rank]), out=newest)
+            self.reach[rank] = int(newest[-1])
+        else:
+            newest[:] = self.reach[rank]
+        woken = []
+        for at in np.flatnonzero(self.done[tiles] == self.awaited[tiles]).tolist():
+            q = tiles.start + at * tiles.step
+            here = self.waiting[q]
+            while here and here[0][0] == self.awaited[q]:
+                woken.append(heappop(here)[1])
+            self.awaited[q] = here[0][0] if here else -1
+        return woken
+
+    def _waits_for(self, rank: int) -> tuple[int, int, int]:
+        """(q head, q tile, ticket) of the task at which an item stands."""
+        head, at, offset = self.at[rank]
+        run = self.runs[rank][at]
+        return head, run.q_first + run.q_step * offset, run.t_first + run.t_step * (offset // run.t_hold)
+
+    def error(self, where: str) -> TicketError | CycleError:
+        """Why items are left over; only for a run with blocks of one q tile."""
+        for rank in self._left():
+            head, q, ticket = self._waits_for(rank)
+            seen = int(self.done[head * self.q_tiles + q])
+            spot = f"{where} (q head {head} of its group), kv tile {self.order[rank]}, q tile {q}"
+            if ticket < seen:
+                return TicketError(f"{spot}: ticket {ticket} is used twice")
+            if ticket >= (contributions := int(self.pattern.grid.contributions[q])):
+                return TicketError(f"{spot}: ticket {ticket}, the tile has {contributions} contributions")
+            if self._owner(q, seen) is None:
+                return TicketError(f"{spot}: waits for ticket {ticket}, nobody has ticket {seen}")
+        return CycleError(f"{where}: {self._cycle(self._left()[0])}")
+
+    def _owner(self, q: int, ticket: int) -> int | None:
+        """Rank of the item whose task at q tile q has this ticket, None if there is none."""
+        for rank, kv in enumerate(self.order):
+            tiles, tickets = self.pattern.tasks_of(kv)
+            if ((tiles == q) & (tickets == ticket)).any():
+                return rank
+        return None
+
+    def _cycle(self, rank: int) -> str:
+        chain: list[int] = []
+        steps = []
+        while rank not in chain:
+            chain.append(rank)
+            head, q, ticket = self._waits_for(rank)
+            owner = self._owner(q, int(self.done[head * self.q_tiles + q]))
+            assert owner is not None, "error() found every awaited ticket in the plan"
+            kv, other = self.order[rank], self.order[owner]
+            steps.append(f"kv tile {kv} at q tile {q} (ticket {ticket}) waits for kv tile {other}")
+            rank = owner
+        return "; ".join(steps[chain.index(rank) :])
+
+
+def _tiles(run: Run, base: int, offset: int, width: int) -> slice:
+    """The q tiles of tasks offset .. offset + width - 1 of a run, as a slice."""
+    start = base + run.q_first + run.q_step * offset
+    end = start + run.q_step * width
+    return slice(start, end if end >= 0 else None, run.q_step)
