@@ -166,7 +166,8 @@ class SequenceGrid:
     @cached_property
     def contributions(self) -> IntArray:
         """Number of tasks of each q tile, shape (q_tiles,): the length of its summation order."""
-        return np.maximum(self.kv_last - self.kv_first + 1, 0)
+        counts: IntArray = np.maximum(self.kv_last - self.kv_first + 1, 0)
+        return counts
 
     @cached_property
     def tasks(self) -> int:
@@ -295,9 +296,7 @@ class Problem:
         """
         pairs = tuple((s[0], s[1]) if isinstance(s, tuple) else (s, s) for s in seqlens)
         kv_heads = heads if kv_heads is None else kv_heads
-        return cls(
-            pairs, heads, kv_heads, head_dim, Mask() if mask is None else mask, dtype, tile_m, tile_n
-        )
+        return cls(pairs, heads, kv_heads, head_dim, Mask() if mask is None else mask, dtype, tile_m, tile_n)
 
     @property
     def group(self) -> int:

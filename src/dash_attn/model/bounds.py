@@ -13,7 +13,8 @@ __all__ = ["closed_form", "lower_bounds"]
 def lower_bounds(problem: Problem, costs: Costs, workers: int) -> dict[str, float]:
     """Cycles below which no deterministic schedule of the problem can end, by reason.
 
-    "work": all tasks and item launches shared out evenly. "item": the longest item, which one worker
+    "work": all tasks and item launches shared out evenly (where reductions overlap compute, the larger
+    of the two shares). "item": the longest item, which one worker
     runs without a break. "summation": the dQ tile with the most contributions, one after the other.
 
     >>> from dash_attn.problem import Mask
@@ -21,12 +22,12 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> dict[str, floa
     {'work': 15.0, 'item': 12.0, 'summation': 6.0}
     """
     require_workers(workers)
-    work = item = summation = 0.0
+    tasks = launches = item = summation = 0.0
     shapes = {pair: problem.sequences.count(pair) for pair in problem.grids}
     for pair, count in shapes.items():
         grid = problem.grids[pair]
-        work += count * problem.heads * grid.tasks * costs.per_task
-        work += count * problem.kv_heads * grid.kv_tiles * costs.launch
+        tasks += count * problem.heads * grid.tasks
+        launches += count * problem.kv_heads * grid.kv_tiles * costs.launch
         longest = problem.group * int(np.maximum(grid.q_last - grid.q_first + 1, 0).max(initial=0))
         if longest:
             pipeline_ends = costs.compute + costs.reduce - costs.per_task
@@ -35,6 +36,10 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> dict[str, floa
         if most:
             chain = most * costs.reduce + (most - 1) * costs.latency
             summation = max(summation, costs.launch + costs.compute + chain)
+    if costs.dq_buffers:
+        work = max(tasks * costs.compute + launches, tasks * costs.reduce)
+    else:
+        work = tasks * (costs.compute + costs.reduce) + launches
     return {"work": work / workers, "item": item, "summation": summation}
 
 

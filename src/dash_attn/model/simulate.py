@@ -158,11 +158,20 @@ class _Simulation:
         makespan = max(float(ends.max(initial=0.0)), float((item_start + self.costs.launch).max(initial=0.0)))
         busy = tasks * (self.costs.compute + (0 if self.costs.dq_buffers else self.costs.reduce))
         idle = makespan * len(self.workers) - busy - sum(self.lost.values())
-        arrays = [np.array(a) for a in (self.compute_start, self.compute_end, self.reduce_start)]
         return Timeline(
-            self.plan, self.costs, len(self.workers), makespan, item_worker, item_start, self.first_task,
-            *arrays, ends, {**self.lost, "idle": max(idle, 0.0)},
-        )  # fmt: skip
+            plan=self.plan,
+            costs=self.costs,
+            workers=len(self.workers),
+            makespan=makespan,
+            item_worker=item_worker,
+            item_start=item_start,
+            first_task=self.first_task,
+            compute_start=np.array(self.compute_start),
+            compute_end=np.array(self.compute_end),
+            reduce_start=np.array(self.reduce_start),
+            reduce_end=ends,
+            stalls={**self.lost, "idle": max(idle, 0.0)},
+        )
 
     def _claim(self, w: int, item: int, sequence: int, kv_head: int, kv: int, now: float) -> None:
         worker, p = self.workers[w], self.plan.problem
@@ -183,10 +192,11 @@ class _Simulation:
 
     def _advance(self, w: int, runnable: list[int]) -> bool:
         """Advance a worker until it waits for somebody (False) or its item ends (True)."""
-        worker, lost = self.workers[w], self.lost
-        c, r, latency, series = self.costs.compute, self.costs.reduce, self.costs.latency, not self.costs.dq_buffers
-        tiles, tickets, buffers, first = worker.tiles, worker.tickets, worker.buffers, self.offsets[worker.item]
-        turn, turn_at = self.turn, self.turn_at
+        # Local names: this loop runs once for every task of the plan.
+        worker, lost, turn, turn_at = self.workers[w], self.lost, self.turn, self.turn_at
+        c, r, latency = self.costs.compute, self.costs.reduce, self.costs.latency
+        tiles, tickets, buffers = worker.tiles, worker.tickets, worker.buffers
+        first, series = self.offsets[worker.item], not self.costs.dq_buffers
         place, end = worker.place, len(tiles)
         while place < end:
             slot, tile = first + place, tiles[place]

@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
     q_first: int
     q_step: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     t_first: int
     t_step: int = 0
     t_hold: int = 1

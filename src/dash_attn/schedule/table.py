@@ -42,7 +42,15 @@ from .plan import HeadPattern, Plan
 from .tickets import MAX_HOLD, MAX_STEP
 from .verify import verify
 
-__all__ = ["ABI_VERSION", "HEADER_WORDS", "ITEM_WORDS", "RUN_WORDS", "SEQUENCE_WORDS", "from_table", "to_table"]
+__all__ = [
+    "ABI_VERSION",
+    "HEADER_WORDS",
+    "ITEM_WORDS",
+    "RUN_WORDS",
+    "SEQUENCE_WORDS",
+    "from_table",
+    "to_table",
+]
 
 MAGIC = 0x44534148
 ABI_VERSION = 1
@@ -94,7 +102,11 @@ def to_table(plan: Plan) -> Words:
 
 def _pack_runs(pattern: HeadPattern) -> NDArray[np.int64]:
     q_first, q_step, count, t_first, t_step, t_hold = pattern.runs.T
-    for name, values, limit in (("q_step", q_step, MAX_STEP), ("t_step", t_step, MAX_STEP), ("t_hold", t_hold, MAX_HOLD)):
+    for name, values, limit in (
+        ("q_step", q_step, MAX_STEP),
+        ("t_step", t_step, MAX_STEP),
+        ("t_hold", t_hold, MAX_HOLD),
+    ):
         for value in values[np.abs(values) > limit][:1]:
             raise TableError(f"{name} {value} of a run is beyond {limit}")
     steps = (q_step & 0xFF) | (t_step & 0xFF) << 8 | t_hold << 16
@@ -137,9 +149,14 @@ def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | No
     """
     words = np.asarray(table)
     if words.dtype != np.int32 or words.ndim != 1 or len(words) < HEADER_WORDS:
-        raise TableError(f"a plan table is a 1-D int32 array of at least {HEADER_WORDS} words, got {words.dtype} {words.shape}")
+        raise TableError(
+            f"a plan table is a 1-D int32 array of at least {HEADER_WORDS} words, "
+            f"got {words.dtype} {words.shape}"
+        )
     if words[0] != MAGIC or words[1] != ABI_VERSION:
-        raise TableError(f"not a plan table of ABI {ABI_VERSION}: magic {int(words[0]):#x}, version {words[1]}")
+        raise TableError(
+            f"not a plan table of ABI {ABI_VERSION}: magic {int(words[0]):#x}, version {words[1]}"
+        )
     counts, offsets = words[2:5].tolist(), words[5:8].tolist()
     sizes = (ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS)
     sections = []
@@ -152,7 +169,9 @@ def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | No
     pairs = tuple((q, k) for q, k in sequences[:, :2].tolist())
     tile_m, tile_n, heads, kv_heads = words[9:13].tolist()
     problem = Problem(pairs, heads, kv_heads, head_dim, Mask(*sides), dtype, tile_m, tile_n)
-    plan = Plan(problem, "table", _patterns(problem, items, _unpack_runs(packed)), items[:, :3].astype(np.int32))
+    plan = Plan(
+        problem, "table", _patterns(problem, items, _unpack_runs(packed)), items[:, :3].astype(np.int32)
+    )
     if fingerprint is not None:
         plan.check_fingerprint(fingerprint)
     plan = verify(plan)
@@ -167,7 +186,9 @@ def _unpack_runs(packed: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([q_first, signed[0], count, t_first, signed[1], steps >> 16 & 0xFFFF], axis=1)
 
 
-def _patterns(problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64]) -> dict[tuple[int, int], HeadPattern]:
+def _patterns(
+    problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64]
+) -> dict[tuple[int, int], HeadPattern]:
     """Each distinct sequence shape's pattern, from the items of the first head that has the shape."""
     patterns = {}
     for pair, grid in problem.grids.items():
@@ -175,7 +196,10 @@ def _patterns(problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64
         mine = items[(items[:, 0] == sequence) & (items[:, 1] == 0)]
         mine = mine[np.argsort(mine[:, 2])]
         if not np.array_equal(mine[:, 2], np.arange(grid.kv_tiles)):
-            raise TableError(f"sequence {sequence}, kv head 0: kv tiles {mine[:, 2].tolist()}, the grid has {grid.kv_tiles}")
+            raise TableError(
+                f"sequence {sequence}, kv head 0: kv tiles {mine[:, 2].tolist()}, "
+                f"the grid has {grid.kv_tiles}"
+            )
         ends = mine[:, 5] + mine[:, 6]
         if len(mine) and (mine[:, 5:7].min() < 0 or ends.max() > len(runs)):
             raise TableError(f"sequence {sequence}: an item's runs lie outside the table's {len(runs)}")

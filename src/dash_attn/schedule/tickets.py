@@ -78,17 +78,19 @@ class _GroupTickets:
             # Going round: from the lead to the end of the stretch, then from its other end to kv.
             lead = group.lead[q]
             if group.step > 0:
-                straight, round_first = _count(lead, kv - 1, low, high), _count(lead, group.kv_last, low, high)
-                earlier = np.where(kv >= lead, straight, round_first + earlier)
+                reached, straight = kv >= lead, _count(lead, kv - 1, low, high)
+                round_first = _count(lead, group.kv_last, low, high)
             else:
-                straight, round_first = _count(kv + 1, lead, low, high), _count(group.kv_first, lead, low, high)
-                earlier = np.where(kv <= lead, straight, round_first + earlier)
+                reached, straight = kv <= lead, _count(kv + 1, lead, low, high)
+                round_first = _count(group.kv_first, lead, low, high)
+            earlier = np.where(reached, straight, round_first + earlier)
         return self.before[q] + earlier
 
 
 def _count(first: int | IntArray, last: int | IntArray, low: IntArray, high: IntArray) -> IntArray:
     """Size of [first, last] intersected with [low, high]."""
-    return np.maximum(np.minimum(last, high) - np.maximum(first, low) + 1, 0)
+    size: IntArray = np.maximum(np.minimum(last, high) - np.maximum(first, low) + 1, 0)
+    return size
 
 
 def _prepare(grid: SequenceGrid, groups: Sequence[SummationGroup]) -> list[_GroupTickets]:

@@ -10,7 +10,16 @@ from .shift import Shift
 from .spt import SPT
 from .symmetric_shift import SymmetricShift
 
-__all__ = ["FA3", "POLICIES", "SPT", "Descending", "Shift", "SymmetricShift", "lpt_placement", "policy_by_name"]
+__all__ = [
+    "FA3",
+    "POLICIES",
+    "SPT",
+    "Descending",
+    "Shift",
+    "SymmetricShift",
+    "lpt_placement",
+    "policy_by_name",
+]
 
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (FA3, Descending, Shift, SymmetricShift, SPT)

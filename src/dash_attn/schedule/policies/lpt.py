@@ -15,7 +15,9 @@ L2_BYTES = 50 * 2**20
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def lpt_placement(problem: Problem, items: NDArray[np.int32], *, l2_bytes: int = L2_BYTES) -> NDArray[np.int32]:
+def lpt_placement(
+    problem: Problem, items: NDArray[np.int32], *, l2_bytes: int = L2_BYTES
+) -> NDArray[np.int32]:
     """Reorder items: within a section of heads that fit L2 together, the longest first.
 
     Sections keep the order in which heads first appear; items of equal length keep their order, so a
@@ -51,7 +53,8 @@ def lpt_placement(problem: Problem, items: NDArray[np.int32], *, l2_bytes: int =
     head = items[:, 0].astype(np.int64) * problem.kv_heads + items[:, 1]
     _, first_seen, inverse = np.unique(head, return_index=True, return_inverse=True)
     by_appearance = np.sort(first_seen)
-    section = _sections(size[by_appearance], l2_bytes)[np.searchsorted(by_appearance, first_seen)[inverse]]
+    place = np.asarray(np.searchsorted(by_appearance, first_seen), dtype=np.int64)[inverse]
+    section = _sections(size[by_appearance], l2_bytes)[place]
     return items[np.lexsort((np.arange(len(items)), -tasks, section))]
 
 

@@ -56,7 +56,8 @@ class SymmetricShift(Policy):
             )
         if grid.tile_n % grid.tile_m:
             raise UnsupportedMaskError(
-                f"symmetric_shift needs tile_n to be a multiple of tile_m, got {grid.tile_n} and {grid.tile_m}"
+                "symmetric_shift needs tile_n to be a multiple of tile_m, "
+                f"got {grid.tile_n} and {grid.tile_m}"
             )
         if self.heads_at_once < 1:
             raise UnsupportedMaskError(f"heads_at_once must be >= 1, got {self.heads_at_once}")
@@ -89,7 +90,8 @@ class SymmetricShift(Policy):
             halves = [-(-head.grid.kv_tiles // 2) for head in together]
             left = [head_items(h, np.arange(half)) for h, half in zip(together, halves, strict=True)]
             right = [
-                head_items(h, np.arange(half, h.grid.kv_tiles)) for h, half in zip(together, halves, strict=True)
+                head_items(h, np.arange(half, h.grid.kv_tiles))
+                for h, half in zip(together, halves, strict=True)
             ]
             merged = np.concatenate(right)
             parts += [*left, merged[np.argsort(merged[:, 2], kind="stable")]]

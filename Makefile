@@ -1,0 +1,24 @@
+# Every target sets itself up: a fresh clone and a Python >= 3.10 are enough.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check clean
+
+demo: .venv/ready
+	$(BIN)/dash-attn demo
+
+test: .venv/ready
+	$(BIN)/pytest -n auto
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv demo-out

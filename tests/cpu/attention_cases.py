@@ -1,0 +1,62 @@
+"""Random packed tensors for a problem, and its results by executor and oracle; for tests only."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dash_attn.problem import Problem
+from dash_attn.reference import backward, forward, oracle_backward, oracle_forward
+from dash_attn.schedule import Plan
+
+SCALE = 0.3
+
+
+def packed_tensors(problem: Problem, seed: int = 0) -> list[Tensor]:
+    """dout, q, k, v in the problem's dtype, packed."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [sum(pair[side] for pair in problem.sequences) for side in (0, 1)]
+    q = (rows[0], problem.heads, problem.head_dim)
+    k = (rows[1], problem.kv_heads, problem.head_dim)
+    dtype = getattr(torch, problem.dtype)
+    return [torch.randn(size, generator=generator).to(dtype) for size in (q, q, k, k)]
+
+
+def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv by the executor."""
+    dout, q, k, v = tensors
+    out, lse = forward(plan, q, k, v, SCALE)
+    dq, dk, dv = backward(plan, dout, q, k, v, out, lse, SCALE, **how)
+    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def expected(problem: Problem, tensors: list[Tensor]) -> dict[str, Tensor]:
+    """The same by the oracle, sequence by sequence, float64."""
+    parts = [oracle_of_one(problem, sequence) for sequence in split(problem, tensors)]
+    if not parts:
+        return {}
+    joined = {name: torch.cat([part[name] for part in parts]) for name in ("out", "dq", "dk", "dv")}
+    return joined | {"lse": torch.cat([part["lse"] for part in parts], 1)}
+
+
+def split(problem: Problem, tensors: list[Tensor]) -> list[list[Tensor]]:
+    """dout, q, k, v of every sequence."""
+    lengths = [[pair[side] for pair in problem.sequences] for side in (0, 0, 1, 1)]
+    return [list(part) for part in zip(*(x.split(n) for x, n in zip(tensors, lengths)))]
+
+
+def oracle_of_one(problem: Problem, tensors: list[Tensor]) -> dict[str, Tensor]:
+    dout, q, k, v = (x[None] for x in tensors)
+    out, lse = oracle_forward(q, k, v, problem.mask, SCALE)
+    dq, dk, dv = oracle_backward(dout, q, k, v, problem.mask, SCALE)
+    return {"out": out[0], "lse": lse[0], "dq": dq[0], "dk": dk[0], "dv": dv[0]}
+
+
+def shuffled_placement(plan: Plan, seed: int) -> Plan:
+    """The same numerics with the items in random order; not verified yet."""
+    order = list(range(len(plan.items)))
+    random.Random(seed).shuffle(order)
+    return plan.with_items(plan.items[order])

@@ -1,0 +1,171 @@
+"""Policies and the derivation of tickets: orders against their definitions, task by task."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import ALL_POLICIES, plans, problems
+
+from dash_attn.errors import UnsupportedMaskError
+from dash_attn.problem import Mask, Problem, SequenceGrid
+from dash_attn.schedule import (
+    FA3,
+    SPT,
+    Descending,
+    Plan,
+    Policy,
+    Shift,
+    SymmetricShift,
+    build_plan,
+    choose_policy,
+)
+from dash_attn.schedule.policies import lpt_placement
+from dash_attn.schedule.tickets import SummationGroup, _compress, tickets_of
+
+
+def orders_by_definition(grid: SequenceGrid, groups: tuple[SummationGroup, ...]) -> list[list[int]]:
+    """Summation orders written out kv tile by kv tile, without any interval arithmetic."""
+    orders = []
+    for q in range(grid.q_tiles):
+        order: list[int] = []
+        for group in groups:
+            start = group.kv_first if group.step > 0 else group.kv_last
+            kv = start if group.lead is None else int(group.lead[q])
+            for _ in range(group.kv_last - group.kv_first + 1):
+                order.append(kv)
+                kv += group.step
+                kv = group.kv_first if kv > group.kv_last else group.kv_last if kv < group.kv_first else kv
+        orders.append([kv for kv in order if grid.kv_first[q] <= kv <= grid.kv_last[q]])
+    return orders
+
+
+@pytest.mark.parametrize("policy", ALL_POLICIES, ids=str)
+@given(problem=problems())
+def test_runs_hold_the_visits_and_the_summation_orders(policy: Policy, problem: Problem) -> None:
+    for grid in problem.grids.values():
+        try:
+            policy.check(grid)
+        except UnsupportedMaskError:
+            continue
+        one = Problem(
+            ((grid.seqlen_q, grid.seqlen_k),), 1, 1, 16, problem.mask, "float32", grid.tile_m, grid.tile_n
+        )
+        pattern = build_plan(one, policy).pattern(0)
+        groups = tuple(policy.summation(grid))
+        assert pattern.summation_orders() == orders_by_definition(grid, groups)
+        for kv, visits in enumerate(policy.visits(grid)):
+            wanted = [q0 + k * step for q0, step, count in visits for k in range(count)]
+            assert pattern.tasks_of(kv)[0].tolist() == wanted
+            assert [q for run in pattern.runs_of(kv) for q, _ in run.tasks()] == wanted
+
+
+@given(problems())
+def test_ascending_lead_goes_round_upwards(problem: Problem) -> None:
+    """Direction +1 with a lead: used by no policy here, but part of what a policy may say."""
+    for grid in problem.grids.values():
+        if grid.kv_tiles:
+            lead = np.arange(grid.q_tiles) % grid.kv_tiles
+            group = (SummationGroup(0, grid.kv_tiles - 1, 1, lead),)
+            for q, order in enumerate(orders_by_definition(grid, group)):
+                assert [int(tickets_of(grid, group, kv, np.array([q]))[0]) for kv in order] == list(
+                    range(len(order))
+                )
+
+
+@given(plans())
+def test_runs_are_few(plan: Plan) -> None:
+    """Affine runs, not one run a task: at most one for each ticket change."""
+    for pattern in plan.patterns.values():
+        for kv in range(pattern.grid.kv_tiles):
+            q, t = pattern.tasks_of(kv)
+            changes = int(((np.diff(t) != 0) | (np.abs(np.diff(q)) != 1)).sum())
+            assert len(pattern.runs_of(kv)) <= changes + 1
+
+
+def test_compress_writes_every_sequence_of_tickets() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lengths = rng.integers(1, 4, size=rng.integers(1, 12)).astype(np.int64)
+        tickets = np.cumsum(rng.integers(-2, 3, size=len(lengths))).astype(np.int64) + 40
+        written = [
+            (q0 + k * step, t0 + t_step * (k // hold))
+            for q0, step, count, t0, t_step, hold in _compress(7, -1, lengths, tickets)
+            for k in range(count)
+        ]
+        assert written == [(7 - k, int(t)) for k, t in enumerate(np.repeat(tickets, lengths))]
+
+
+@pytest.mark.parametrize(
+    ("policy", "mask", "lengths", "message"),
+    [
+        (
+            Shift(),
+            Mask.causal(),
+            (512, 512),
+            "shift needs a mask that leaves every task; causal of 512 x 512",
+        ),
+        (Shift(ring=4, stride=2), Mask.full(), (512, 512), "ring of 4 with stride 2 needs 8 q tiles.* has 4"),
+        (Shift(ring=0), Mask.full(), (512, 512), "ring must be >= 1, got 0"),
+        (Shift(stride=0), Mask.full(), (512, 512), "stride must be >= 1, got 0"),
+        (SymmetricShift(), Mask.full(), (512, 512), "causal mask and seqlen_q == seqlen_k, got full"),
+        (SymmetricShift(), Mask.causal(), (512, 640), "got causal of 512 x 640"),
+        (SymmetricShift(heads_at_once=0), Mask.causal(), (512, 512), "heads_at_once must be >= 1, got 0"),
+    ],
+)
+def test_masks_a_policy_does_not_cover(
+    policy: Policy, mask: Mask, lengths: tuple[int, int], message: str
+) -> None:
+    problem = Problem.dense(seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=64, mask=mask)
+    with pytest.raises(UnsupportedMaskError, match=message):
+        build_plan(problem, policy)
+
+
+def test_symmetric_shift_needs_whole_rows() -> None:
+    problem = Problem.dense(seqlen=512, mask=Mask.causal(), tile_m=128, tile_n=64)
+    with pytest.raises(UnsupportedMaskError, match="multiple of tile_m, got 64 and 128"):
+        build_plan(problem, SymmetricShift())
+
+
+def test_ring_size_is_what_must_be_resident() -> None:
+    problem = Problem.dense(batch=2, heads=3, seqlen=16 * 128, head_dim=64)
+    assert [build_plan(problem, Shift(ring=g)).min_workers for g in (1, 3, 4, 16)] == [1, 3, 4, 16]
+
+
+def test_policy_names_carry_their_parameters() -> None:
+    assert [str(p) for p in (FA3(), Shift(), Shift(ring=4), SymmetricShift())] == [
+        "fa3", "shift", "shift(ring=4)", "symmetric_shift(heads_at_once=2)",
+    ]  # fmt: skip
+
+
+def test_lpt_puts_long_items_first_within_what_fits_l2() -> None:
+    problem = Problem.dense(heads=4, seqlen=512, head_dim=64, mask=Mask.causal())
+    items = build_plan(problem, Descending()).items
+    one_head = 64 * 512 * (2 * 2 + 4 + 2 * 2)
+    both = lpt_placement(problem, items, l2_bytes=2 * one_head)
+    assert both[:8, 1].tolist() == [0, 1] * 4
+    assert both[:8, 2].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert (both[8:, 1] >= 2).all()
+    alone = lpt_placement(problem, items, l2_bytes=one_head)
+    assert np.array_equal(alone, items)
+    full = build_plan(Problem.dense(heads=4, seqlen=512, head_dim=64), SPT())
+    assert np.array_equal(lpt_placement(full.problem, full.items), full.items)
+
+
+@given(problems())
+def test_auto_looks_at_one_sequence_alone(problem: Problem) -> None:
+    """The numerics of a sequence are the same with and without neighbours."""
+    together = build_plan(problem, *choose_policy(problem))
+    for pair in problem.grids:
+        single = Problem(
+            (pair,),
+            problem.heads,
+            problem.kv_heads,
+            16,
+            problem.mask,
+            "float32",
+            problem.tile_m,
+            problem.tile_n,
+        )
+        alone = build_plan(single, *choose_policy(single))
+        assert np.array_equal(alone.patterns[pair].runs, together.patterns[pair].runs)

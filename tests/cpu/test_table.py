@@ -1,0 +1,119 @@
+"""The device table: its layout as documented, round trips, and refusal of what is no table."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from strategies import plans
+
+from dash_attn.errors import FingerprintError, PlanError, TableError
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import FA3, Plan, Shift, SymmetricShift, build_plan, from_table, to_table
+
+
+def read_back(plan: Plan, table: np.ndarray, **checks: str) -> Plan:
+    return from_table(table, head_dim=plan.problem.head_dim, dtype=plan.problem.dtype, **checks)
+
+
+@given(plans())
+def test_round_trip(plan: Plan) -> None:
+    table = to_table(plan)
+    assert table.dtype == np.int32
+    back = read_back(plan, table, fingerprint=plan.fingerprint)
+    assert back.problem == plan.problem
+    assert np.array_equal(back.items, plan.items)
+    assert back.min_workers == plan.min_workers
+    assert np.array_equal(to_table(back), table)
+
+
+@given(plans())
+def test_a_reader_that_knows_only_the_documentation(plan: Plan) -> None:
+    """Walk the table as a kernel would and meet every task with its ticket."""
+    words = to_table(plan).tolist()
+    problem = plan.problem
+    assert words[0] == 0x44534148
+    tasks = 0
+    for i in range(words[2]):
+        sequence, kv_head, kv, head_first, heads, run_first, runs, count = words[words[5] + 8 * i :][:8]
+        assert [sequence, kv_head, kv] == plan.items[i].tolist()
+        assert (head_first, heads) == (kv_head * problem.group, problem.group)
+        walked = []
+        for r in range(run_first, run_first + runs):
+            q_first, length, t_first, steps = words[words[6] + 4 * r :][:4]
+            q_step, t_step = ((steps & 0xFF) ^ 0x80) - 0x80, ((steps >> 8 & 0xFF) ^ 0x80) - 0x80
+            walked += [
+                (q_first + k * q_step, t_first + t_step * (k // (steps >> 16 & 0xFFFF)))
+                for k in range(length)
+            ]
+        assert walked == list(zip(*(a.tolist() for a in plan.pattern(sequence).tasks_of(kv))))
+        assert len(walked) == count
+        tasks += count * heads
+    assert tasks == problem.tasks
+    q_row = k_row = q_tile = 0
+    for s, (seqlen_q, seqlen_k) in enumerate(problem.sequences):
+        row, grid = words[words[7] + 8 * s :][:8], problem.grid(s)
+        assert row[:7] == [seqlen_q, seqlen_k, grid.q_tiles, grid.kv_tiles, q_row, k_row, q_tile]
+        assert words[row[7] : row[7] + grid.q_tiles] == grid.contributions.tolist()
+        q_row, k_row, q_tile = q_row + seqlen_q, k_row + seqlen_k, q_tile + grid.q_tiles
+    assert all(offset % 4 == 0 for offset in words[5:9])
+
+
+def good() -> tuple[Plan, np.ndarray]:
+    plan = build_plan(
+        Problem.dense(heads=4, kv_heads=2, seqlen=700, head_dim=64, mask=Mask.causal()), SymmetricShift()
+    )
+    return plan, to_table(plan)
+
+
+def test_two_tickets_swapped_in_the_table() -> None:
+    """A swap on one dQ tile leaves a safe table: the fingerprint refuses it."""
+    plan = build_plan(Problem.dense(seqlen=128 * 2, head_dim=64), FA3())
+    table = to_table(plan)
+    first_run = int(table[6])
+    table[[first_run + 2, first_run + 6]] = table[[first_run + 6, first_run + 2]]
+    table[13] = 2  # min_workers: item 0 now waits for item 1
+    read_back(plan, table)
+    with pytest.raises(FingerprintError, match="expected numerics"):
+        read_back(plan, table, fingerprint=plan.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "message"),
+    [
+        (0, 1, "not a plan table.*magic 0x1"),
+        (1, 2, "version 2"),
+        (5, 18, "items at word 18 do not fit"),
+        (3, 10**6, "1000000 runs at word"),
+        (2, -1, "-1 items"),
+        (13, 1, "contradicts itself"),
+        (19, 1, "contradicts itself"),
+    ],
+)
+def test_damaged_tables(word: int, value: int, message: str) -> None:
+    plan, table = good()
+    table[word] = value
+    with pytest.raises(TableError, match=message):
+        read_back(plan, table)
+
+
+def test_every_changed_word_of_items_and_runs_is_noticed() -> None:
+    plan, table = good()
+    for word in range(int(table[5]), int(table[7])):
+        damaged = table.copy()
+        damaged[word] += 1
+        with pytest.raises((PlanError, ValueError)):
+            read_back(plan, damaged, fingerprint=plan.fingerprint)
+
+
+@pytest.mark.parametrize("table", [np.zeros(4, np.int32), np.zeros(64, np.int64), np.zeros((8, 8), np.int32)])
+def test_other_arrays(table: np.ndarray) -> None:
+    with pytest.raises(TableError, match="1-D int32 array"):
+        from_table(table, head_dim=64, dtype="bfloat16")
+
+
+def test_a_step_that_does_not_fit() -> None:
+    """A hold longer than its field is cut into several runs, so that every plan has a table."""
+    plan = build_plan(Problem.dense(seqlen=70_000, head_dim=64, tile_m=1, tile_n=40_000), Shift())
+    assert plan.pattern(0).runs[:, 5].max() <= 32767
+    assert np.array_equal(to_table(read_back(plan, to_table(plan))), to_table(plan))
