@@ -76,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     figures = _add(commands, "figures", _figures, "redraw figures 2 to 7 of the DASH paper from real plans")
     _example(figures, "dash-attn figures docs/figures")
     figures.add_argument("folder", type=Path, nargs="?", default=Path("figures"), help="where to put them")
+    figures.add_argument("--format", choices=("svg", "png"), default="svg")
 
     doctor = _add(commands, "doctor", _doctor, "what is installed here, what is supported, and why not")
     _example(doctor, "dash-attn doctor")
@@ -289,7 +290,7 @@ def _policy_makespan(problem: Problem, name: str, costs: Costs, workers: int) ->
 def _figures(args: argparse.Namespace) -> int:
     from .model.figures import draw_figures
 
-    paths = [str(path) for path in draw_figures(args.folder)]
+    paths = [str(path) for path in draw_figures(args.folder, (args.format,))]
     print(json.dumps({"figures": paths}) if args.json else "\n".join(paths))
     return 0
 

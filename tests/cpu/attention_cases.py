@@ -14,6 +14,8 @@ from dash_attn.schedule import Plan
 
 SCALE = 0.3
 
+torch.set_num_threads(1)  # tests run in parallel processes, and threads of many would wait for one another
+
 
 def packed_tensors(problem: Problem, seed: int = 0) -> list[Tensor]:
     """dout, q, k, v in the problem's dtype, packed."""

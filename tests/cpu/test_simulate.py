@@ -131,6 +131,14 @@ def test_ranking_on_an_h200_matches_measurements() -> None:
     assert used[2] == pytest.approx(0.96, abs=0.015)
 
 
+@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
+def test_grouped_heads_wait_no_more_than_single_ones(kv_heads: int) -> None:
+    """Heads of a group go task by task, so items stay in step as they do without groups."""
+    problem = Problem.dense(heads=8, kv_heads=kv_heads, seqlen=4096, head_dim=128, mask=Mask.causal())
+    plan = build_plan(problem, Descending(), "lpt")
+    assert simulate(plan, H200, 16).stall < 0.02
+
+
 def test_slack_hides_the_hand_over() -> None:
     """A ring with two q tiles between members does not wait where one with a single q tile does."""
     problem = Problem.dense(heads=8, seqlen=4096, head_dim=128)

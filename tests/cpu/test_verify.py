@@ -118,7 +118,7 @@ def empty_run(runs: RunLists) -> None:
         (drop_a_task, CoverageError, "sequence 0 .*kv tile 1, q tile 2: the task is missing"),
         (double_a_task, CoverageError, "kv tile 1, q tile 2: the task is there 2 times"),
         (invent_a_task, CoverageError, "kv tile 1, q tile 0: the mask leaves no such task"),
-        (use_a_ticket_twice, TicketError, "sequence 0, kv head 0 .*q tile 2: ticket 1 is used twice"),
+        (use_a_ticket_twice, TicketError, "kv head 0, kv tile 2, q tile 2: ticket 1 is used twice"),
         (ticket_beyond_the_end, TicketError, "kv tile 3, q tile 3: ticket 4, the tile has 4 contributions"),
         (negative_ticket, CoverageError, "kv tile 3: malformed run"),
         (empty_run, CoverageError, "kv tile 3: malformed run"),

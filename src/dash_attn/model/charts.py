@@ -12,14 +12,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from ..errors import DashError
 from ..problem import IntArray
 from ..schedule.plan import Plan
-from .simulate import Timeline, Times
+from .segments import Segments, segments, task_heads, task_tiles
+from .simulate import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,18 +31,13 @@ __all__ = [
     "PALETTE",
     "PictureError",
     "PlotsMissingError",
-    "Segments",
     "check_path",
-    "describe",
     "draw_legend",
     "draw_timeline",
     "lighter",
     "new_figure",
     "plotting",
     "save_figure",
-    "segments",
-    "task_heads",
-    "task_tiles",
 ]
 
 P = ParamSpec("P")
@@ -142,45 +138,6 @@ def _slim(svg: str) -> str:
     return re.sub(r' (?:d|x|y)="[^"]*"', shorter, svg)
 
 
-class Segments(NamedTuple):
-    """Stretches of one kind: worker, start and end of each, and the task or item they belong to."""
-
-    worker: IntArray
-    start: Times
-    end: Times
-
-    def longer_than(self, least: float) -> Segments:
-        keep = self.end - self.start > least
-        return Segments(self.worker[keep], self.start[keep], self.end[keep])
-
-
-def segments(timeline: Timeline) -> dict[str, Segments]:
-    """What every worker does: compute, reduce, wait (compute stands still), held (a reduction does)."""
-    t, c = timeline, timeline.costs.compute
-    worker = np.repeat(t.item_worker, np.diff(t.first_task))
-    working = np.minimum(t.compute_start + c, t.compute_end)
-    # Workers claim items in list order, so a stable sort by worker is a sort by time within each.
-    order = np.argsort(worker, kind="stable")
-    before = np.zeros(len(worker))
-    same = worker[order][1:] == worker[order][:-1]
-    before[order[1:]] = np.where(same, t.reduce_end[order[:-1]], 0.0)
-    tiny = 1e-9 * t.makespan
-    return {
-        "launch": Segments(t.item_worker, t.item_start, t.item_start + t.costs.launch).longer_than(tiny),
-        "wait": Segments(worker, working, t.compute_end).longer_than(tiny),
-        "held": Segments(worker, np.maximum(before, t.compute_end), t.reduce_start).longer_than(tiny),
-        "reduce": Segments(worker, t.reduce_start, t.reduce_end),
-        "compute": Segments(worker, t.compute_start, working),
-    }
-
-
-def task_heads(timeline: Timeline) -> IntArray:
-    """For each task the index of its (sequence, kv head)."""
-    items = timeline.plan.items.astype(np.int64)
-    heads = items[:, 0] * timeline.plan.problem.kv_heads + items[:, 1]
-    return np.repeat(heads, np.diff(timeline.first_task))
-
-
 def _head_name(plan: Plan, head: int) -> str:
     sequence, kv_head = divmod(head, plan.problem.kv_heads)
     names = [f"kv head {kv_head}"] if plan.problem.kv_heads > 1 or len(plan.problem.sequences) == 1 else []
@@ -194,9 +151,10 @@ def _group_names(plan: Plan) -> list[str]:
     return [_head_name(plan, head) for head in range(count)]
 
 
-def lighter(colour: str) -> str:
-    """The same hue, most of the way to white."""
-    return "#" + "".join(f"{round(0.35 * int(colour[i : i + 2], 16) + 0.65 * 255):02X}" for i in (1, 3, 5))
+def lighter(colour: str, share: float = 0.35) -> str:
+    """A share of a colour, the rest white."""
+    parts = (share * int(colour[i : i + 2], 16) + (1 - share) * 255 for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part):02X}" for part in parts)
 
 
 def _add_boxes(ax: Axes, s: Segments, rows: tuple[float, float], **style: Any) -> None:
@@ -278,14 +236,6 @@ def draw_timeline(
     _finish_axes(ax, timeline, span)
 
 
-def task_tiles(timeline: Timeline) -> tuple[IntArray, IntArray]:
-    """(kv tiles, q tiles) of all tasks of a timeline."""
-    plan = timeline.plan
-    kv = np.repeat(plan.items[:, 2].astype(np.int64), np.diff(timeline.first_task))
-    visited = [np.tile(plan.pattern(s).tasks_of(k)[0], plan.problem.group) for s, _, k in plan.items.tolist()]
-    return kv, np.concatenate([np.zeros(0, dtype=np.int64), *visited])
-
-
 def _label_boxes(ax: Axes, timeline: Timeline, span: float, offset: float) -> None:
     """Write each task's q tile into its compute box, if all of them have room."""
     box = ax.get_window_extent()
@@ -328,7 +278,8 @@ def draw_legend(
 
     found = {kind for t in timelines for kind, part in segments(t).items() if len(part.worker)}
     if names is None:
-        names = dict(enumerate(max((_group_names(t.plan) for t in timelines), key=len)))
+        most = max(timelines, key=lambda t: len(_group_names(t.plan)))
+        names = dict(enumerate(_group_names(most.plan)))
     handles = [Patch(facecolor=PALETTE[colour], label=name) for colour, name in names.items()]
     if "reduce" in found and any(t.costs.reduce for t in timelines):
         look: dict[str, Any] = {"facecolor": lighter(PALETTE[-1]), "edgecolor": "#888888"}
@@ -338,16 +289,8 @@ def draw_legend(
         handles.append(Patch(facecolor=WAIT, label="wait (thin)"))
     if "launch" in found:
         handles.append(Patch(facecolor=LAUNCH, label="item launch"))
-    handles.append(Patch(facecolor=IDLE, label="idle"))
+    if found & {"wait", "held"} or any(t.stalls["idle"] > 1e-9 * t.makespan for t in timelines):
+        handles.append(Patch(facecolor=IDLE, label="idle"))
     lines = -(-len(handles) // 8)
     columns = -(-len(handles) // lines)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
-
-
-def describe(timeline: Timeline) -> str:
-    """One line: policy, makespan, workers, utilization and waiting."""
-    t = timeline
-    return (
-        f"{t.plan.policy}: makespan {t.makespan:,.10g} cycles on {t.workers} worker{'s' * (t.workers != 1)}, "
-        f"{t.utilization:.0%} busy, {t.stall:.0%} waiting"
-    )

@@ -15,18 +15,15 @@ from ..schedule.plan import Plan
 from .charts import (
     PictureError,
     PlotsMissingError,
-    Segments,
     check_path,
-    describe,
     draw_legend,
     draw_timeline,
     new_figure,
     plotting,
     save_figure,
-    segments,
-    task_heads,
 )
 from .cost import Costs
+from .segments import Segments, describe, segments, task_heads
 from .simulate import Timeline, simulate
 
 __all__ = [

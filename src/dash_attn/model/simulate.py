@@ -134,8 +134,8 @@ class _Simulation:
     def _item_tasks(self, pair: tuple[int, int], kv: int) -> tuple[list[int], list[int]]:
         """(tile, ticket) lists of an item; tiles count from the first of its kv head."""
         q, t = self.plan.patterns[pair].tasks_of(kv)
-        heads = np.arange(self.plan.problem.group)[:, None] * self.plan.patterns[pair].grid.q_tiles
-        return (heads + q).ravel().tolist(), np.tile(t, len(heads)).tolist()
+        heads = np.arange(self.plan.problem.group) * self.plan.patterns[pair].grid.q_tiles
+        return (q[:, None] + heads).ravel().tolist(), np.repeat(t, len(heads)).tolist()
 
     def run(self) -> Timeline:
         p, items = self.plan.problem, self.plan.items.tolist()

@@ -34,11 +34,8 @@ def item_tasks(plan: Plan, item: int) -> list[Task]:
     q_tiles, tickets = plan.pattern(sequence).tasks_of(kv)
     pairs = list(zip(q_tiles.tolist(), tickets.tolist(), strict=True))
     first = kv_head * plan.problem.group
-    return [
-        Task(item, sequence, head, kv, q, t)
-        for head in range(first, first + plan.problem.group)
-        for q, t in pairs
-    ]
+    heads = range(first, first + plan.problem.group)
+    return [Task(item, sequence, head, kv, q, t) for q, t in pairs for head in heads]
 
 
 def task_order(

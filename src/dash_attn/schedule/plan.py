@@ -7,8 +7,10 @@ Words (docs/glossary.md maps them to the paper)
     pattern     the runs of every kv tile of one head: the numerics, the same for every batch and head
     placement   the order in which workers claim items: it decides speed, never a bit
 
-An item of a grouped-query problem runs the pattern once for each q head of its group, in ascending
-order of q heads, so that dK and dV never leave the worker.
+An item of a grouped-query problem runs every task of the pattern for all q heads of its group, one
+after the other in ascending order, before the next task: dK and dV never leave the worker, and between
+two contributions to one dQ tile lies a whole group of tasks. (Head after head would let items drift
+apart: a short one reaches its second head while a long one is still in its first.)
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ Header, 16 words
 
 Item, 8 words, in the order in which workers claim them
     sequence, kv_head, kv_tile, q_head_first, q_head_count, run_first, run_count, task_count
-    It runs q heads q_head_first, q_head_first + 1, ... (q_head_count of them) one after the other, and
-    for each of them runs run_first .. run_first + run_count - 1, task_count tasks in all.
+    It goes through runs run_first .. run_first + run_count - 1, task_count tasks in all, and does each
+    task for q heads q_head_first, q_head_first + 1, ... (q_head_count of them) before the next.
 
 Run, 4 words
     q_first, count, t_first, steps

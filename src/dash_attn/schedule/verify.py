@@ -153,17 +153,15 @@ def _deepest_dependence(plan: Plan) -> int:
     starts = np.flatnonzero(np.diff(head[by_head], prepend=-1))
     needed = position.copy()
     known: dict[tuple[tuple[int, int], bytes], IntArray] = {}
-    listed = set()
     for rows in np.split(by_head, starts[1:]):
         if not len(rows):
             continue
         sequence, order = int(items[rows[0], 0]), items[rows, 2].astype(np.int64)
         pair = p.sequences[sequence]
-        listed.add(pair)
         key = (pair, order.tobytes())
         if key not in known:
             where = f"sequence {sequence}, kv head {items[rows[0], 1]}"
-            known[key] = _dependences(plan.patterns[pair], p.group, order, where)
+            known[key] = _dependences(plan.patterns[pair], order, where)
         needed[rows] = rows[known[key]]
     change = np.zeros(len(items) + 2, dtype=np.int64)
     np.add.at(change, position + 1, 1)
@@ -172,10 +170,14 @@ def _deepest_dependence(plan: Plan) -> int:
     return int(waiting.max(initial=0))
 
 
-def _dependences(pattern: HeadPattern, group: int, order: IntArray, where: str) -> IntArray:
-    """For each item of one kv head, in claim order, the rank of the last item it depends on."""
+def _dependences(pattern: HeadPattern, order: IntArray, where: str) -> IntArray:
+    """For each item of one kv head, in claim order, the rank of the last item it depends on.
+
+    The q heads of a group count as one: all items go through them in the same order at every q tile, so
+    what holds for blocks of q tiles (below) holds for them.
+    """
     for block in (_block_of_q_tiles(pattern), 1):
-        run = _PatternRun(pattern, group, order, block)
+        run = _PatternRun(pattern, order, block)
         if run.finish():
             return np.array(run.reach, dtype=np.int64)
     raise run.error(where)
@@ -208,24 +210,24 @@ def _in_blocks(run: Run, block: int) -> Run:
 class _PatternRun:
     """Greedy execution of the items of one kv head, task by task but in slices.
 
-    Items go by their claim rank here. ``done[q]`` counts the contributions to a q tile; the q heads of
-    the group follow one another along q. ``newest[q]`` is the largest rank among the items that the
-    latest contribution to q depends on, ``reach[rank]`` the same for what that item has done so far.
+    Items go by their claim rank here. ``done[q]`` counts the contributions to a q tile. ``newest[q]`` is
+    the largest rank among the items that the latest contribution to q depends on, ``reach[rank]`` the
+    same for what that item has done so far.
     """
 
-    def __init__(self, pattern: HeadPattern, group: int, order: IntArray, block: int) -> None:
-        self.pattern, self.group = pattern, group
-        self.q_tiles = -(-pattern.grid.q_tiles // block)
+    def __init__(self, pattern: HeadPattern, order: IntArray, block: int) -> None:
+        self.pattern = pattern
+        q_tiles = -(-pattern.grid.q_tiles // block)
         self.order: list[int] = order.tolist()
         self.runs = [pattern.runs_of(kv) for kv in self.order]
         if block > 1:
             self.runs = [[_in_blocks(run, block) for run in runs] for runs in self.runs]
         self.reach = list(range(len(self.order)))
-        self.at = [(0, 0, 0)] * len(self.order)  # q head, run, task within the run
-        self.done = np.zeros(group * self.q_tiles, dtype=np.int32)
-        self.newest = np.full(group * self.q_tiles, -1, dtype=np.int32)
+        self.at = [(0, 0)] * len(self.order)  # run, task within the run
+        self.done = np.zeros(q_tiles, dtype=np.int32)
+        self.newest = np.full(q_tiles, -1, dtype=np.int32)
         self.waiting: dict[int, list[tuple[int, int]]] = {}  # q: heap of (ticket, item) that stand there
-        self.awaited = np.full(group * self.q_tiles, -1, dtype=np.int32)  # smallest ticket of that heap
+        self.awaited = np.full(q_tiles, -1, dtype=np.int32)  # smallest ticket of that heap
 
     def finish(self) -> bool:
         """Run everything that can run; True if that is everything."""
@@ -244,37 +246,34 @@ class _PatternRun:
         return not self._left()
 
     def _left(self) -> list[int]:
-        return [r for r, runs in enumerate(self.runs) if runs and self.at[r][0] < self.group]
+        return [rank for rank, runs in enumerate(self.runs) if self.at[rank][0] < len(runs)]
 
     def _advance(self, rank: int) -> list[int]:
         """Run an item until it has to wait or ends; the items that could move now."""
-        head, at, offset = self.at[rank]
-        q_tiles, runs = self.q_tiles, self.runs[rank]
+        runs = self.runs[rank]
+        at, offset = self.at[rank]
         woken: list[int] = []
         chunk = 64  # look at a few first: an item often has to wait again soon
-        while head < self.group:
+        while at < len(runs):
             run = runs[at]
             width = min(run.count - offset, chunk)
-            tiles = _tiles(run, head * q_tiles, offset, width)
+            tiles = _tiles(run, offset, width)
             steps = np.arange(offset, offset + width, dtype=np.int32) // run.t_hold if run.t_step else 0
             ready = self.done[tiles] == run.t_first + run.t_step * steps
             moved = width if ready.all() else int(np.argmin(ready))
             if moved:
-                woken += self._contribute(rank, _tiles(run, head * q_tiles, offset, moved))
+                woken += self._contribute(rank, _tiles(run, offset, moved))
                 offset += moved
-            self.at[rank] = head, at, offset
+            self.at[rank] = at, offset
             if moved < width:
-                _, q, ticket = self._waits_for(rank)
-                q += head * q_tiles
+                q, ticket = self._waits_for(rank)
                 heappush(self.waiting.setdefault(q, []), (ticket, rank))
                 self.awaited[q] = self.waiting[q][0][0]
                 return woken
             chunk = run.count
             if offset == run.count:
                 at, offset = at + 1, 0
-            if at == len(runs):
-                head, at = head + 1, 0
-        self.at[rank] = head, at, offset
+        self.at[rank] = at, offset
         return woken
 
     def _contribute(self, rank: int, tiles: slice) -> list[int]:
@@ -294,18 +293,18 @@ class _PatternRun:
             self.awaited[q] = here[0][0] if here else -1
         return woken
 
-    def _waits_for(self, rank: int) -> tuple[int, int, int]:
-        """(q head, q tile, ticket) of the task at which an item stands."""
-        head, at, offset = self.at[rank]
+    def _waits_for(self, rank: int) -> tuple[int, int]:
+        """(q tile, ticket) of the task at which an item stands."""
+        at, offset = self.at[rank]
         run = self.runs[rank][at]
-        return head, run.q_first + run.q_step * offset, run.t_first + run.t_step * (offset // run.t_hold)
+        return run.q_first + run.q_step * offset, run.t_first + run.t_step * (offset // run.t_hold)
 
     def error(self, where: str) -> TicketError | CycleError:
         """Why items are left over; only for a run with blocks of one q tile."""
         for rank in self._left():
-            head, q, ticket = self._waits_for(rank)
-            seen = int(self.done[head * self.q_tiles + q])
-            spot = f"{where} (q head {head} of its group), kv tile {self.order[rank]}, q tile {q}"
+            q, ticket = self._waits_for(rank)
+            seen = int(self.done[q])
+            spot = f"{where}, kv tile {self.order[rank]}, q tile {q}"
             if ticket < seen:
                 return TicketError(f"{spot}: ticket {ticket} is used twice")
             if ticket >= (contributions := int(self.pattern.grid.contributions[q])):
@@ -327,8 +326,8 @@ class _PatternRun:
         steps = []
         while rank not in chain:
             chain.append(rank)
-            head, q, ticket = self._waits_for(rank)
-            owner = self._owner(q, int(self.done[head * self.q_tiles + q]))
+            q, ticket = self._waits_for(rank)
+            owner = self._owner(q, int(self.done[q]))
             assert owner is not None, "error() found every awaited ticket in the plan"
             kv, other = self.order[rank], self.order[owner]
             steps.append(f"kv tile {kv} at q tile {q} (ticket {ticket}) waits for kv tile {other}")
@@ -336,8 +335,8 @@ class _PatternRun:
         return "; ".join(steps[chain.index(rank) :])
 
 
-def _tiles(run: Run, base: int, offset: int, width: int) -> slice:
+def _tiles(run: Run, offset: int, width: int) -> slice:
     """The q tiles of tasks offset .. offset + width - 1 of a run, as a slice."""
-    start = base + run.q_first + run.q_step * offset
+    start = run.q_first + run.q_step * offset
     end = start + run.q_step * width
     return slice(start, end if end >= 0 else None, run.q_step)
