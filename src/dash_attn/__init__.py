@@ -13,13 +13,23 @@ from .problem import Mask, Problem
 from .schedule import Plan, build_plan
 
 if TYPE_CHECKING:
-    from .api import Support, attention, is_supported
+    from .api import Support, attention, is_supported, plan_for
 
 __version__ = "0.1.0"
 
-__all__ = ["Mask", "Plan", "Problem", "Support", "__version__", "attention", "build_plan", "is_supported"]
+__all__ = [
+    "Mask",
+    "Plan",
+    "Problem",
+    "Support",
+    "__version__",
+    "attention",
+    "build_plan",
+    "is_supported",
+    "plan_for",
+]
 
-_NEED_TORCH = ("Support", "attention", "is_supported")
+_NEED_TORCH = ("Support", "attention", "is_supported", "plan_for")
 
 
 def __getattr__(name: str) -> Any:

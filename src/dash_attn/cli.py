@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -31,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = args.run(args)
         return code
+    except BrokenPipeError:
+        # Whoever read the output has gone; what was printed before is all they wanted.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (DashError, ImportError, OSError) as error:
         print(f"dash-attn {args.command}: {error}", file=sys.stderr)
         return 2
@@ -45,11 +50,11 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = _add(commands, "demo", _demo, "train a small GPT twice and compare the bytes of its weights")
     _example(demo, "dash-attn demo --steps 60 --output demo-out")
-    demo.add_argument("--steps", type=int, default=None, help="optimizer steps of each run")
-    demo.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
-    demo.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of attention inputs"
-    )
+    demo.add_argument("--steps", type=int, help="optimizer steps of each run")
+    demo.add_argument("--seqlen", type=int, help="tokens of a sequence")
+    demo.add_argument("--layers", type=int, help="transformer blocks")
+    demo.add_argument("--seed", type=int, help="seed of weights and data (default 0)")
+    demo.add_argument("--dtype", choices=("bfloat16", "float32"), help="of attention (default bfloat16)")
     demo.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for the pictures")
     demo.add_argument("--quiet", action="store_true", help="no progress bar")
 

@@ -22,7 +22,7 @@ LAYERS = {
     "doctor": {"__init__"},
     "testing": set(),
     "api": {"errors", "problem", "schedule", "reference"},
-    "demo": {"errors", "problem", "schedule", "model", "reference", "api"},
+    "demo": {"errors", "problem", "schedule", "model", "reference", "api", "testing"},
     "cli": {"__init__", "errors", "problem", "schedule", "model", "reference", "api", "demo", "doctor"},
     "__main__": {"cli"},
     "__init__": {"problem", "schedule", "api"},

@@ -1,0 +1,47 @@
+"""Helpers for tests that compare bytes, not numbers within a tolerance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["assert_same_bytes", "same_bytes"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Elements of x as integers of the same width, on the CPU."""
+    return x.detach().cpu().contiguous().view(_BITS[x.element_size()])
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """True if dtype, shape and every byte agree: 0.0 differs from -0.0, a NaN equals the same NaN.
+
+    >>> same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
+    False
+    """
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+
+
+def assert_same_bytes(a: Tensor, b: Tensor, what: str = "tensors") -> None:
+    """Raise AssertionError with the first mismatch unless :func:`same_bytes` holds.
+
+    >>> assert_same_bytes(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), "dq")
+    Traceback (most recent call last):
+    AssertionError: dq: 1 of 2 elements differ, first at (1,): 2.0 (0x40000000) and 2.5 (0x40200000)
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        raise AssertionError(f"{what}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
+    bits_a, bits_b = _bits(a), _bits(b)
+    wrong = (bits_a != bits_b).nonzero()
+    if not len(wrong):
+        return
+    at = tuple(wrong[0].tolist())
+    values = " and ".join(_shown(x, bits, at) for x, bits in ((a, bits_a), (b, bits_b)))
+    raise AssertionError(f"{what}: {len(wrong)} of {a.numel()} elements differ, first at {at}: {values}")
+
+
+def _shown(x: Tensor, bits: Tensor, at: tuple[int, ...]) -> str:
+    width = x.element_size()
+    return f"{x.detach()[at].item()!r} (0x{int(bits[at]) & (1 << 8 * width) - 1:0{2 * width}x})"

@@ -1,0 +1,157 @@
+"""The demo on a tiny model: equal bytes, a run that drifts, and what it prints and writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dash_attn import demo
+from dash_attn.cli import main
+from dash_attn.demo import DemoSettings, run_demo
+from dash_attn.demo.gpt import GPT, GPTShape, batch_of, python_manual
+from dash_attn.demo.repeatable import THREADS, deterministic_torch, weights_sha256
+from dash_attn.demo.report import ProgressBar, sparkline
+from dash_attn.errors import InputError
+
+# Three kv tiles of 128: fewer than three contributions to a q tile would commute. In float32: bfloat16 often
+# rounds the few differences of so small a model away.
+TINY = DemoSettings(
+    steps=3, batch=1, dtype="float32", shape=GPTShape(layers=1, width=8, head_dim=8, seqlen=320)
+)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    lines = []
+    return run_demo(TINY, say=lines.append), "\n".join(lines)
+
+
+def test_two_runs_agree_and_the_shuffled_one_does_not(tiny):
+    result, text = tiny
+    assert result.identical
+    assert result.exit_code == 0
+    first, second, shuffled = result.sha256
+    assert first == second != shuffled
+    assert result.drift[3] > 0
+    assert 0 < result.changed <= 1
+    assert text.count(first) == 2
+    assert "IDENTICAL, byte for byte" in text
+    assert result.fingerprint in text
+    assert result.device == "cpu"
+
+
+def test_training_learns(tiny):
+    result, _ = tiny
+    assert len(result.losses) == 3
+    assert result.losses[0] == pytest.approx(5.545, abs=0.05)  # log(256)
+    assert result.losses[-1] < result.losses[0]
+
+
+def test_the_run_is_repeated_by_another_call_and_changed_by_another_seed(tiny):
+    assert run_demo(TINY, say=lambda line: None).sha256 == tiny[0].sha256
+    assert run_demo(replace(TINY, seed=1), say=lambda line: None).sha256[0] != tiny[0].sha256[0]
+
+
+def test_bfloat16(tiny):
+    result = run_demo(replace(TINY, dtype="bfloat16"), say=lambda line: None)
+    assert result.identical
+    assert result.sha256[0] != tiny[0].sha256[0]
+    assert result.losses == pytest.approx(tiny[0].losses, rel=0.01)
+
+
+def test_differing_runs_are_reported_and_end_with_1(monkeypatch):
+    hashes = iter("abc")
+    monkeypatch.setattr(demo, "weights_sha256", lambda model: next(hashes))
+    lines = []
+    result = run_demo(replace(TINY, steps=1), say=lines.append)
+    assert result.exit_code == 1
+    assert "DIFFERENT" in "\n".join(lines)
+
+
+def test_torch_is_left_as_it_was(tiny):
+    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    with deterministic_torch():
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.get_num_threads() == THREADS
+    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
+
+
+def test_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    result = run_demo(replace(TINY, steps=2, output=tmp_path / "new"), say=lambda line: None)
+    names = {"plan.svg", "plan.png", "drift.svg", "drift.png"}
+    assert {path.name for path in (tmp_path / "new").iterdir()} == names
+    assert len(result.pictures) == 4
+
+
+def test_without_matplotlib_it_says_so_and_finishes(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    lines = []
+    result = run_demo(replace(TINY, steps=1, output=tmp_path), say=lines.append)
+    assert result.identical
+    assert result.pictures == []
+    assert "pip install 'dash-attn[plots]'" in lines[-1]
+
+
+def test_the_command_prints_one_json_object(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(demo, "GPTShape", lambda **given: replace(TINY.shape, **given))
+    line = "demo --steps 1 --seqlen 130 --layers 1 --dtype float32 --seed 3 --json --output"
+    assert main([*line.split(), str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert facts["identical"] is True
+    assert len(facts["losses"]) == 1
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"batch": -1}, "batch must be >= 1, got -1"),
+        ({"shape": GPTShape(layers=0)}, "layers must be >= 1, got 0"),
+        ({"shape": GPTShape(width=100)}, r"width \(100\) must be a multiple of head_dim \(64\)"),
+        ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, got 'float8'"),
+    ],
+)
+def test_bad_settings(change, message):
+    with pytest.raises(InputError, match=message):
+        replace(TINY, **change)
+
+
+def test_a_device_without_a_backend():
+    with pytest.raises(InputError, match="device 'cuda' is not supported"):
+        run_demo(replace(TINY, device="cuda"))
+
+
+def test_weights_sha256_sees_every_bit():
+    model = GPT(TINY.shape, lambda q, k, v: q, 0)
+    before = weights_sha256(model)
+    assert before == weights_sha256(GPT(TINY.shape, lambda q, k, v: q, 0))
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nextafter(model.norm.weight[0], torch.tensor(2.0))
+    assert weights_sha256(model) != before
+
+
+def test_batches_are_windows_of_the_text():
+    text = python_manual()
+    assert bytes(text.numpy()).decode().count("Python") > 100
+    tokens, targets = batch_of(text, 2, 50, torch.Generator().manual_seed(0))
+    assert tokens.shape == targets.shape == (2, 50)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_progress_bar_and_sparkline():
+    stream = io.StringIO()
+    bar = ProgressBar("run", 2, stream)
+    bar.show(1, 3.25)
+    assert "step 1/2  loss 3.250" in stream.getvalue()
+    bar.show(2, 3.0)
+    assert stream.getvalue().endswith("\r\033[K")
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert len(sparkline([float(x) for x in range(1000)])) == 40
