@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import DashError, InputError, ProblemError
 from .problem import DTYPES, Mask, Problem
-from .reference import executor
+from .reference import dense
 from .schedule import POLICIES, Plan, Policy, build_plan, choose_policy, policy_by_name
 
 __all__ = ["Support", "attention", "is_supported", "plan_for"]
@@ -51,7 +51,7 @@ class Support:
 
 
 class Backend(NamedTuple):
-    """What runs a plan. Tensors are packed, as in :mod:`dash_attn.reference.executor`."""
+    """What runs a plan. Tensors are dense, as in :mod:`dash_attn.reference.dense`."""
 
     name: str
     forward: Callable[[Plan, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -60,7 +60,7 @@ class Backend(NamedTuple):
     ]
 
 
-_BACKENDS = {"cpu": Backend("cpu", executor.forward, executor.backward)}
+_BACKENDS = {"cpu": Backend("cpu", dense.forward, dense.backward)}
 """By device type. A GPU kernel registers here, and nothing else in this module changes."""
 
 
@@ -179,18 +179,14 @@ def apply_plan(
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around a backend; dense tensors become packed ones and back."""
+    """Autograd around a backend."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, softmax_scale: float, backend: Backend
     ) -> tuple[Tensor, Tensor]:
-        batch, seqlen_q, heads, _ = q.shape
-        packed = (q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
-        packed_out, packed_lse = backend.forward(plan, *packed, softmax_scale)
-        out = packed_out.view(q.shape)
-        lse = packed_lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
-        ctx.save_for_backward(q, k, v, out, packed_lse)
+        out, lse = backend.forward(plan, q, k, v, softmax_scale)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.plan, ctx.softmax_scale, ctx.backend = plan, softmax_scale, backend
         return out, lse
@@ -221,9 +217,7 @@ class _Gradients(torch.autograd.Function):
         softmax_scale: float,
         backend: Backend,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        flat = (dout.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), out.flatten(0, 1))
-        dq, dk, dv = backend.backward(plan, *flat, lse, softmax_scale)
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+        return backend.backward(plan, dout, q, k, v, out, lse, softmax_scale)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:

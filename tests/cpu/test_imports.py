@@ -19,6 +19,7 @@ LAYERS = {
     "schedule": {"errors", "problem"},
     "model": {"errors", "problem", "schedule"},
     "reference": {"errors", "problem", "schedule"},
+    "kernels": {"errors", "problem", "schedule"},
     "doctor": {"__init__"},
     "testing": set(),
     "api": {"errors", "problem", "schedule", "reference"},

@@ -24,7 +24,7 @@ from ..api import Backend, apply_plan, backend_for, plan_for
 from ..errors import InputError
 from ..model.charts import PlotsMissingError
 from ..model.render import save_plan
-from ..reference import executor
+from ..reference import dense
 from ..schedule import Plan
 from ..testing import same_bytes
 from .gpt import GPT, GPTShape, batch_of, python_manual
@@ -197,7 +197,7 @@ def _parameters(settings: DemoSettings) -> int:
 
 def _shuffled_backward(rng: random.Random) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """The plan's backward, but dQ summed as the tasks happen to come: what atomic adds do."""
-    return partial(executor.backward, rng=rng, ordered=False)
+    return partial(dense.backward, rng=rng, ordered=False)
 
 
 def _train(
