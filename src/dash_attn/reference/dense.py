@@ -15,7 +15,7 @@ __all__ = ["backward", "forward"]
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of a dense batch; lse (batch, heads, seqlen_q). See :func:`executor.forward`."""
     batch, seqlen_q, heads, _ = q.shape
-    out, lse = executor.forward(plan, *(x.flatten(0, 1) for x in (q, k, v)), softmax_scale)
+    out, lse = executor.forward(plan, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), softmax_scale)
     return out.view(q.shape), lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
 
 
