@@ -8,9 +8,11 @@ on the backend, and on the CPU backend also on the PyTorch build and the kind of
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +41,7 @@ class Support:
     Attributes:
         ok: True if :func:`attention` accepts these arguments.
         reason: the message of the error it raises otherwise, empty if ok.
-        backend: what would run it ("cpu"), None if not ok.
+        backend: what would run it ("cpu" or "sm90"), None if not ok.
     """
 
     ok: bool
@@ -50,30 +52,57 @@ class Support:
         return self.ok
 
 
+BackwardFunction = Callable[
+    [Plan, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
+]
+
+
 class Backend(NamedTuple):
-    """What runs a plan. Tensors are dense, as in :mod:`dash_attn.reference.dense`."""
+    """What runs a plan. Tensors are dense, as in :mod:`dash_attn.reference.dense`.
+
+    Attributes:
+        name: "cpu" or "sm90".
+        why_not: why a problem cannot run on a device, empty if it can.
+        forward, backward: (plan, q, k, v, scale) and (plan, dout, q, k, v, out, lse, scale).
+        unordered: makes a backward that adds to dQ in no fixed order; a simulated disorder draws from rng.
+    """
 
     name: str
+    why_not: Callable[[Problem, torch.device], str]
     forward: Callable[[Plan, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    backward: Callable[
-        [Plan, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
-    ]
+    backward: BackwardFunction
+    unordered: Callable[[random.Random], BackwardFunction]
 
 
-_BACKENDS = {"cpu": Backend("cpu", dense.forward, dense.backward)}
-"""By device type. A GPU kernel registers here, and nothing else in this module changes."""
+_CPU = Backend(
+    "cpu",
+    lambda problem, device: "",
+    dense.forward,
+    dense.backward,
+    lambda rng: partial(dense.backward, rng=rng, ordered=False),
+)
+
+
+@cache
+def _gpu() -> Backend:
+    """The Hopper kernels, loaded when the first tensor is on a GPU."""
+    launch = import_module(".kernels.launch", __package__)
+    return Backend(
+        "sm90", launch.why_not, launch.forward, launch.backward, lambda rng: launch.unordered_backward
+    )
 
 
 def backend_for(device: torch.device) -> Backend:
     """The backend of a device.
 
     Raises:
-        InputError: there is none in this version.
+        InputError: there is none.
     """
-    if device.type in _BACKENDS:
-        return _BACKENDS[device.type]
-    missing = ": the GPU kernel is not in this version" if device.type == "cuda" else ""
-    raise InputError(f"device {str(device)!r} is not supported{missing}; supported: {', '.join(_BACKENDS)}")
+    if device.type == "cpu":
+        return _CPU
+    if device.type == "cuda" and torch.cuda.is_available():
+        return _gpu()
+    raise InputError(f"device {str(device)!r} is not supported; supported: cpu, and cuda where there is one")
 
 
 def attention(
@@ -253,6 +282,8 @@ def _prepare(
         )
     except ProblemError as error:
         raise InputError(str(error)) from error
+    if reason := backend.why_not(problem, q.device):
+        raise InputError(reason)
     return _Call(_plan(problem, policy), softmax_scale, backend)
 
 

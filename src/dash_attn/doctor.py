@@ -11,6 +11,16 @@ from . import __version__
 
 __all__ = ["examine"]
 
+PACKAGES = (
+    "numpy",
+    "torch",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "flash-attn-4",
+    "matplotlib",
+    "transformers",
+)
+
 
 def examine() -> dict[str, Any]:
     """Facts for ``dash-attn doctor``: versions, devices, and support with reasons."""
@@ -18,10 +28,7 @@ def examine() -> dict[str, Any]:
         "dash_attn": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {
-            name: _installed(name)
-            for name in ("numpy", "torch", "nvidia-cutlass-dsl", "matplotlib", "transformers")
-        },
+        "packages": {name: _installed(name) for name in PACKAGES},
         **_devices(),
         "pictures": "yes" if _installed("matplotlib") != "missing" else "no: pip install 'dash-attn[plots]'",
     }
@@ -46,4 +53,12 @@ def _devices() -> dict[str, Any]:
     name = (
         f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.multi_processor_count} SMs"
     )
-    return {"cpu": cpu, "gpu": f"no: this version has no GPU kernel ({name})"}
+    if (properties.major, properties.minor) != (9, 0):
+        return {"cpu": cpu, "gpu": f"no: the kernels are for Hopper, sm_90 ({name})"}
+    missing = [p for p in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if _installed(p) == "missing"]
+    if missing:
+        return {
+            "cpu": cpu,
+            "gpu": f"no: {' and '.join(missing)} missing: pip install 'dash-attn[cuda]' ({name})",
+        }
+    return {"cpu": cpu, "gpu": f"yes: {name}"}

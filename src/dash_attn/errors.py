@@ -8,6 +8,7 @@ __all__ = [
     "CycleError",
     "DashError",
     "FingerprintError",
+    "HandOverError",
     "InputError",
     "PlacementError",
     "PlanError",
@@ -65,6 +66,10 @@ class TooFewWorkersError(PlanError):
 
 class FingerprintError(PlanError):
     """The numerics of a plan are not the ones its fingerprint was made from."""
+
+
+class HandOverError(DashError, RuntimeError):
+    """A kernel gave up waiting for its ticket (debugging variant with bounded waits)."""
 
 
 class TableError(PlanError):

@@ -22,7 +22,7 @@ LAYERS = {
     "kernels": {"errors", "problem", "schedule"},
     "doctor": {"__init__"},
     "testing": set(),
-    "api": {"errors", "problem", "schedule", "reference"},
+    "api": {"errors", "problem", "schedule", "reference", "kernels"},
     "demo": {"errors", "problem", "schedule", "model", "reference", "api", "testing"},
     "cli": {"__init__", "errors", "problem", "schedule", "model", "reference", "api", "demo", "doctor"},
     "__main__": {"cli"},

@@ -20,11 +20,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..api import Backend, apply_plan, backend_for, plan_for
+from ..api import Backend, apply_plan, backend_for, is_supported, plan_for
 from ..errors import InputError
 from ..model.charts import PlotsMissingError
 from ..model.render import save_plan
-from ..reference import dense
 from ..schedule import Plan
 from ..testing import same_bytes
 from .gpt import GPT, GPTShape, batch_of, python_manual
@@ -147,12 +146,13 @@ def run_demo(
         InputError: the device has no backend.
     """
     settings = DemoSettings() if settings is None else settings
-    device = _device(settings.device)
+    device = _device(settings)
     backend = backend_for(device)
-    plan = _plan(settings, device)
+    q = _attention_inputs(settings, device)
+    plan = plan_for(q, q, q, causal=True)
     say(f"Training a GPT of {_parameters(settings):,} weights on Python's own manual, three times,")
     say(f"{settings.steps} steps each, {settings.dtype} attention on {device} by {plan}\n")
-    shuffled = backend._replace(backward=_shuffled_backward(random.Random(settings.seed)))
+    shuffled = backend._replace(backward=backend.unordered(random.Random(settings.seed)))
     runs = []
     with deterministic_torch():
         for name, chosen in (("first run", backend), ("second run", backend), ("shuffled order", shuffled)):
@@ -171,33 +171,26 @@ def run_demo(
     return result
 
 
-def _device(name: str) -> torch.device:
-    """The device; "auto" takes a GPU as soon as a backend for it is registered."""
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
-        try:
-            backend_for(torch.device("cuda"))
-            return torch.device("cuda")
-        except InputError:
-            pass
-    return torch.device("cpu")
-
-
-def _plan(settings: DemoSettings, device: torch.device) -> Plan:
+def _attention_inputs(settings: DemoSettings, device: torch.device) -> Tensor:
     shape = settings.shape
     size = (settings.batch, shape.seqlen, shape.width // shape.head_dim, shape.head_dim)
-    q = torch.zeros(size, dtype=DTYPES[settings.dtype], device=device)
-    return plan_for(q, q, q, causal=True)
+    return torch.zeros(size, dtype=DTYPES[settings.dtype], device=device)
+
+
+def _device(settings: DemoSettings) -> torch.device:
+    """The device; "auto" takes a GPU that supports the demo's attention."""
+    if settings.device != "auto":
+        return torch.device(settings.device)
+    if torch.cuda.is_available():
+        gpu = torch.device("cuda")
+        q = _attention_inputs(settings, gpu)
+        if is_supported(q, q, q, causal=True):
+            return gpu
+    return torch.device("cpu")
 
 
 def _parameters(settings: DemoSettings) -> int:
     return sum(w.numel() for w in GPT(settings.shape, lambda q, k, v: q, 0).parameters())
-
-
-def _shuffled_backward(rng: random.Random) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The plan's backward, but dQ summed as the tasks happen to come: what atomic adds do."""
-    return partial(dense.backward, rng=rng, ordered=False)
 
 
 def _train(

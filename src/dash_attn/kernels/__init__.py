@@ -1,0 +1,1 @@
+"""GPU backend: what runs a plan on a Hopper GPU."""

@@ -1,0 +1,248 @@
+"""Launching the Hopper kernels on PyTorch tensors: the GPU backend of :func:`dash_attn.attention`.
+
+Every call has a workspace of its own (fp32 dQ, row statistics, ticket counters), allocated on the current
+stream, so that calls on several streams share nothing. The plan's table is uploaded once a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..errors import HandOverError
+from ..problem import Problem
+from ..schedule.plan import Plan
+from ..schedule.table import to_table
+from ..schedule.verify import check_workers
+from .compile import program
+from .forward import forward as any_forward
+from .forward import why_no_forward
+from .sm90.config import CONTROL_WORDS, BackwardConfig
+
+__all__ = [
+    "Debug",
+    "Result",
+    "backward",
+    "forward",
+    "run_backward",
+    "unordered_backward",
+    "why_not",
+]
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+SPIN_LIMIT = 2_000_000
+"""Polls after which a bounded wait gives up: a few seconds."""
+
+
+@dataclass(frozen=True)
+class Debug:
+    """What a debugging run does besides its work. Each is a kernel variant of its own.
+
+    Attributes:
+        bounded: waits for tickets end in a HandOverError instead of lasting for ever.
+        partials: keep every task's fp32 contribution to dQ.
+        trace: keep when every task got its ticket, had its contribution, and was done.
+    """
+
+    bounded: bool = False
+    partials: bool = False
+    trace: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """Gradients of one launch, and what a debugging run kept.
+
+    Attributes:
+        dq, dk, dv: in the shapes and dtype of q, k, v.
+        partials: (dq tiles, kv tiles, tile_m, head_dim) fp32, unscaled, by ticket; None unless asked for.
+            dQ tiles count over sequences, q heads and q tiles.
+        dq_tiles: (dq tiles, tile_m, head_dim) fp32 sums, unscaled; None unless partials were asked for.
+        trace: (dq tiles, kv tiles, 4) int64: nanoseconds at which the ticket was granted, the contribution
+            was ready, and it was performed in global memory, and the SM; None unless asked for.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    partials: Tensor | None = None
+    dq_tiles: Tensor | None = None
+    trace: Tensor | None = None
+
+
+def why_not(problem: Problem, device: torch.device) -> str:
+    """Why a problem cannot run on a GPU; empty if it can."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"{device} is sm_{major}{minor}; the kernels are for Hopper, sm_90"
+    if problem.dtype not in _DTYPES:
+        return f"dtype {problem.dtype} is not supported on a GPU; supported: {', '.join(_DTYPES)}"
+    if problem.head_dim not in (64, 128):
+        return f"head_dim {problem.head_dim} is not supported on a GPU; supported: 64, 128"
+    return why_no_forward(problem)
+
+
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a dense batch; the forward has no schedule."""
+    if not q.numel() or not k.numel():
+        batch, seqlen_q, heads, _ = q.shape
+        return torch.zeros_like(q), q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=torch.float32)
+    return any_forward(plan.problem, _loadable(q), _loadable(k), _loadable(v), softmax_scale)
+
+
+def backward(
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of a dense batch, bitwise the same on every call. See :func:`run_backward`."""
+    result = run_backward(plan, dout, q, k, v, out, lse, softmax_scale)
+    return result.dq, result.dk, result.dv
+
+
+def unordered_backward(
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) with dQ summed by atomics in no fixed order: the negative control."""
+    result = run_backward(plan, dout, q, k, v, out, lse, softmax_scale, ordered=False)
+    return result.dq, result.dk, result.dv
+
+
+def run_backward(
+    plan: Plan,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    *,
+    ordered: bool = True,
+    workers: int | None = None,
+    debug: Debug | None = None,
+) -> Result:
+    """One backward of a plan on a Hopper GPU.
+
+    Args:
+        plan: a verified plan of one dense batch.
+        dout, q, out: (batch, seqlen_q, heads, head_dim) bf16 or fp16, CUDA, any strides.
+        k, v: (batch, seqlen_k, kv_heads, head_dim).
+        lse: (batch, heads, seqlen_q) fp32, natural logarithm.
+        softmax_scale: factor on Q K^T.
+        ordered: False adds as contributions come, by atomics: the negative control.
+        workers: thread blocks to launch, at most one a SM and by default so many.
+        debug: see :class:`Debug`.
+
+    Raises:
+        TooFewWorkersError: the plan needs more resident workers than there are.
+        HandOverError: a bounded wait gave up (``debug.bounded`` only).
+    """
+    debug = debug or Debug()
+    problem = plan.problem
+    if not q.numel() or not k.numel():
+        return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    config = _config(problem.head_dim, problem.dtype, ordered, debug)
+    resident = torch.cuda.get_device_properties(q.device).multi_processor_count
+    workers = min(resident if workers is None else workers, resident)
+    if ordered:
+        check_workers(plan, workers)
+    grid = problem.grid(0)
+    tiles, tickets = len(problem.sequences) * problem.heads * grid.q_tiles, grid.kv_tiles
+    work = _Workspace(config, tiles, tickets, q.device)
+    tensors = [_loadable(x) for x in (q, k, v, out, dout)]
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    with torch.cuda.device(q.device):
+        program(config)(
+            *tensors, lse.contiguous(), dq, dk, dv, _table(plan, q.device),
+            work.lse2, work.delta, work.dq, work.control, work.errors, work.partials, work.trace,
+            softmax_scale, workers,
+        )  # fmt: skip
+    if debug.bounded:
+        _check_hand_overs(work.errors)
+    shape = (tiles, tickets, problem.tile_m, problem.head_dim)
+    order = _accumulator_order(config.tile_m, config.head_dim).to(q.device) if debug.partials else None
+    return Result(
+        dq, dk, dv,
+        work.partials.view(tiles, tickets, -1)[..., order].view(shape) if debug.partials else None,
+        work.dq.view(tiles, -1)[..., order] if debug.partials else None,
+        work.trace.view(tiles, tickets, 4) if debug.trace else None,
+    )  # fmt: skip
+
+
+@cache
+def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug) -> BackwardConfig:
+    return BackwardConfig(
+        head_dim,
+        _DTYPES[dtype],
+        ordered=ordered,
+        spin_limit=SPIN_LIMIT if debug.bounded else 0,
+        dump_partials=debug.partials,
+        trace=debug.trace,
+    )
+
+
+class _Workspace:
+    """Buffers of one call. The kernels initialise what they read, so nothing is zeroed here."""
+
+    def __init__(self, config: BackwardConfig, tiles: int, tickets: int, device: torch.device) -> None:
+        def empty(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        self.lse2, self.delta = empty(tiles * config.tile_m), empty(tiles * config.tile_m)
+        self.dq = empty(tiles * config.dq_elements)
+        self.control = empty(CONTROL_WORDS + tiles * config.ticket_stride, torch.int32)
+        self.errors = (
+            torch.zeros(8, dtype=torch.int32, device=device) if config.spin_limit else self.control[:8]
+        )
+        rows, width = (tiles, tickets * config.dq_elements) if config.dump_partials else (1, 4)
+        self.partials = empty(rows * width).view(rows, width)
+        rows = tiles if config.trace else 1
+        self.trace = torch.zeros(rows, 4 * tickets if config.trace else 4, dtype=torch.int64, device=device)
+
+
+_TABLES: WeakKeyDictionary[Plan, dict[torch.device, Tensor]] = WeakKeyDictionary()
+
+
+def _table(plan: Plan, device: torch.device) -> Tensor:
+    """The plan's table on a device. It stays there as long as the plan lives, for all streams."""
+    tables = _TABLES.setdefault(plan, {})
+    if device not in tables:
+        tables[device] = torch.from_numpy(to_table(plan)).to(device)
+        torch.cuda.current_stream(device).synchronize()  # other streams may use it next
+    return tables[device]
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """x itself if the copy engine can read it: last dimension contiguous, rows and base 16-byte aligned."""
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
+    unit = 16 // x.element_size()
+    aligned = x.data_ptr() % 16 == 0 and all(stride % unit == 0 and stride > 0 for stride in strides)
+    if aligned and x.stride(-1) == 1 and len(strides) == x.ndim - 1:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _check_hand_overs(errors: Tensor) -> None:
+    failed, sequence, head, kv_tile, q_tile, expected, seen, _ = errors.tolist()
+    if failed:
+        raise HandOverError(
+            f"sequence {sequence}, q head {head}, kv tile {kv_tile}, q tile {q_tile}: waited for ticket "
+            f"{expected}, the counter stayed at {seen}"
+        )
+
+
+@cache
+def _accumulator_order(tile_m: int, head_dim: int) -> Tensor:
+    """(tile_m, head_dim) index into a dQ tile as the kernel keeps it: in the order of its registers."""
+    rows, columns = torch.arange(tile_m)[:, None], torch.arange(head_dim)[None, :]
+    if tile_m == 64:  # the two warpgroups share the columns, otherwise the rows
+        group, column, row = columns // (head_dim // 2), columns % (head_dim // 2), rows
+    else:
+        group, column, row = rows // 64, columns, rows % 64
+    thread = row // 16 * 32 + row % 8 * 4 + column % 8 // 2
+    element = row % 16 // 8 * 2 + column % 2
+    vectors = tile_m * head_dim // 1024
+    return ((group * vectors + column // 8) * 128 + thread) * 4 + element

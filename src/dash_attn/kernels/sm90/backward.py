@@ -1,0 +1,515 @@
+"""The backward kernel: persistent, warp specialised, told what to do by the plan table.
+
+Roles of a block of 384 threads: warp 0 loads, and claims items, warp 1 adds dQ partials to global memory, warp 2 hands
+finished contributions over, warp 3 waits for tickets, two warpgroups multiply.
+
+All products keep kv rows on the wgmma M axis: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers in exactly the
+layout of an A operand, so dV += P^T dO and dK += dS^T Q need no shared memory for A (FlashAttention-3, algorithm 3).
+Only dS travels through shared memory, for dQ = dS K.
+
+The fp32 dQ tile, in shared and global memory, is kept in the order of the accumulator registers: value (row, col) of
+warpgroup g, thread t sits at ((g * tile_m*head_dim/1024 + v) * 128 + t) * 4 + e; `accumulator_coordinates` inverts it.
+"""
+
+import math
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.utils import SmemAllocator, hopper_helpers
+
+from . import plan_view, ptx, reduce, registers
+from .config import MMA_WARPGROUPS, TAIL_SLOTS, THREADS, BackwardConfig
+
+LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
+MMA_WARPS = 4 * MMA_WARPGROUPS
+DS_BARRIER = 1
+UNBOUNDED = 1 << 30
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+def tile_layout(dtype, rows: int, columns: int, stages: int):
+    """Shared-memory layout (rows, columns, stages), columns contiguous in 128-byte swizzled atoms."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """View of a (rows, columns, stages) tile as (columns, rows, stages)."""
+    shape = (tensor.shape[1], tensor.shape[0], tensor.shape[2])
+    return cute.composition(tensor, cute.make_ordered_layout(shape, order=(1, 0, 2)))
+
+
+def halves(tensor: cute.Tensor, mode: int) -> list:
+    """The blocks of 64 along `mode` (0 or 1) of a (rows, columns, stages) tile."""
+    rows, columns, stages = (cute.size(tensor, mode=[i]) for i in range(3))
+    tile = (64, columns, stages) if mode == 0 else (rows, 64, stages)
+    count = (rows, columns)[mode] // 64
+    return [cute.local_tile(tensor, tile, (h, 0, 0) if mode == 0 else (0, h, 0)) for h in range(count)]
+
+
+def multiply(tiled_mma, acc, a, b, accumulate: bool) -> None:
+    """Issue and commit acc (+)= a b as one wgmma group; a and b are (MMA, M or N, K)."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
+    """Convert an fp32 accumulator (64 x N a warpgroup) to a register A operand of K = N, same thread, same order."""
+    out = cute.make_rmem_tensor(acc.layout, dtype)
+    out.store(acc.load().to(dtype))
+    blocks = cute.size(acc) // 8
+    return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
+
+
+class Backward:
+    """dQ partials, dK and dV of one plan.
+
+    Tensors: q, do (B, Sq, H, D), k, v (B, Sk, Hkv, D), any strides with D contiguous and rows of 16-byte multiples; lse2 and
+    delta fp32, tile_m values a dQ tile, in tile-index order (base-2 LSE, +inf for rows without keys; -rowsum(O dO));
+    dq_acc fp32, tile_m*D values a dQ tile; control int32, claim counter and tickets, zero at launch.
+    Guarantee: for one plan the bits of dK, dV and dq_acc do not depend on timing, grid size or neighbours (ordered=True).
+    """
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        # Registers of an MMA thread and of any other. The block starts with 168 a thread (384 threads), and setmaxnreg can
+        # only move what the block was given: 2 * 240 + 24 = 3 * 168. One more would wait for ever.
+        self.registers = (240, 24)
+
+    def _tiled_mmas(self):
+        c = self.config
+        major = warpgroup.OperandMajorMode
+        source = warpgroup.OperandSource
+
+        def make(a_major, b_major, warpgroups, columns, a_source=source.SMEM):
+            return hopper_helpers.make_trivial_tiled_mma(
+                self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (64, columns), a_source
+            )
+
+        scores = make(major.K, major.K, (2, 1, 1), 64)
+        grads = make(major.K, major.MN, (2, 1, 1), c.head_dim, source.RMEM)
+        dq_split = (1, 2, 1) if c.tile_m == 64 else (2, 1, 1)
+        dq = make(major.K, major.MN, dq_split, c.head_dim // dq_split[1])
+        return scores, grads, dq
+
+    def _storage(self):
+        c, dtype = self.config, self.dtype
+
+        def tile(rows, columns, stages):
+            return cute.struct.Align[cute.struct.MemRange[dtype, rows * columns * stages], 1024]
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, c.q_stages]
+            q_empty: cute.struct.MemRange[Int64, c.q_stages]
+            do_full: cute.struct.MemRange[Int64, c.do_stages]
+            do_empty: cute.struct.MemRange[Int64, c.do_stages]
+            kv_full: cute.struct.MemRange[Int64, 2]
+            kv_empty: cute.struct.MemRange[Int64, 2]
+            dq_full: cute.struct.MemRange[Int64, c.dq_stages]
+            dq_empty: cute.struct.MemRange[Int64, c.dq_stages]
+            item_full: cute.struct.MemRange[Int64, 2]
+            item_empty: cute.struct.MemRange[Int64, 2]
+            granted: cute.struct.MemRange[Int64, 1]
+            tail_full: cute.struct.MemRange[Int64, TAIL_SLOTS]
+            tail_empty: cute.struct.MemRange[Int64, TAIL_SLOTS]
+            ticket_full: cute.struct.MemRange[Int64, TAIL_SLOTS]
+            ticket_empty: cute.struct.MemRange[Int64, TAIL_SLOTS]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
+            q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
+            lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
+            q: tile(c.tile_m, c.head_dim, c.q_stages)
+            do: tile(c.tile_m, c.head_dim, c.do_stages)
+            k: tile(c.tile_n, c.head_dim, 1)
+            v: tile(c.tile_n, c.head_dim, 1)
+            ds: tile(c.tile_m, c.tile_n, c.ds_stages)
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_elements * c.dq_stages], 1024]
+
+        return Storage
+
+    def _tma(self, tensor, layout, rows):
+        """TMA load of (rows, head_dim) tiles from a (B, S, H, D) tensor seen as (S, D, H, B)."""
+        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 3, 2, 0]))
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        return cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, self.config.head_dim))
+
+    @cute.jit
+    def __call__(self, q, k, v, do, lse2, delta, dq_acc, dk, dv, plan, control, errors, partials, trace, scale, grid, stream):
+        c = self.config
+        layouts = SimpleNamespace(
+            q=tile_layout(self.dtype, c.tile_m, c.head_dim, c.q_stages),
+            do=tile_layout(self.dtype, c.tile_m, c.head_dim, c.do_stages),
+            kv=tile_layout(self.dtype, c.tile_n, c.head_dim, 1),
+            ds=tile_layout(self.dtype, c.tile_m, c.tile_n, c.ds_stages),
+        )
+        atom_q, tma_q = self._tma(q, layouts.q, c.tile_m)
+        atom_do, tma_do = self._tma(do, layouts.do, c.tile_m)
+        atom_k, tma_k = self._tma(k, layouts.kv, c.tile_n)
+        atom_v, tma_v = self._tma(v, layouts.kv, c.tile_n)
+        self.kernel(
+            atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v,
+            layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
+            lse2, delta, dq_acc, dk, dv, plan, control, errors, partials, trace, scale,
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, atom_q: cute.CopyAtom, mQ: cute.Tensor, atom_do: cute.CopyAtom, mdO: cute.Tensor, atom_k: cute.CopyAtom,
+        mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, q_layout: cute.ComposedLayout,
+        do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout,
+        mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
+        mdQacc: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
+        mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
+    ):  # fmt: skip
+        c = self.config
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == LOAD_WARP:
+            for atom in (atom_q, atom_do, atom_k, atom_v):
+                cpasync.prefetch_descriptor(atom)
+        storage = SmemAllocator().allocate(self._storage())
+        bars = SimpleNamespace(
+            **{n: getattr(storage, n).data_ptr() for n in self._barrier_counts()},
+            item=storage.item.data_ptr(),
+            q_info=storage.q_info.data_ptr(),
+        )
+        if warp_idx == LOAD_WARP:
+            with cute.arch.elect_one():
+                for name, (stages, count) in self._barrier_counts().items():
+                    for stage in range(stages):
+                        cute.arch.mbarrier_init(getattr(bars, name) + stage, count)
+            cute.arch.mbarrier_init_fence()
+        sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
+        sdO = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
+        sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sdS = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        sLse2 = storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.q_stages)))
+        sDelta = storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages)))
+        sdQ = storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages)))
+        cute.arch.sync_threads()
+        # Tickets, claim counter, LSE and delta come from the preprocessing kernel.
+        cute.arch.griddepcontrol_wait()
+
+        if warp_idx < FIRST_MMA_WARP:
+            cute.arch.setmaxregister_decrease(self.registers[1])
+            if warp_idx == LOAD_WARP:
+                tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
+                self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars)
+            if warp_idx == REDUCE_WARP:
+                reduce.reduce_role(c, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars)
+            if const_expr(c.ordered and c.release.value == "release_warp"):
+                if warp_idx == RELEASE_WARP:
+                    reduce.release_role(c, mPlan, mControl, bars)
+            if const_expr(c.ordered):
+                if warp_idx == TICKET_WARP:
+                    reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
+        else:
+            cute.arch.setmaxregister_increase(self.registers[0])
+            self.mma(mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, mdK, mdV, mPlan, scale, bars)
+
+    def _barrier_counts(self):
+        """Barrier name -> (stages, arrivals a phase)."""
+        c = self.config
+        tails = int(c.ordered and c.release.value == "release_warp")
+        return {
+            "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, MMA_WARPS),
+            "do_full": (c.do_stages, 1), "do_empty": (c.do_stages, MMA_WARPS),
+            "kv_full": (2, 1), "kv_empty": (2, MMA_WARPS),
+            "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
+            "item_full": (2, 1), "item_empty": (2, 1 + MMA_WARPS + tails + int(c.ordered)),
+            "granted": (1, 1), "tail_full": (TAIL_SLOTS, 1), "tail_empty": (TAIL_SLOTS, 1),
+            "ticket_full": (TAIL_SLOTS, 1), "ticket_empty": (TAIL_SLOTS, 1),
+        }  # fmt: skip
+
+    @cute.jit
+    def load(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars):
+        """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
+        c = self.config
+        atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV = tma
+        tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
+        kv_bytes = 2 * c.tile_n * c.head_dim
+        header = plan_view.read_header(mPlan)
+        n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
+        item = reduce.claim_item(mPlan, header, mControl, bars, n_item)
+        while item.index >= 0:
+            tKsK, tKgK = self._partition(atom_k, mK, sK, c.tile_n, item.kv_head, item.sequence)
+            tVsV, tVgV = self._partition(atom_v, mV, sV, c.tile_n, item.kv_head, item.sequence)
+            low, high = self._mask_bounds(mPlan, item)
+            kv_row = item.kv_tile * c.tile_n
+            fresh = Int32(1)
+            for h in cutlass.range(item.q_head_count, unroll=1):
+                q_head = item.q_head_first + h
+                tQsQ, tQgQ = self._partition(atom_q, mQ, sQ, c.tile_m, q_head, item.sequence)
+                tOsO, tOgO = self._partition(atom_do, mdO, sdO, c.tile_m, q_head, item.sequence)
+                first_tile = plan_view.first_tile_of(item, q_head)
+                for r in cutlass.range(item.run_count, unroll=1):
+                    run = plan_view.read_run(mPlan, item, r)
+                    for i in cutlass.range(run.count, unroll=1):
+                        q_tile = run.q_first + i * run.q_step
+                        q_row = q_tile * c.tile_m
+                        stat = Int64(first_tile + q_tile) * c.tile_m
+                        cut = (kv_row + c.tile_n > item.seqlen_k) | (kv_row + c.tile_n - 1 > q_row + high)
+                        cut = cut | (kv_row < q_row + c.tile_m - 1 + low)
+                        stage, phase = n_task % c.q_stages, (n_task // c.q_stages) & 1
+                        cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
+                        full = bars.q_full + stage
+                        with cute.arch.elect_one():
+                            info = self._q_info(bars)[None, stage]
+                            info[0] = Int32(cut)
+                            info[1] = kv_row - high - q_row  # first query column that sees key row 0 of the tile
+                            info[2] = kv_row - low - q_row  # the last one
+                            info[3] = item.seqlen_k - kv_row  # key rows that exist
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+                            ptx.bulk_load(
+                                sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full
+                            )
+                        cute.copy(atom_q, tQgQ[None, q_tile], tQsQ[None, stage], tma_bar_ptr=full)
+                        stage, phase = n_task % c.do_stages, (n_task // c.do_stages) & 1
+                        cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
+                        full = bars.do_full + stage
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+                            ptx.bulk_load(
+                                sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full
+                            )
+                        cute.copy(atom_do, tOgO[None, q_tile], tOsO[None, stage], tma_bar_ptr=full)
+                        # K and V last: their buffers are the last ones the previous item lets go.
+                        if fresh == 1:
+                            for which in cutlass.range_constexpr(2):
+                                cute.arch.mbarrier_wait(bars.kv_empty + which, (n_kv & 1) ^ 1)
+                                with cute.arch.elect_one():
+                                    cute.arch.mbarrier_arrive_and_expect_tx(bars.kv_full + which, kv_bytes)
+                                if const_expr(which == 0):
+                                    cute.copy(atom_k, tKgK[None, item.kv_tile], tKsK[None, 0], tma_bar_ptr=bars.kv_full)
+                                else:
+                                    cute.copy(atom_v, tVgV[None, item.kv_tile], tVsV[None, 0], tma_bar_ptr=bars.kv_full + 1)
+                            n_kv += 1
+                        fresh = Int32(0)
+                        n_task += 1
+            n_item += 1
+            if fresh == 0:
+                # Only an item whose tickets are all granted no longer depends on other blocks: see reduce.py, Claiming.
+                cute.arch.mbarrier_wait(bars.granted, (n_kv & 1) ^ 1)
+            item = reduce.claim_item(mPlan, header, mControl, bars, n_item)
+
+    def _q_info(self, bars):
+        """What the load warp tells the MMA warps about the mask of a task, (4, stage)."""
+        return cute.make_tensor(bars.q_info, cute.make_layout((4, self.config.q_stages)))
+
+    def _partition(self, atom, tensor, shared, rows, head, sequence):
+        """TMA partition of one (sequence, head): shared (TMA, stage) and global (TMA, tile)."""
+        tile = cute.local_tile(tensor[None, None, head, sequence], (rows, self.config.head_dim), (None, 0))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tile, 0, 2)
+        )
+
+    @cute.jit
+    def _mask_bounds(self, mPlan, item):
+        """(low, high): key j is visible to query i iff i + low <= j <= i + high; an open side is out of reach."""
+        shift = item.seqlen_k - item.seqlen_q
+        left, right = mPlan[plan_view.WINDOW_LEFT], mPlan[plan_view.WINDOW_RIGHT]
+        low = shift - left if left >= 0 else Int32(-UNBOUNDED)
+        high = shift + right if right >= 0 else Int32(UNBOUNDED)
+        return low, high
+
+    @cute.jit
+    def mma(
+        self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, mdK, mdV, mPlan, scale, bars
+    ):  # fmt: skip
+        """MMA warpgroups: all five products of every task of an item, then dK and dV of the item."""
+        c = self.config
+        tidx = cute.arch.thread_idx()[0] - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        lane = cute.arch.lane_idx()
+        wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in (mma_scores, mma_grads, mma_dq))
+        sdSt = transposed(sdS)
+        acc_S = [
+            cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, 64)), Float32) for _ in range(c.tile_m // 64)
+        ]
+        acc_dK, acc_dV = (
+            cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32) for _ in range(2)
+        )
+        store_ds = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
+        ).get_slice(tidx)
+        t = SimpleNamespace(
+            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, row=tidx // 32 * 16 + lane // 4, scale_log2=scale * math.log2(math.e),
+            tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
+            tSrQ=[wg_scores.make_fragment_B(wg_scores.partition_B(x)) for x in halves(sQ, 0)],
+            tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(sV)),
+            tPrdO=[wg_scores.make_fragment_B(wg_scores.partition_B(x)) for x in halves(sdO, 0)],
+            tVrdO=[wg_grads.make_fragment_B(wg_grads.partition_B(transposed(x))) for x in halves(sdO, 0)],
+            tKrQ=[wg_grads.make_fragment_B(wg_grads.partition_B(transposed(x))) for x in halves(sQ, 0)],
+            tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(sdS)),
+            tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(sK))),
+            store_ds=store_ds, tSsdS=[store_ds.partition_D(x) for x in halves(sdSt, 1)], tdQsdQ=self._dq_view(sdQ, tidx),
+            lse2=self._column_view(sLse2, lane), delta=self._column_view(sDelta, lane),
+            acc_S=acc_S, acc_dK=acc_dK, acc_dV=acc_dV,
+            info=self._q_info(bars),
+        )  # fmt: skip
+        n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
+        slot = reduce.wait_item(bars, n_item)
+        while plan_view.mailbox_item(slot).index >= 0:
+            tasks = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
+            for acc in (acc_dK, acc_dV, *(acc_S if c.head_dim == 128 else ())):
+                acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
+            if tasks > 0:
+                cute.arch.mbarrier_wait(bars.kv_full, n_kv & 1)
+                self.start_s(t, n_task, bars)
+                cute.arch.mbarrier_wait(bars.kv_full + 1, n_kv & 1)
+                warpgroup.wait_group(0)
+                for i in cutlass.range(tasks - 1, unroll=1):
+                    self.task(t, n_task, bars, False)
+                    n_task += 1
+                self.task(t, n_task, bars, True)
+                n_task += 1
+                n_kv += 1
+            self.store_grads(t, mdK, mdV, plan_view.mailbox_item(slot), scale)
+            reduce.release_item(bars, n_item)
+            n_item += 1
+            slot = reduce.wait_item(bars, n_item)
+
+    def _dq_view(self, sdQ, tidx):
+        """This thread's values of the dQ buffers, (4, vectors, stage): four consecutive floats, then a vector a 2 KB step."""
+        c = self.config
+        vectors = c.dq_elements // 1024
+        layout = cute.make_layout(
+            (4, 128, vectors, MMA_WARPGROUPS, c.dq_stages), stride=(1, 4, 512, 512 * vectors, c.dq_elements)
+        )
+        return cute.make_tensor(sdQ.iterator, layout)[None, tidx % 128, None, tidx // 128, None]
+
+    def _column_view(self, stat, lane):
+        """The per-query values this thread's accumulator columns need, (2, tile_m / 8, stage)."""
+        tile_m, stages = stat.shape
+        layout = cute.make_layout((2, 4, tile_m // 8, stages), stride=(1, 2, 8, tile_m))
+        return cute.make_tensor(stat.iterator, layout)[None, lane % 4, None, None]
+
+    @cute.jit
+    def task(self, t, n_task: Int32, bars, is_last: cutlass.Constexpr[bool]):
+        """One (kv tile, q tile): expects S^T finished in acc_S; starts the next task's S^T unless it is the last.
+
+        Tensor-core order: dP, dV, next S, dQ, dK. exp2 runs beside dP, dS beside dV, its trip through shared memory
+        beside the next S, the dQ write-out beside dK. A tile of 128 query rows goes through as two halves of 64: the first
+        half's dV and dK run beside the second half's exp2, and only half of P, dP and dS needs registers at a time.
+        """
+        c = self.config
+        q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
+        ds_stage, dq_stage = n_task % c.ds_stages, n_task % c.dq_stages
+        count = len(t.acc_S)
+        if t.info[0, q_stage] == 1:
+            for h in cutlass.range_constexpr(count):
+                self._mask(t.acc_S[h], t.info[None, q_stage], t.row, t.lane % 4 * 2 + 64 * h)
+        cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
+        acc_dP = [self.start_dp(t, h, do_stage) for h in range(count)]
+        for h in cutlass.range_constexpr(count):
+            last_half = h == count - 1
+            rP = self.exponentials(t, h, q_stage)
+            multiply(t.grads, t.acc_dV, rP, t.tVrdO[h][None, None, None, do_stage], True)
+            # Groups in flight behind dP of this half: dP, of the other half or its dK, and dV.
+            warpgroup.wait_group(1 if count == 1 else 2 + h)
+            for i in cutlass.range_constexpr(cute.size(acc_dP[h])):
+                acc_dP[h][i] = t.acc_S[h][i] * acc_dP[h][i]
+            if const_expr(last_half):
+                # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P gives
+                # its registers to dS. The tensor cores hardly notice, dS takes less time than dV.
+                warpgroup.wait_group(0)
+                self._arrive(t, bars.do_empty + do_stage)
+                if const_expr(not is_last):
+                    self.start_s(t, n_task + 1, bars)
+            rdS = as_operand_a(acc_dP[h], self.dtype)
+            flat = cute.make_tensor(rdS.iterator, acc_dP[h].layout)
+            cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[h][None, None, None, ds_stage])
+            if const_expr(not last_half):
+                multiply(t.grads, t.acc_dK, rdS, t.tKrQ[h][None, None, None, q_stage], True)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
+
+        acc_dQ = cute.make_rmem_tensor(t.dq.get_slice(0).partition_shape_C((c.tile_m, c.head_dim)), Float32)
+        multiply(t.dq, acc_dQ, t.tQrdS[None, None, None, ds_stage], t.tQrK[None, None, None, 0], False)
+        multiply(t.grads, t.acc_dK, rdS, t.tKrQ[count - 1][None, None, None, q_stage], True)
+        cute.arch.mbarrier_wait(bars.dq_empty + dq_stage, ((n_task // c.dq_stages) & 1) ^ 1)
+        warpgroup.wait_group(1)
+        if const_expr(is_last):
+            self._arrive(t, bars.kv_empty)
+            self._arrive(t, bars.kv_empty + 1)
+        vectors = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, cute.size(acc_dQ) // 4)))
+        cute.autovec_copy(vectors, t.tdQsdQ[None, None, dq_stage])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self._arrive(t, bars.dq_full + dq_stage)
+        warpgroup.wait_group(0)
+        self._arrive(t, bars.q_empty + q_stage)
+
+    @cute.jit
+    def start_s(self, t, n_task: Int32, bars):
+        """Issue S^T of a task as soon as its Q has arrived."""
+        stage = n_task % self.config.q_stages
+        cute.arch.mbarrier_wait(bars.q_full + stage, (n_task // self.config.q_stages) & 1)
+        for h in cutlass.range_constexpr(len(t.acc_S)):
+            multiply(t.scores, t.acc_S[h], t.tSrK[None, None, None, 0], t.tSrQ[h][None, None, None, stage], False)
+
+    def start_dp(self, t, h: int, stage):
+        """Issue dP^T of half h, its accumulator started at -delta: no register holds delta while they are scarce."""
+        acc_dP = cute.make_rmem_tensor(t.acc_S[h].layout, Float32)
+        for column in range(8):
+            delta = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(t.delta[None, 8 * h + column, stage], delta)
+            for e in range(4):
+                acc_dP[4 * column + e] = delta[e % 2]
+        multiply(t.scores, acc_dP, t.tPrV[None, None, None, 0], t.tPrdO[h][None, None, None, stage], True)
+        return acc_dP
+
+    def exponentials(self, t, h: int, stage):
+        """P = exp2(S scale - LSE) of half h in place; returns it as a register operand."""
+        acc_S = t.acc_S[h]
+        for column in range(8):
+            lse2 = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
+            for e in range(4):
+                i = 4 * column + e
+                acc_S[i] = cute.math.exp2(acc_S[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
+        return as_operand_a(acc_S, self.dtype)
+
+    @cute.jit
+    def _arrive(self, t, barrier):
+        if t.lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def _mask(self, acc, info, row: Int32, column: Int32):
+        """Set invisible scores to -inf; `row`, `column`: of this thread's first accumulator value in the S^T tile."""
+        for half in cutlass.range_constexpr(2):
+            first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
+            if info[3] <= row + 8 * half:
+                first = Int32(UNBOUNDED)
+            for i in cutlass.range_constexpr(cute.size(acc) // 2):
+                c = i // 2 * 8 + i % 2
+                element = i // 2 * 4 + half * 2 + i % 2
+                if (c < first) | (c > last):
+                    acc[element] = -Float32.inf
+
+    @cute.jit
+    def store_grads(self, t, mdK, mdV, item, scale: Float32):
+        """Write this thread's rows of dK (scaled) and dV, converted; rows beyond the sequence are left alone."""
+        c = self.config
+        for acc, target, factor in ((t.acc_dV, mdV, None), (t.acc_dK, mdK, scale)):
+            pairs = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, c.head_dim // 8)))
+            for half in cutlass.range_constexpr(2):
+                values = cute.make_rmem_tensor((2, c.head_dim // 8), self.dtype)
+                for i in cutlass.range_constexpr(c.head_dim // 8):
+                    pair = pairs[None, half, i].load()
+                    if const_expr(factor is not None):
+                        pair = pair * factor
+                    values[None, i].store(pair.to(self.dtype))
+                row = item.kv_tile * c.tile_n + t.row + 8 * half
+                registers.store_rows(values, target[item.sequence, row, item.kv_head, None], t.lane, row < item.seqlen_k)

@@ -1,0 +1,82 @@
+"""Static configuration of the Hopper backward kernels: everything that changes the machine code."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
+MMA_WARPGROUPS = 2
+THREADS = 128 * (1 + MMA_WARPGROUPS)
+TAIL_SLOTS = 8  # tasks that the warps around the reduction may be apart
+CONTROL_WORDS = 32  # int32 words before the first ticket: 0 claim counter, the rest keeps tickets off its line
+
+
+class Release(enum.Enum):
+    """Who hands a dQ tile to its next contributor, and with which memory order."""
+
+    REDUCE_WARP = "reduce_warp"  # red.release.gpu by the thread that waited for the bulk reduction
+    RELEASE_WARP = "release_warp"  # the same, by another warp that synchronised with it (cumulativity)
+    RELAXED = "relaxed"  # red.relaxed.gpu: not promised by the PTX model, for measurement only
+
+
+class Poll(enum.Enum):
+    """How the ticket is read while waiting for it."""
+
+    ACQUIRE = "acquire"
+    RELAXED = "relaxed"  # not promised by the PTX model, for measurement only
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled variant of the backward pass.
+
+    `dtype` is "bf16" or "fp16"; `ordered=False` is the negative control (plain atomic adds into a zeroed dQ).
+    `spin_limit` bounds every ticket wait (0: unbounded); an exceeded bound is reported in the error buffer.
+    """
+
+    head_dim: int
+    dtype: str = "bf16"
+    tile_m: int = 0
+    tile_n: int = 128
+    ordered: bool = True
+    release: Release = Release.RELEASE_WARP
+    poll: Poll = Poll.ACQUIRE
+    proxy_fence: bool = True
+    spin_limit: int = 0
+    dump_partials: bool = False
+    trace: bool = False
+    ticket_stride: int = 1
+    q_stages: int = 2
+    do_stages: int = 2
+    ds_stages: int = 2
+    dq_stages: int = 2
+
+    def __post_init__(self) -> None:
+        if self.head_dim not in (64, 128):
+            raise ValueError(f"head_dim must be 64 or 128, got {self.head_dim}")
+        if self.dtype not in ("bf16", "fp16"):
+            raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
+        if self.tile_m == 0:
+            object.__setattr__(self, "tile_m", 64 if self.head_dim == 128 else 128)
+        if self.tile_n != 128:
+            raise ValueError(f"tile_n must be 128 (64 rows a warpgroup), got {self.tile_n}")
+        if self.tile_m not in (64, 128):
+            raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
+        if self.shared_bytes > SHARED_MEMORY_LIMIT:
+            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}")
+
+    @property
+    def dq_elements(self) -> int:
+        """fp32 values of one dQ tile."""
+        return self.tile_m * self.head_dim
+
+    @property
+    def shared_bytes(self) -> int:
+        """Estimate of the shared memory of one block, barriers included."""
+        q = 2 * self.tile_m * self.head_dim * (self.q_stages + self.do_stages)
+        kv = 2 * 2 * self.tile_n * self.head_dim
+        ds = 2 * self.tile_m * self.tile_n * self.ds_stages
+        dq = 4 * self.dq_elements * self.dq_stages
+        stats = 4 * self.tile_m * (self.q_stages + self.do_stages)
+        return q + kv + ds + dq + stats + 512

@@ -1,0 +1,65 @@
+"""One compiled callable a configuration: preprocessing, main kernel and conversion behind one host call."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+
+from .backward import DTYPES, Backward
+from .config import BackwardConfig
+from .preprocess import Convert, Preprocess
+
+
+class Program:
+    """The launches of one backward pass, in stream order."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+        self.preprocess, self.backward, self.convert = Preprocess(config), Backward(config), Convert(config)
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
+        dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, plan: cute.Tensor, lse2: cute.Tensor, delta: cute.Tensor,
+        dq_acc: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor, trace: cute.Tensor,
+        scale: Float32, grid: Int32, stream,
+    ):  # fmt: skip
+        batch, seqlen, heads, _ = q.shape
+        tiles = (cute.ceil_div(seqlen, self.config.tile_m), heads, batch)
+        self.preprocess(o, do, lse, lse2, delta, dq_acc, plan, control, tiles, stream)
+        self.backward(
+            q, k, v, do, lse2, delta, dq_acc, dk, dv, plan, control, errors, partials, trace, scale, grid, stream
+        )
+        self.convert(dq_acc, dq, plan, scale, tiles, stream)
+
+
+def fake_arguments(config: BackwardConfig, env_stream: bool):
+    """Tensors without data, in the order of `Program.__call__`; strides 64 bit, rows of 16-byte multiples."""
+    dtype = DTYPES[config.dtype]
+
+    def matrix():
+        shape = (*(cute.sym_int32() for _ in range(3)), config.head_dim)
+        stride = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, shape, stride, assumed_align=16)
+
+    def vector(element, align):
+        return make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=align)
+
+    def table(element):
+        return make_fake_tensor(element, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=16)
+
+    lse = make_fake_tensor(
+        Float32, tuple(cute.sym_int32() for _ in range(3)), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
+    )
+    matrices = [matrix() for _ in range(5)]
+    return [
+        *matrices, lse, matrix(), matrix(), matrix(), vector(Int32, 16), vector(Float32, 128), vector(Float32, 128),
+        vector(Float32, 128), vector(Int32, 128), vector(Int32, 16), table(Float32), table(Int64), Float32(1.0), Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=env_stream),
+    ]  # fmt: skip
+
+
+def compile_program(config: BackwardConfig, tvm_ffi: bool = True):
+    """Compile one configuration without touching a GPU."""
+    options = "--enable-tvm-ffi" if tvm_ffi else ""
+    return cute.compile(Program(config), *fake_arguments(config, tvm_ffi), options=options)

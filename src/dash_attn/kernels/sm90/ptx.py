@@ -1,0 +1,107 @@
+"""Single PTX instructions that CuTe-DSL has no call for, one function each."""
+
+from cutlass import Int32, Int64
+import cutlass.cute as cute
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+
+def _asm(result, operands, text, constraints, loc=None, ip=None):
+    return llvm.inline_asm(
+        result,
+        operands,
+        text,
+        constraints,
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+def _address(pointer, loc, ip):
+    return pointer.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_acquire(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
+    """ld.acquire.gpu of one int32."""
+    text = "ld.acquire.gpu.global.b32 $0, [$1];"
+    return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
+
+
+@dsl_user_op
+def load_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
+    """ld.relaxed.gpu of one int32."""
+    text = "ld.relaxed.gpu.global.b32 $0, [$1];"
+    return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
+
+
+@dsl_user_op
+def add_release(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
+    """red.release.gpu: add 1."""
+    text = "red.release.gpu.global.add.s32 [$0], 1;"
+    _asm(None, [_address(pointer, loc, ip)], text, "l,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def add_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
+    """red.relaxed.gpu: add 1."""
+    text = "red.relaxed.gpu.global.add.s32 [$0], 1;"
+    _asm(None, [_address(pointer, loc, ip)], text, "l,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def claim(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
+    """atom.relaxed.gpu: add 1, return the old value."""
+    text = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"
+    return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
+
+
+@dsl_user_op
+def compare_and_swap(pointer: cute.Pointer, old: Int32, new: Int32, *, loc=None, ip=None) -> Int32:
+    """atom.cas of one int32, returns the value found."""
+    text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"
+    operands = [_address(pointer, loc, ip), Int32(old).ir_value(loc=loc, ip=ip), Int32(new).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, text, "=r,l,r,r,~{memory}", loc, ip))
+
+
+@dsl_user_op
+def bulk_store(shared: cute.Pointer, target: cute.Pointer, size: int, *, loc=None, ip=None) -> None:
+    """cp.async.bulk shared to global, `size` bytes, joins the current bulk group."""
+    text = f"cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], {size};"
+    _asm(None, [_address(target, loc, ip), _address(shared, loc, ip)], text, "l,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def bulk_add_f32(shared: cute.Pointer, target: cute.Pointer, size: int, *, loc=None, ip=None) -> None:
+    """cp.reduce.async.bulk add of fp32, shared to global, `size` bytes, joins the current bulk group."""
+    text = f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size};"
+    _asm(None, [_address(target, loc, ip), _address(shared, loc, ip)], text, "l,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer, *, loc=None, ip=None):
+    """cp.async.bulk global to shared, completing `size` bytes on `barrier`."""
+    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
+    operands = [_address(target, loc, ip), _address(source, loc, ip), _address(barrier, loc, ip)]
+    _asm(None, operands, text, "r,l,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def fence_proxy_async(*, loc=None, ip=None) -> None:
+    """fence.proxy.async over all state spaces."""
+    _asm(None, [], "fence.proxy.async;", "~{memory}", loc, ip)
+
+
+@dsl_user_op
+def nanoseconds(*, loc=None, ip=None) -> Int64:
+    """%globaltimer."""
+    return Int64(_asm(T.i64(), [], "mov.u64 $0, %globaltimer;", "=l,~{memory}", loc, ip))
+
+
+@dsl_user_op
+def multiprocessor(*, loc=None, ip=None) -> Int32:
+    """%smid."""
+    return Int32(_asm(T.i32(), [], "mov.u32 $0, %smid;", "=r", loc, ip))

@@ -1,0 +1,267 @@
+"""The ordered reduction: roles that add dQ partials in ticket order, hand over, finish, and claim items.
+
+A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The reduce thread waits
+for its ticket, stores (ticket 0) or adds its partial with one bulk operation, waits until the *global* writes are performed
+(cp.async.bulk.wait_group without .read: with .read only the shared-memory source is known to be free), and only then is the
+tile handed over.
+
+Why another warp may hand over (Release.RELEASE_WARP): the reduce thread's mbarrier arrive (release.cta) and the other
+warp's wait (acquire.cta) synchronise, and release is cumulative in the PTX model, so its red.release.gpu covers writes that the
+reduce thread has observed as performed. The fence it needs is then no longer in the reduce thread's loop.
+
+Claiming: an item is claimed by the load warp, in list order, once every ticket of the block's current item has been granted. From then
+on nothing the block still does depends on another block, so the block counts as free for the liveness argument of the plan.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from . import plan_view, ptx
+from .config import CONTROL_WORDS, TAIL_SLOTS, Poll, Release
+
+TRACE_WORDS = 4
+
+
+@cute.jit
+def wait_item(bars, n_item: Int32):
+    """Wait for the `n_item`-th item of this block; returns its mailbox slot, valid until `release_item`."""
+    cute.arch.mbarrier_wait(bars.item_full + n_item % 2, (n_item // 2) & 1)
+    return _mailbox(bars)[None, n_item % 2]
+
+
+@cute.jit
+def release_item(bars, n_item: Int32) -> None:
+    """A warp has read the slot for the last time."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
+
+
+@cute.jit
+def take_item(bars, n_item: Int32):
+    """Wait for an item, copy it to registers and release its slot, by a whole warp."""
+    item = plan_view.mailbox_item(wait_item(bars, n_item))
+    release_item(bars, n_item)
+    return item
+
+
+def _mailbox(bars):
+    return cute.make_tensor(bars.item, cute.make_layout((plan_view.MAILBOX_WORDS, 2)))
+
+
+@cute.jit
+def claim_item(mPlan: cute.Tensor, header, mControl: cute.Tensor, bars, n_item: Int32):
+    """Claim the next item and put it into the mailbox, by one warp; its index is -1 at the end."""
+    index = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        index = ptx.claim(mControl.iterator)
+    index = cute.arch.shuffle_sync(index, 0)
+    item = plan_view.read_item(mPlan, header, index)
+    cute.arch.mbarrier_wait(bars.item_empty + n_item % 2, ((n_item // 2) & 1) ^ 1)
+    with cute.arch.elect_one():
+        slot = _mailbox(bars)[None, n_item % 2]
+        for i, value in enumerate(item):
+            slot[i] = value
+        cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)
+    return item
+
+
+@cute.jit
+def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32) -> Int32:
+    """Wait until the tile's counter equals `expected`; returns the last value seen (another one: the bound was exceeded)."""
+    seen = _poll(config, pointer)
+    if const_expr(config.spin_limit > 0):
+        spins = Int32(0)
+        while (seen != expected) & (spins < config.spin_limit):
+            seen = _poll(config, pointer)
+            spins += 1
+    else:
+        while seen != expected:
+            seen = _poll(config, pointer)
+    return seen
+
+
+@cute.jit
+def _poll(config: cutlass.Constexpr, pointer) -> Int32:
+    if const_expr(config.poll is Poll.ACQUIRE):
+        return ptx.load_acquire(pointer)
+    else:
+        return ptx.load_relaxed(pointer)
+
+
+@cute.jit
+def hand_over(config: cutlass.Constexpr, pointer) -> None:
+    """Count one completed contribution."""
+    if const_expr(config.release is Release.RELAXED):
+        ptx.add_relaxed(pointer)
+    else:
+        ptx.add_release(pointer)
+
+
+@cute.jit
+def report(mErrors: cute.Tensor, item, q_head: Int32, q_tile: Int32, expected: Int32, seen: Int32) -> None:
+    """First failure wins: [1, sequence, q_head, kv_tile, q_tile, expected, seen]."""
+    if ptx.compare_and_swap(mErrors.iterator, Int32(0), Int32(1)) == 0:
+        for i, value in enumerate((item.sequence, q_head, item.kv_tile, q_tile, expected, seen)):
+            mErrors[1 + i] = value
+
+
+@cute.jit
+def reduce_role(config: cutlass.Constexpr, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars):
+    """Reduce warp, one thread: every contribution of every item, in the order of the item's runs."""
+    if cute.arch.lane_idx() == 0:
+        n_item, n_task = Int32(0), Int32(0)
+        item = plan_view.mailbox_item(wait_item(bars, n_item))
+        cute.arch.mbarrier_arrive(bars.item_empty)
+        while item.index >= 0:
+            if const_expr(not config.ordered):
+                if item.q_head_count * item.task_count > 0:
+                    cute.arch.mbarrier_arrive(bars.granted)
+            for h in cutlass.range(item.q_head_count, unroll=1):
+                q_head = item.q_head_first + h
+                first_tile = plan_view.first_tile_of(item, q_head)
+                for r in cutlass.range(item.run_count, unroll=1):
+                    run = plan_view.read_run(mPlan, item, r)
+                    ticket, held = run.t_first, Int32(0)
+                    for i in cutlass.range(run.count, unroll=1):
+                        q_tile = run.q_first + i * run.q_step
+                        tile = first_tile + q_tile
+                        counter = mControl.iterator + (CONTROL_WORDS + tile * config.ticket_stride)
+                        granted_at, ready_at = Int64(0), Int64(0)
+                        if const_expr(config.ordered):
+                            turn, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
+                            cute.arch.mbarrier_wait(bars.ticket_full + turn, phase)
+                            cute.arch.mbarrier_arrive(bars.ticket_empty + turn)
+                        if const_expr(config.trace):
+                            granted_at = ptx.nanoseconds()
+                        stage = n_task % config.dq_stages
+                        cute.arch.mbarrier_wait(bars.dq_full + stage, (n_task // config.dq_stages) & 1)
+                        if const_expr(config.trace):
+                            ready_at = ptx.nanoseconds()
+                        add_partial(config, mdQacc, sdQ, tile, ticket, stage)
+                        if const_expr(config.dump_partials):
+                            slot = Int64(tile) * (mPartials.shape[1] // config.dq_elements) + ticket
+                            ptx.bulk_store(
+                                sdQ[None, stage].iterator,
+                                mPartials.iterator + slot * config.dq_elements,
+                                4 * config.dq_elements,
+                            )
+                        cute.arch.cp_async_bulk_commit_group()
+                        if const_expr(config.ordered):
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                            cute.arch.mbarrier_arrive(bars.dq_empty + stage)
+                            cute.arch.cp_async_bulk_wait_group(0)
+                            complete(config, counter, bars, n_task)
+                        else:
+                            # The previous buffer is free as soon as its source has been read.
+                            cute.arch.cp_async_bulk_wait_group(1, read=True)
+                            if n_task > 0:
+                                cute.arch.mbarrier_arrive(bars.dq_empty + (n_task - 1) % config.dq_stages)
+                        if const_expr(config.trace):
+                            record = Int64(tile) * mTrace.shape[1] + ticket * TRACE_WORDS
+                            line = cute.make_tensor(mTrace.iterator + record, cute.make_layout(TRACE_WORDS))
+                            for k, value in enumerate((granted_at, ready_at, ptx.nanoseconds(), ptx.multiprocessor())):
+                                line[k] = Int64(value)
+                        held += 1
+                        if held == run.t_hold:
+                            held = Int32(0)
+                            ticket += run.t_step
+                        n_task += 1
+            n_item += 1
+            item = plan_view.mailbox_item(wait_item(bars, n_item))
+            cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
+        cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int32, stage: Int32) -> None:
+    """Start the bulk operation of one partial: the first contribution is stored, so nobody zeroes the tile."""
+    size = 4 * config.dq_elements
+    source = sdQ[None, stage].iterator
+    target = mdQacc.iterator + Int64(tile) * config.dq_elements
+    if const_expr(config.ordered):
+        if const_expr(config.proxy_fence):
+            # The ticket was read through the generic proxy, the reduction goes through the async proxy.
+            ptx.fence_proxy_async()
+        if ticket == 0:
+            ptx.bulk_store(source, target, size)
+        else:
+            ptx.bulk_add_f32(source, target, size)
+    else:
+        ptx.bulk_add_f32(source, target, size)
+
+
+@cute.jit
+def complete(config: cutlass.Constexpr, counter, bars, n_task: Int32) -> None:
+    """A contribution has been performed in global memory: hand the tile over, or have it handed over."""
+    if const_expr(config.release is not Release.RELEASE_WARP):
+        hand_over(config, counter)
+    else:
+        slot, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
+        cute.arch.mbarrier_wait(bars.tail_empty + slot, phase ^ 1)
+        cute.arch.mbarrier_arrive(bars.tail_full + slot)
+
+
+@cute.jit
+def release_role(config: cutlass.Constexpr, mPlan, mControl, bars):
+    """Release warp: follows the reduce warp through the same runs and hands finished contributions over."""
+    lane = cute.arch.lane_idx()
+    n_item, n_task = Int32(0), Int32(0)
+    item = take_item(bars, n_item)
+    while item.index >= 0:
+        for h in cutlass.range(item.q_head_count, unroll=1):
+            first_tile = plan_view.first_tile_of(item, item.q_head_first + h)
+            for r in cutlass.range(item.run_count, unroll=1):
+                run = plan_view.read_run(mPlan, item, r)
+                for i in cutlass.range(run.count, unroll=1):
+                    slot, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
+                    tile = first_tile + run.q_first + i * run.q_step
+                    cute.arch.mbarrier_wait(bars.tail_full + slot, phase)
+                    if lane == 0:
+                        hand_over(config, mControl.iterator + (CONTROL_WORDS + tile * config.ticket_stride))
+                        cute.arch.mbarrier_arrive(bars.tail_empty + slot)
+                    n_task += 1
+        n_item += 1
+        item = take_item(bars, n_item)
+
+
+@cute.jit
+def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
+    """Ticket warp, one thread: waits for the tickets of every item in order, up to TAIL_SLOTS tasks ahead of the reduction.
+
+    The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
+    the item depends on nobody any more.
+    """
+    if cute.arch.lane_idx() == 0:
+        n_item, n_task = Int32(0), Int32(0)
+        item = plan_view.mailbox_item(wait_item(bars, n_item))
+        cute.arch.mbarrier_arrive(bars.item_empty)
+        while item.index >= 0:
+            for h in cutlass.range(item.q_head_count, unroll=1):
+                q_head = item.q_head_first + h
+                first_tile = plan_view.first_tile_of(item, q_head)
+                for r in cutlass.range(item.run_count, unroll=1):
+                    run = plan_view.read_run(mPlan, item, r)
+                    ticket, held = run.t_first, Int32(0)
+                    for i in cutlass.range(run.count, unroll=1):
+                        q_tile = run.q_first + i * run.q_step
+                        counter = mControl.iterator + (CONTROL_WORDS + (first_tile + q_tile) * config.ticket_stride)
+                        turn, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
+                        cute.arch.mbarrier_wait(bars.ticket_empty + turn, phase ^ 1)
+                        if ticket > 0:
+                            seen = wait_ticket(config, counter, ticket)
+                            if const_expr(config.spin_limit > 0):
+                                if seen != ticket:
+                                    report(mErrors, item, q_head, q_tile, ticket, seen)
+                        cute.arch.mbarrier_arrive(bars.ticket_full + turn)
+                        held += 1
+                        if held == run.t_hold:
+                            held = Int32(0)
+                            ticket += run.t_step
+                        n_task += 1
+            if item.q_head_count * item.task_count > 0:
+                cute.arch.mbarrier_arrive(bars.granted)
+            n_item += 1
+            item = plan_view.mailbox_item(wait_item(bars, n_item))
+            cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
