@@ -83,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     figures.add_argument("folder", type=Path, nargs="?", default=Path("figures"), help="where to put them")
     figures.add_argument("--format", choices=("svg", "png"), default="svg")
 
+    kernels = _add(
+        commands, "kernels", _kernels, "compile every GPU kernel and say what it uses; needs no GPU"
+    )
+    _example(kernels, "dash-attn kernels --only backward-d128-bf16")
+    kernels.add_argument("--only", metavar="VARIANT", help="one variant by name")
+
     doctor = _add(commands, "doctor", _doctor, "what is installed here, what is supported, and why not")
     _example(doctor, "dash-attn doctor")
     return parser
@@ -298,6 +304,26 @@ def _figures(args: argparse.Namespace) -> int:
     paths = [str(path) for path in draw_figures(args.folder, (args.format,))]
     print(json.dumps({"figures": paths}) if args.json else "\n".join(paths))
     return 0
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from .kernels.compile import ARCH, resources, variants
+
+    chosen = variants()
+    if args.only is not None:
+        if args.only not in chosen:
+            raise DashError(f"unknown variant {args.only!r}; known: {', '.join(chosen)}")
+        chosen = {args.only: chosen[args.only]}
+    rows = []
+    for name, config in chosen.items():
+        for kernel in resources(config):
+            rows.append({"variant": name, "arch": ARCH, **asdict(kernel)})
+            if not args.json:
+                print("{variant:<30} {name:<12} {registers:>4} registers  {stack:>3} stack  ".format(**rows[-1])
+                      + "{shared:>7} shared  {barriers:>2} barriers".format(**rows[-1]), flush=True)  # fmt: skip
+    if args.json:
+        print(json.dumps({"kernels": rows}))
+    return 1 if any(row["stack"] for row in rows) else 0
 
 
 def _doctor(args: argparse.Namespace) -> int:

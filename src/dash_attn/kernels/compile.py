@@ -20,6 +20,7 @@ from .sm90.config import BackwardConfig
 __all__ = ["ARCH", "MissingCompilerError", "program", "resources", "variants"]
 
 ARCH = "sm_90a"
+_ROLES = ("Preprocess", "Backward", "Convert")  # class names, which the compiler puts into kernel names
 
 
 class MissingCompilerError(DashError, ImportError):
@@ -83,8 +84,17 @@ _PROGRAMS = KernelCache(_compile, _load)
 
 
 def resources(config: BackwardConfig) -> list[KernelResources]:
-    """Compile a variant, GPU or not, and say what each of its kernels uses."""
+    """Compile a variant, GPU or not, and say what each of its kernels uses, by role."""
     with tempfile.TemporaryDirectory() as folder:
         _compile(config, f"--keep-cubin --dump-dir={folder}")
         cubins = sorted(Path(folder).rglob("*.cubin"))
-        return [kernel for cubin in cubins for kernel in resources_of_cubin(cubin.read_bytes())]
+        kernels = [kernel for cubin in cubins for kernel in resources_of_cubin(cubin.read_bytes())]
+    named = []
+    for kernel in kernels:
+        role = next(role for role in _ROLES if role in kernel.name)
+        # Only the main kernel's shared memory is sized at launch.
+        shared = kernel.shared + (config.shared_bytes if role == "Backward" else 0)
+        named.append(replace(kernel, name=role.lower(), shared=shared))
+    if sorted(kernel.name for kernel in named) != sorted(role.lower() for role in _ROLES):
+        raise DashError(f"expected the kernels {_ROLES}, found {[kernel.name for kernel in kernels]}")
+    return named

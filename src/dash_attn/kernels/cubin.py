@@ -19,14 +19,15 @@ class KernelResources:
         name: mangled name.
         registers: a thread, at launch.
         stack: bytes a thread of local memory; spilled registers live there, so 0 means no spills.
-        static_shared: bytes a block; dynamic shared memory is decided at launch.
+        shared: bytes a block; a cubin tells only what is static, what is decided at launch is added by
+            who knows the configuration.
         barriers: named barriers.
     """
 
     name: str
     registers: int
     stack: int
-    static_shared: int
+    shared: int
     barriers: int
 
 
@@ -61,7 +62,7 @@ def _kernel(name: str, sections: dict[str, _Section], pairs: dict[tuple[int, str
         name=name,
         registers=pairs[_REGISTERS, name],
         stack=max(pairs[_FRAME_SIZE, name], pairs[_MIN_STACK_SIZE, name]),
-        static_shared=shared.size if shared else 0,
+        shared=shared.size if shared else 0,
         barriers=own[_NAMED_BARRIERS][0] if _NAMED_BARRIERS in own else 0,
     )
 
