@@ -118,7 +118,10 @@ def test_usage_errors(line: str) -> None:
     assert caught.value.code == 2
 
 
-@pytest.mark.parametrize("command", ["demo", "plan", "simulate", "bounds", "figures", "doctor"])
+COMMANDS = ["demo", "plan", "simulate", "trace", "bounds", "figures", "kernels", "doctor"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_runs(
     capsys: Run, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -128,7 +131,7 @@ def test_help_has_an_example_that_runs(
     assert "--json" in text
     example = text.split("example:")[1].split()
     assert example[:2] == ["dash-attn", command]
-    if command not in ("demo", "figures"):
+    if command not in ("demo", "trace", "figures", "kernels"):
         monkeypatch.chdir(tmp_path)
         assert main(example[1:]) == 0
 
