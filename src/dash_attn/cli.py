@@ -13,7 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __version__, commands
+from . import __version__
+from .commands import (
+    run_bounds,
+    run_demo,
+    run_doctor,
+    run_figures,
+    run_kernels,
+    run_plan,
+    run_simulate,
+    run_trace,
+)
 from .errors import DashError
 from .problem import DTYPES
 from .schedule import PLACEMENTS, POLICIES
@@ -43,9 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dash-attn {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = _add(
-        subparsers, "demo", commands.run_demo, "train a small GPT twice and compare the bytes of its weights"
-    )
+    demo = _add(subparsers, "demo", run_demo, "train a small GPT twice and compare the bytes of its weights")
     _example(demo, "dash-attn demo --steps 60 --output demo-out")
     demo.add_argument("--steps", type=int, help="optimizer steps of each run")
     demo.add_argument("--seqlen", type=int, help="tokens of a sequence")
@@ -55,15 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for the pictures")
     demo.add_argument("--quiet", action="store_true", help="no progress bar")
 
-    plan = _add(subparsers, "plan", commands.run_plan, "build a plan, prove it safe and describe it")
+    plan = _add(subparsers, "plan", run_plan, "build a plan, prove it safe and describe it")
     _example(plan, "dash-attn plan --mask causal --seqlen 4096 --heads 16 --policy symmetric_shift --show")
     _problem_flags(plan)
     plan.add_argument("--show", action="store_true", help="print the grid of one head: step and ticket")
     plan.add_argument("--save", type=Path, metavar="FILE", help="draw the plan as .svg or .png")
 
-    sim = _add(
-        subparsers, "simulate", commands.run_simulate, "predict when every worker does what, and why it waits"
-    )
+    sim = _add(subparsers, "simulate", run_simulate, "predict when every worker does what, and why it waits")
     _example(
         sim, "dash-attn simulate --mask causal --policy descending --tiles 8 --heads 4 --compute 5 --reduce 2"
     )
@@ -75,39 +81,35 @@ def _parser() -> argparse.ArgumentParser:
     trace = _add(
         subparsers,
         "trace",
-        commands.run_trace,
+        run_trace,
         "record a plan on a Hopper GPU and draw it beside its simulation",
     )
     _example(trace, "dash-attn trace --mask causal --seqlen 4096 --heads 8 --save trace.png")
     _problem_flags(trace)
     trace.add_argument("--save", type=Path, metavar="FILE", default=Path("trace.png"), help=".svg or .png")
 
-    bounds = _add(
-        subparsers, "bounds", commands.run_bounds, "lower bounds, and every policy's makespan beside them"
-    )
+    bounds = _add(subparsers, "bounds", run_bounds, "lower bounds, and every policy's makespan beside them")
     _example(bounds, "dash-attn bounds --mask full --tiles 16 --heads 4 --compute 5 --reduce 2")
     _problem_flags(bounds, policy=False)
     _cost_flags(bounds)
 
     figures = _add(
-        subparsers, "figures", commands.run_figures, "redraw figures 2 to 7 of the DASH paper from real plans"
+        subparsers, "figures", run_figures, "redraw figures 2 to 7 of the DASH paper from real plans"
     )
     _example(figures, "dash-attn figures docs/figures")
     figures.add_argument("folder", type=Path, nargs="?", default=Path("figures"), help="where to put them")
     figures.add_argument("--format", choices=("svg", "png"), default="svg")
 
     kernels = _add(
-        commands,
+        subparsers,
         "kernels",
-        commands.run_kernels,
+        run_kernels,
         "compile every GPU kernel and say what it uses; needs no GPU",
     )
     _example(kernels, "dash-attn kernels --only backward-d128-bf16")
     kernels.add_argument("--only", metavar="VARIANT", help="one variant by name")
 
-    doctor = _add(
-        subparsers, "doctor", commands.run_doctor, "what is installed here, what is supported, and why not"
-    )
+    doctor = _add(subparsers, "doctor", run_doctor, "what is installed here, what is supported, and why not")
     _example(doctor, "dash-attn doctor")
     return parser
 

@@ -27,7 +27,7 @@ __all__ = [
 GRID_TILE = 128
 """Rows and columns of a tile where a grid is given as a number of tiles."""
 
-_KERNEL_LINE = "{variant:<30} {name:<12} {registers:>4} registers  {stack:>3} stack  {shared:>7} shared  {barriers:>2} barriers"
+_KERNEL_LINE = "{variant:<30} {name:<12} {registers:>4} registers {stack:>4} stack {shared:>7} shared"
 
 
 def _problem(args: argparse.Namespace) -> Problem:
