@@ -163,7 +163,9 @@ def is_supported(
     softmax_scale: float | None = None,
     policy: str | Policy = "auto",
 ) -> Support:
-    """Whether :func:`attention` accepts these arguments, with the reason if not. Never raises.
+    """Whether :func:`attention` accepts these arguments, with the reason if not; it does not raise.
+
+    It builds the plan, which :func:`attention` then finds in the cache.
 
     >>> q = torch.zeros(1, 8, 4, 64)
     >>> is_supported(q, q[:, :, :3], q[:, :, :3]).reason
@@ -299,8 +301,9 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise InputError(f"{name} must be a dense tensor, got layout {x.layout}")
+        if x.layout != torch.strided or x.is_nested:
+            layout = "nested" if x.is_nested else x.layout
+            raise InputError(f"{name} must be a dense tensor, got layout {layout}")
         if x.ndim != 4:
             raise InputError(
                 f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}"
@@ -344,9 +347,13 @@ def _side(name: str, value: int | None, window: Window) -> int | None:
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5 if head_dim else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise InputError(f"softmax_scale must be a finite number, got {scale!r}")
-    return float(scale)
+    try:
+        value = math.nan if isinstance(scale, bool) or not isinstance(scale, int | float) else float(scale)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise InputError(f"softmax_scale must be a finite number, got {scale!r:.40}")
+    return value
 
 
 def _check_policy(policy: str | Policy) -> None:

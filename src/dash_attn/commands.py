@@ -41,6 +41,8 @@ def _problem(args: argparse.Namespace) -> Problem:
     }  # fmt: skip
     if (args.tiles is None) == (args.seqlen is None):
         raise DashError("give either --tiles or --seqlen")
+    if args.tiles is not None and args.seqlen_k is not None:
+        raise DashError(f"--seqlen-k {args.seqlen_k} belongs to --seqlen, not to --tiles")
     if args.tiles is not None:
         if args.tiles < 1:
             raise DashError(f"--tiles must be >= 1, got {args.tiles}")
@@ -53,7 +55,7 @@ def _built_plan(args: argparse.Namespace) -> Plan:
     problem = _problem(args)
     parameters = {k: v for k in ("ring", "stride") if (v := getattr(args, k)) is not None}
     if parameters and args.policy != "shift":
-        raise DashError(f"--{' and --'.join(parameters)} belong to --policy shift, got {args.policy}")
+        raise DashError(f"--{' and --'.join(parameters)} only with --policy shift, got {args.policy}")
     if args.policy == "auto":
         policy, placement = choose_policy(problem)
     else:

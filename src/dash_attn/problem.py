@@ -16,7 +16,6 @@ This module imports neither torch nor cutlass.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -49,9 +48,13 @@ class Mask:
     right: int | None = None
 
     def __post_init__(self) -> None:
-        for side, value in (("left", self.left), ("right", self.right)):
-            if value is not None and (not isinstance(value, int | np.integer) or value < 0):
+        for side in ("left", "right"):
+            value = getattr(self, side)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 raise ProblemError(f"mask {side} must be None or an integer >= 0, got {value!r}")
+            object.__setattr__(self, side, int(value))
 
     @classmethod
     def full(cls) -> Mask:
@@ -234,14 +237,14 @@ class Problem:
         if not self.sequences:
             raise ProblemError("a problem needs at least one sequence, got none")
         for name in ("heads", "kv_heads", "head_dim", "tile_m", "tile_n"):
-            _require_integer(name, getattr(self, name), least=1)
+            object.__setattr__(self, name, _integer(name, getattr(self, name), least=1))
         if self.heads % self.kv_heads:
             raise ProblemError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.dtype not in DTYPES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        for index, pair in enumerate(self.sequences):
-            for name, length in zip(("seqlen_q", "seqlen_k"), pair, strict=True):
-                _require_integer(f"{name} of sequence {index}", length, least=0)
+        object.__setattr__(
+            self, "sequences", tuple(map(_lengths, range(len(self.sequences)), self.sequences))
+        )
 
     @classmethod
     def dense(
@@ -264,7 +267,7 @@ class Problem:
         seqlen_k = seqlen if seqlen_k is None else seqlen_k
         if seqlen_q is None or seqlen_k is None:
             raise ProblemError(f"give seqlen, or seqlen_q and seqlen_k, got {seqlen_q} and {seqlen_k}")
-        _require_integer("batch", batch, least=1)
+        batch = _integer("batch", batch, least=1)
         return cls(
             ((seqlen_q, seqlen_k),) * batch,
             heads,
@@ -294,7 +297,7 @@ class Problem:
         >>> Problem.varlen([128, (64, 256)], heads=1).sequences
         ((128, 128), (64, 256))
         """
-        pairs = tuple((s[0], s[1]) if isinstance(s, tuple) else (s, s) for s in seqlens)
+        pairs = tuple(s if isinstance(s, tuple) else (s, s) for s in seqlens)
         kv_heads = heads if kv_heads is None else kv_heads
         return cls(pairs, heads, kv_heads, head_dim, Mask() if mask is None else mask, dtype, tile_m, tile_n)
 
@@ -330,8 +333,17 @@ def _visible(grid: SequenceGrid) -> int:
     return int(np.maximum(last - first + 1, 0).sum())
 
 
-def _require_integer(name: str, value: object, *, least: int) -> None:
+def _lengths(index: int, pair: object) -> tuple[int, int]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise ProblemError(f"sequence {index} must be (seqlen_q, seqlen_k), got {pair!r}")
+    seqlen_q = _integer(f"seqlen_q of sequence {index}", pair[0], least=0)
+    return seqlen_q, _integer(f"seqlen_k of sequence {index}", pair[1], least=0)
+
+
+def _integer(name: str, value: object, *, least: int) -> int:
+    """The value as a Python int, so that equal problems are the same whatever integers they came from."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ProblemError(f"{name} must be an integer >= {least}, got {value!r}")
     if value > 2**31 - 1:
-        raise ProblemError(f"{name} must fit in int32, got {value}: {math.log2(value):.1f} bits")
+        raise ProblemError(f"{name} must fit in int32, got {value}")
+    return int(value)

@@ -59,6 +59,11 @@ def test_a_cycle_is_refused() -> None:
         ChainGraph(chains, (Edge((0, 2), (1, 1)), Edge((1, 2), (0, 1)))).critical_path()
 
 
+def test_an_edge_to_the_source_is_a_cycle() -> None:
+    with pytest.raises(CycleError, match="back to the source"):
+        ChainGraph(((1.0,), (1.0,)), (Edge((0, 1), (1, 0)),)).critical_path()
+
+
 def test_lemma_needs_isomorphic_chains() -> None:
     """On chains of other lengths a backward edge can be free, so the test must say which case it is."""
     graph = ChainGraph(((1.0,) * 9, (1.0,) * 3), (Edge((0, 3), (1, 1)),))

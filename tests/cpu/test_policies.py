@@ -8,6 +8,7 @@ from hypothesis import given
 from strategies import ALL_POLICIES, plans, problems
 
 from dash_attn.errors import UnsupportedMaskError
+from dash_attn.model import H200, H200_WORKERS, simulate
 from dash_attn.problem import Mask, Problem, SequenceGrid
 from dash_attn.schedule import (
     FA3,
@@ -20,6 +21,7 @@ from dash_attn.schedule import (
     build_plan,
     choose_policy,
 )
+from dash_attn.schedule.choose import AUTO_RING
 from dash_attn.schedule.policies import lpt_placement
 from dash_attn.schedule.tickets import SummationGroup, _compress, tickets_of
 
@@ -150,6 +152,30 @@ def test_lpt_puts_long_items_first_within_what_fits_l2() -> None:
     assert np.array_equal(alone, items)
     full = build_plan(Problem.dense(heads=4, seqlen=512, head_dim=64), SPT())
     assert np.array_equal(lpt_placement(full.problem, full.items), full.items)
+
+
+@given(problems())
+def test_auto_needs_few_workers(problem: Problem) -> None:
+    """Whatever the mask and lengths, the default plan runs on any GPU."""
+    assert build_plan(problem, *choose_policy(problem)).min_workers <= AUTO_RING
+
+
+@pytest.mark.parametrize(
+    "mask", [Mask.window(512, 512), Mask.window(0, 4096), Mask.window(128, None)], ids=str
+)
+@pytest.mark.parametrize("lengths", [(4096, 4096), (4096, 4166), (8192, 4096)], ids=str)
+def test_auto_under_windows(mask: Mask, lengths: tuple[int, int]) -> None:
+    """Items of a window are not equally long at its edges: claimed by length, they would need hundreds."""
+    problem = Problem.dense(heads=16, seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=64, mask=mask)
+    plan = build_plan(problem, *choose_policy(problem))
+    assert plan.min_workers == 1
+    assert simulate(plan, H200, H200_WORKERS).utilization > 0.6
+
+
+@pytest.mark.parametrize("value", [2.5, "a", True])
+def test_policy_parameters_are_integers(value: object) -> None:
+    with pytest.raises(UnsupportedMaskError, match=f"shift: ring must be an integer, got {value!r}"):
+        Shift(ring=value)  # type: ignore[arg-type]
 
 
 @given(problems())

@@ -9,6 +9,7 @@ from strategies import problems
 
 from dash_attn.errors import ProblemError
 from dash_attn.problem import Mask, Problem, SequenceGrid
+from dash_attn.schedule import FA3, build_plan
 
 
 def visible(grid: SequenceGrid) -> np.ndarray:
@@ -72,10 +73,31 @@ def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
         Problem.dense(**{"seqlen": 128, **change})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("side", [-1, 1.5])
+@pytest.mark.parametrize("side", [-1, 1.5, True])
 def test_bad_mask_sides(side: float) -> None:
     with pytest.raises(ProblemError, match=f"mask left must be None or an integer >= 0, got {side}"):
         Mask.window(side, 0)  # type: ignore[arg-type]
+
+
+def test_numpy_integers_make_the_same_problem() -> None:
+    """Lengths often come from numpy.diff of cumulative lengths; their type must not reach a fingerprint."""
+    plain = Problem.varlen([300, (200, 100)], heads=2, mask=Mask.window(5, 0), tile_m=64, tile_n=64)
+    n = np.int64
+    mixed = Problem.varlen(
+        [n(300), (n(200), np.int32(100))],
+        heads=n(2),
+        mask=Mask.window(n(5), n(0)),
+        tile_m=n(64),
+        tile_n=n(64),
+    )
+    assert build_plan(plain, FA3()).fingerprint == build_plan(mixed, FA3()).fingerprint
+    assert plain == mixed
+
+
+@pytest.mark.parametrize("pair", [(1, 2, 3), (5,), 7.5])
+def test_bad_sequences(pair: object) -> None:
+    with pytest.raises(ProblemError, match=r"sequence 0"):
+        Problem.varlen([pair], heads=1)  # type: ignore[list-item]
 
 
 def test_no_sequences() -> None:

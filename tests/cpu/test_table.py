@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from strategies import plans
 
-from dash_attn.errors import FingerprintError, PlanError, TableError
+from dash_attn.errors import FingerprintError, PlanError, ProblemError, TableError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, Plan, Shift, SymmetricShift, build_plan, from_table, to_table
 
@@ -104,6 +104,21 @@ def test_every_changed_word_of_items_and_runs_is_noticed() -> None:
         damaged[word] += 1
         with pytest.raises((PlanError, ValueError)):
             read_back(plan, damaged, fingerprint=plan.fingerprint)
+
+
+def test_random_damage_has_a_named_error_or_is_noticed() -> None:
+    plan, table = good()
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        damaged = table.copy()
+        damaged[rng.integers(len(table))] = rng.integers(-(2**31), 2**31)
+        if not np.array_equal(damaged, table):
+            with pytest.raises((PlanError, ProblemError)):
+                read_back(plan, damaged, fingerprint=plan.fingerprint)
+            try:
+                read_back(plan, damaged)
+            except (PlanError, ProblemError):
+                continue
 
 
 @pytest.mark.parametrize("table", [np.zeros(4, np.int32), np.zeros(64, np.int64), np.zeros((8, 8), np.int32)])

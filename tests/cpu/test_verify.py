@@ -54,7 +54,7 @@ def single_tasks(plan: Plan) -> RunLists:
 
 def with_runs(plan: Plan, runs: RunLists) -> Plan:
     ((pair, pattern),) = plan.patterns.items()
-    return replace(plan, patterns={pair: HeadPattern.from_runs(pattern.grid, runs)}, verdict=None)
+    return replace(plan, patterns={pair: HeadPattern.from_runs(pattern.grid, runs)})
 
 
 def causal_plan(tiles: int = 4, heads: int = 2) -> Plan:
@@ -108,6 +108,14 @@ def negative_ticket(runs: RunLists) -> None:
     runs[3][0] = runs[3][0]._replace(t_first=-1)
 
 
+def step_of_zero(runs: RunLists) -> None:
+    runs[3][0] = runs[3][0]._replace(q_step=0)
+
+
+def endless_run(runs: RunLists) -> None:
+    runs[3][0] = runs[3][0]._replace(count=10**12)
+
+
 def empty_run(runs: RunLists) -> None:
     runs[3].append(Run(3, 1, 0, 0))
 
@@ -122,6 +130,8 @@ def empty_run(runs: RunLists) -> None:
         (ticket_beyond_the_end, TicketError, "kv tile 3, q tile 3: ticket 4, the tile has 4 contributions"),
         (negative_ticket, CoverageError, "kv tile 3: malformed run"),
         (empty_run, CoverageError, "kv tile 3: malformed run"),
+        (step_of_zero, CoverageError, "kv tile 3: malformed run"),
+        (endless_run, CoverageError, "kv tile 3: malformed run"),
         (make_a_gap, TicketError, "kv tile 2, q tile 3: waits for ticket 3, nobody has ticket 2"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -218,6 +228,25 @@ def test_placements_that_are_no_list_of_items(
     plan = causal_plan()
     with pytest.raises(PlacementError, match=message):
         verify(plan.with_items(change(plan.items)))
+
+
+def test_a_large_cycle_is_refused_quickly() -> None:
+    """Every item waits: naming the links must not look through the whole plan once an item."""
+    n = 256
+    plan = build_plan(Problem.dense(seqlen=128 * n, head_dim=64), Shift())
+    runs = [[run._replace(t_first=n - 1 - run.t_first, t_step=-run.t_step) for run in item] for item in
+            (plan.pattern(0).runs_of(kv) for kv in range(n))]  # fmt: skip
+    with pytest.raises(CycleError, match="waits for kv tile"):
+        verify(with_runs(plan, runs))
+
+
+def test_a_verified_plan_cannot_be_changed() -> None:
+    plan = causal_plan()
+    with pytest.raises(ValueError, match="read-only"):
+        plan.pattern(0).runs[0, 3] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        plan.items[0, 0] = 1
+    assert replace(plan, policy="copy").verdict is None
 
 
 def test_min_workers_needs_a_verified_plan() -> None:

@@ -22,8 +22,9 @@ smaller than the kv tiles of a head that run together wait for one another (docs
 def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
     """The policy and placement that ``policy="auto"`` stands for.
 
-    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles. Causal masks and windows: descending,
-    longest items first.
+    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles. Causal mask: descending, longest items first.
+    Windows: descending, head after head; their items are equally long but for the ones at the edges, and
+    putting those last would make all others wait for them.
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))[0]) for m in (Mask.full(), Mask.causal())]
@@ -31,4 +32,4 @@ def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
     """
     if problem.mask.name == "full":
         return Shift(ring=AUTO_RING), "policy"
-    return Descending(), "lpt"
+    return Descending(), "lpt" if problem.mask.name == "causal" else "policy"

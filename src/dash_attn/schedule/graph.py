@@ -72,6 +72,8 @@ class ChainGraph:
         """
         incoming: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for tail, head in self.edges:
+            if head[1] == 0:
+                raise CycleError(f"the edge from {tail} leads back to the source")
             incoming.setdefault(head, []).append(tail)
         reached = [[0.0] for _ in self.chains]
         moved = True

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,14 +118,14 @@ class Plan:
         policy: name and parameters of the policy that made it, for people.
         patterns: one :class:`HeadPattern` for each distinct (seqlen_q, seqlen_k).
         items: (items, 3) int32, rows (sequence, kv_head, kv_tile) in the order workers claim them.
-        verdict: what the verifier computed, None before it ran.
+        verdict: what the verifier computed, None before it ran; a copy starts without one.
     """
 
     problem: Problem
     policy: str
     patterns: dict[tuple[int, int], HeadPattern]
     items: NDArray[np.int32]
-    verdict: Verdict | None = None
+    verdict: Verdict | None = field(default=None, init=False)
 
     def pattern(self, sequence: int) -> HeadPattern:
         """The head pattern of one sequence."""
@@ -169,7 +169,7 @@ class Plan:
 
     def with_items(self, items: NDArray[np.int32]) -> Plan:
         """The same numerics under another placement; verify before use."""
-        return replace(self, items=np.ascontiguousarray(items, dtype=np.int32), verdict=None)
+        return replace(self, items=np.ascontiguousarray(items, dtype=np.int32))
 
     def __repr__(self) -> str:
         return f"Plan({self.policy}, {len(self.items)} items, {self.problem.tasks} tasks)"

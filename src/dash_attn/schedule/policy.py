@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UnsupportedMaskError
 from ..problem import SequenceGrid
 from .tickets import SummationGroup, Visit
 
@@ -40,6 +41,13 @@ class Policy(ABC):
     def __str__(self) -> str:
         given = [f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) is not None]
         return f"{self.name}({', '.join(given)})" if given else self.name
+
+    def _require_integers(self, *names: str) -> None:
+        """Raise UnsupportedMaskError unless these parameters are integers or None."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise UnsupportedMaskError(f"{self.name}: {name} must be an integer, got {value!r}")
 
     def check(self, grid: SequenceGrid) -> None:  # noqa: B027 - most policies cover every grid
         """Raise UnsupportedMaskError if the policy does not cover this grid."""

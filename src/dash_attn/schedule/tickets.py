@@ -115,11 +115,33 @@ def derive_runs(
 ) -> list[list[RunTuple]]:
     """Runs of every kv tile: its visits, split wherever the ticket stops being affine."""
     runs: list[list[RunTuple]] = [[] for _ in visits]
+    alike: dict[object, list[list[RunTuple]]] = {}
     for prepared in _prepare(grid, groups):
-        for kv in range(prepared.group.kv_first, prepared.group.kv_last + 1):
-            for visit in visits[kv]:
-                runs[kv].extend(_runs_of_visit(prepared, kv, visit))
+        group = prepared.group
+        members = range(group.kv_first, group.kv_last + 1)
+        if not grid.is_full or not grid.tasks:
+            for kv in members:
+                runs[kv] = _runs_of_item(prepared, kv, visits[kv])
+            continue
+        # Where the mask cuts nothing, stretches that look alike differ only in what was summed before them.
+        lead = b"" if group.lead is None else (group.lead - group.kv_first).tobytes()
+        key = (group.step, lead, tuple(tuple(visits[kv]) for kv in members))
+        before = int(prepared.before[0])
+        if key not in alike:
+            found = [_runs_of_item(prepared, kv, visits[kv]) for kv in members]
+            alike[key] = [_later(item, -before) for item in found]
+        for kv, item in zip(members, alike[key], strict=True):
+            runs[kv] = _later(item, before)
     return runs
+
+
+def _later(runs: list[RunTuple], tickets: int) -> list[RunTuple]:
+    """The same runs with every ticket moved."""
+    return [(q, step, count, t + tickets, t_step, hold) for q, step, count, t, t_step, hold in runs]
+
+
+def _runs_of_item(prepared: _GroupTickets, kv: int, visits: Sequence[Visit]) -> list[RunTuple]:
+    return [run for visit in visits for run in _runs_of_visit(prepared, kv, visit)]
 
 
 def _runs_of_visit(prepared: _GroupTickets, kv: int, visit: Visit) -> list[RunTuple]:

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from ..errors import CoverageError, CycleError, PlacementError, PlanError, TicketError, TooFewWorkersError
 from ..problem import IntArray
 from .plan import HeadPattern, Plan, Run
+from .tickets import MAX_HOLD
 
 __all__ = ["Verdict", "check_workers", "verify"]
 
@@ -46,7 +47,7 @@ class Verdict:
 
 
 def verify(plan: Plan) -> Plan:
-    """Prove a plan safe and return it with its verdict.
+    """Prove a plan safe and return a copy with a verdict, whose arrays can no longer be written.
 
     Raises:
         CoverageError, TicketError, CycleError, PlacementError: what is wrong, with sequence, head, kv
@@ -57,7 +58,13 @@ def verify(plan: Plan) -> Plan:
         where = f"sequence {sequence} ({pair[0]} x {pair[1]}), every head"
         _check_coverage(plan.patterns[pair], where)
     min_workers = 1 + _deepest_dependence(plan)
-    return replace(plan, verdict=Verdict(min_workers, plan.problem.tasks))
+    verified = replace(plan)
+    object.__setattr__(verified, "verdict", Verdict(min_workers, plan.problem.tasks))
+    plan.items.setflags(write=False)
+    for pattern in plan.patterns.values():
+        pattern.offsets.setflags(write=False)
+        pattern.runs.setflags(write=False)
+    return verified
 
 
 def check_workers(plan: Plan, workers: int) -> None:
@@ -108,10 +115,17 @@ def _check_coverage(pattern: HeadPattern, where: str) -> None:
     """Every kv tile's runs visit each of its q tiles once."""
     grid, runs = pattern.grid, pattern.runs
     counts = np.diff(pattern.offsets)
-    if len(counts) != grid.kv_tiles or (counts < 0).any() or pattern.offsets[-1] != len(runs):
+    offsets_fit = pattern.offsets[0] == 0 and pattern.offsets[-1] == len(runs)
+    if len(counts) != grid.kv_tiles or (counts < 0).any() or not offsets_fit:
         raise CoverageError(f"{where}: runs for {len(counts)} kv tiles, the grid has {grid.kv_tiles}")
     item = np.repeat(np.arange(grid.kv_tiles), counts)
-    malformed = (runs[:, 2] < 1) | (runs[:, 5] < 1) | (runs[:, 3] < 0)
+    tickets = runs[:, 3]
+    # Bounds on every field, so that nothing below can overflow or ask for more memory than a real plan.
+    malformed = (
+        (runs[:, 0] < 0) | (runs[:, 0] >= grid.q_tiles) | (np.abs(runs[:, [1, 4]]) > grid.q_tiles).any(1)
+    )
+    malformed |= (runs[:, 1] == 0) | (runs[:, 2] < 1) | (runs[:, 2] > grid.q_tiles)
+    malformed |= (tickets < 0) | (tickets > grid.kv_tiles) | (runs[:, 5] < 1) | (runs[:, 5] > MAX_HOLD)
     for at in np.flatnonzero(malformed)[:1]:
         raise CoverageError(f"{where}, kv tile {item[at]}: malformed run {pattern.runs_of(int(item[at]))}")
     ends = runs[:, 0] + runs[:, 1] * (runs[:, 2] - 1)
@@ -301,34 +315,36 @@ class _PatternRun:
 
     def error(self, where: str) -> TicketError | CycleError:
         """Why items are left over; only for a run with blocks of one q tile."""
-        for rank in self._left():
-            q, ticket = self._waits_for(rank)
+        left = self._left()
+        waits = {rank: self._waits_for(rank) for rank in left}
+        owners = self._owners({(q, int(self.done[q])) for q, _ in waits.values()})
+        for rank, (q, ticket) in waits.items():
             seen = int(self.done[q])
             spot = f"{where}, kv tile {self.order[rank]}, q tile {q}"
             if ticket < seen:
                 return TicketError(f"{spot}: ticket {ticket} is used twice")
             if ticket >= (contributions := int(self.pattern.grid.contributions[q])):
                 return TicketError(f"{spot}: ticket {ticket}, the tile has {contributions} contributions")
-            if self._owner(q, seen) is None:
+            if (q, seen) not in owners:
                 return TicketError(f"{spot}: waits for ticket {ticket}, nobody has ticket {seen}")
-        return CycleError(f"{where}: {self._cycle(self._left()[0])}")
+        return CycleError(f"{where}: {self._cycle(left[0], waits, owners)}")
 
-    def _owner(self, q: int, ticket: int) -> int | None:
-        """Rank of the item whose task at q tile q has this ticket, None if there is none."""
+    def _owners(self, wanted: set[tuple[int, int]]) -> dict[tuple[int, int], int]:
+        """Rank of the item that has each of these (q tile, ticket), where there is one."""
+        owners = {}
         for rank, kv in enumerate(self.order):
-            tiles, tickets = self.pattern.tasks_of(kv)
-            if ((tiles == q) & (tickets == ticket)).any():
-                return rank
-        return None
+            for task in zip(*(a.tolist() for a in self.pattern.tasks_of(kv)), strict=True):
+                if task in wanted:
+                    owners[task] = rank
+        return owners
 
-    def _cycle(self, rank: int) -> str:
+    def _cycle(self, rank: int, waits: dict[int, tuple[int, int]], owners: dict[tuple[int, int], int]) -> str:
         chain: list[int] = []
         steps = []
         while rank not in chain:
             chain.append(rank)
-            q, ticket = self._waits_for(rank)
-            owner = self._owner(q, int(self.done[q]))
-            assert owner is not None, "error() found every awaited ticket in the plan"
+            q, ticket = waits[rank]
+            owner = owners[q, int(self.done[q])]
             kv, other = self.order[rank], self.order[owner]
             steps.append(f"kv tile {kv} at q tile {q} (ticket {ticket}) waits for kv tile {other}")
             rank = owner

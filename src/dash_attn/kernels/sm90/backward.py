@@ -1,7 +1,7 @@
 """The backward kernel: persistent, warp specialised, told what to do by the plan table.
 
 Roles of a block of 384 threads: warp 0 loads, and claims items, warp 1 adds dQ partials to global memory, warp 2 hands
-finished contributions over, warp 3 waits for tickets, two warpgroups multiply.
+finished contributions over, warp 3 walks the plan and waits for tickets, two warpgroups multiply.
 
 All products keep kv rows on the wgmma M axis: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers in exactly the
 layout of an A operand, so dV += P^T dO and dK += dS^T Q need no shared memory for A (FlashAttention-3, algorithm 3).
@@ -21,7 +21,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.utils import SmemAllocator, hopper_helpers
 
 from . import plan_view, ptx, reduce, registers
-from .config import MMA_WARPGROUPS, TAIL_SLOTS, THREADS, BackwardConfig
+from .config import MMA_WARPGROUPS, SLOTS, THREADS, BackwardConfig
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
 MMA_WARPS = 4 * MMA_WARPGROUPS
@@ -119,11 +119,11 @@ class Backward:
             dq_empty: cute.struct.MemRange[Int64, c.dq_stages]
             item_full: cute.struct.MemRange[Int64, 2]
             item_empty: cute.struct.MemRange[Int64, 2]
-            granted: cute.struct.MemRange[Int64, 1]
-            tail_full: cute.struct.MemRange[Int64, TAIL_SLOTS]
-            tail_empty: cute.struct.MemRange[Int64, TAIL_SLOTS]
-            ticket_full: cute.struct.MemRange[Int64, TAIL_SLOTS]
-            ticket_empty: cute.struct.MemRange[Int64, TAIL_SLOTS]
+            item_granted: cute.struct.MemRange[Int64, 1]
+            granted: cute.struct.MemRange[Int64, SLOTS]
+            performed: cute.struct.MemRange[Int64, SLOTS]
+            slot_empty: cute.struct.MemRange[Int64, SLOTS]
+            slots: cute.struct.Align[cute.struct.MemRange[Int32, reduce.SLOT_WORDS * SLOTS], 16]
             item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
@@ -181,6 +181,7 @@ class Backward:
             **{n: getattr(storage, n).data_ptr() for n in self._barrier_counts()},
             item=storage.item.data_ptr(),
             q_info=storage.q_info.data_ptr(),
+            slots=storage.slots.data_ptr(),
         )
         if warp_idx == LOAD_WARP:
             with cute.arch.elect_one():
@@ -206,13 +207,12 @@ class Backward:
                 tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
                 self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars)
             if warp_idx == REDUCE_WARP:
-                reduce.reduce_role(c, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars)
-            if const_expr(c.ordered and c.release.value == "release_warp"):
+                reduce.reduce_role(c, mControl, mdQacc, mPartials, mTrace, sdQ, bars)
+            if const_expr(c.has_release_warp):
                 if warp_idx == RELEASE_WARP:
-                    reduce.release_role(c, mPlan, mControl, bars)
-            if const_expr(c.ordered):
-                if warp_idx == TICKET_WARP:
-                    reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
+                    reduce.release_role(c, mControl, bars)
+            if warp_idx == TICKET_WARP:
+                reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.mma(mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, mdK, mdV, mPlan, scale, bars)
@@ -220,15 +220,13 @@ class Backward:
     def _barrier_counts(self):
         """Barrier name -> (stages, arrivals a phase)."""
         c = self.config
-        tails = int(c.ordered and c.release.value == "release_warp")
         return {
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, MMA_WARPS),
             "do_full": (c.do_stages, 1), "do_empty": (c.do_stages, MMA_WARPS),
             "kv_full": (2, 1), "kv_empty": (2, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
-            "item_full": (2, 1), "item_empty": (2, 1 + MMA_WARPS + tails + int(c.ordered)),
-            "granted": (1, 1), "tail_full": (TAIL_SLOTS, 1), "tail_empty": (TAIL_SLOTS, 1),
-            "ticket_full": (TAIL_SLOTS, 1), "ticket_empty": (TAIL_SLOTS, 1),
+            "item_full": (2, 1), "item_empty": (2, 1 + MMA_WARPS),
+            "item_granted": (1, 1), "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
         }  # fmt: skip
 
     @cute.jit
@@ -242,75 +240,71 @@ class Backward:
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         item = reduce.claim_item(mPlan, header, mControl, bars, n_item)
         while item.index >= 0:
-            tKsK, tKgK = self._partition(atom_k, mK, sK, c.tile_n, item.kv_head, item.sequence)
-            tVsV, tVgV = self._partition(atom_v, mV, sV, c.tile_n, item.kv_head, item.sequence)
             low, high = self._mask_bounds(mPlan, item)
-            kv_row = item.kv_tile * c.tile_n
+            tQsQ, tQgQ = self._partition(atom_q, mQ, sQ, c.tile_m, item.sequence)
+            tOsO, tOgO = self._partition(atom_do, mdO, sdO, c.tile_m, item.sequence)
             fresh = Int32(1)
-            for h in cutlass.range(item.q_head_count, unroll=1):
-                q_head = item.q_head_first + h
-                tQsQ, tQgQ = self._partition(atom_q, mQ, sQ, c.tile_m, q_head, item.sequence)
-                tOsO, tOgO = self._partition(atom_do, mdO, sdO, c.tile_m, q_head, item.sequence)
-                first_tile = plan_view.first_tile_of(item, q_head)
-                for r in cutlass.range(item.run_count, unroll=1):
-                    run = plan_view.read_run(mPlan, item, r)
-                    for i in cutlass.range(run.count, unroll=1):
-                        q_tile = run.q_first + i * run.q_step
-                        q_row = q_tile * c.tile_m
-                        stat = Int64(first_tile + q_tile) * c.tile_m
-                        cut = (kv_row + c.tile_n > item.seqlen_k) | (kv_row + c.tile_n - 1 > q_row + high)
-                        cut = cut | (kv_row < q_row + c.tile_m - 1 + low)
+            for r in cutlass.range(item.run_count, unroll=1):
+                run = plan_view.read_run(mPlan, item.run_first, r)
+                for i in cutlass.range(run.count, unroll=1):
+                    q_tile = run.q_first + i * run.q_step
+                    for h in cutlass.range(item.q_head_count, unroll=1):
+                        q_head = item.q_head_first + h
+                        stat = Int64(plan_view.first_tile_of(item, q_head) + q_tile) * c.tile_m
                         stage, phase = n_task % c.q_stages, (n_task // c.q_stages) & 1
                         cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
                         full = bars.q_full + stage
                         with cute.arch.elect_one():
-                            info = self._q_info(bars)[None, stage]
-                            info[0] = Int32(cut)
-                            info[1] = kv_row - high - q_row  # first query column that sees key row 0 of the tile
-                            info[2] = kv_row - low - q_row  # the last one
-                            info[3] = item.seqlen_k - kv_row  # key rows that exist
+                            self._put_q_info(bars, stage, item, q_tile, low, high)
                             cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                            ptx.bulk_load(
-                                sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full
-                            )
-                        cute.copy(atom_q, tQgQ[None, q_tile], tQsQ[None, stage], tma_bar_ptr=full)
+                            ptx.bulk_load(sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full)
+                        cute.copy(atom_q, tQgQ[None, q_tile, q_head], tQsQ[None, stage], tma_bar_ptr=full)
                         stage, phase = n_task % c.do_stages, (n_task // c.do_stages) & 1
                         cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
                         full = bars.do_full + stage
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                            ptx.bulk_load(
-                                sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full
-                            )
-                        cute.copy(atom_do, tOgO[None, q_tile], tOsO[None, stage], tma_bar_ptr=full)
+                            ptx.bulk_load(sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full)
+                        cute.copy(atom_do, tOgO[None, q_tile, q_head], tOsO[None, stage], tma_bar_ptr=full)
                         # K and V last: their buffers are the last ones the previous item lets go.
                         if fresh == 1:
-                            for which in cutlass.range_constexpr(2):
+                            for which, atom, mX, sX in ((0, atom_k, mK, sK), (1, atom_v, mV, sV)):
+                                tXsX, tXgX = self._partition(atom, mX, sX, c.tile_n, item.sequence)
                                 cute.arch.mbarrier_wait(bars.kv_empty + which, (n_kv & 1) ^ 1)
+                                full = bars.kv_full + which
                                 with cute.arch.elect_one():
-                                    cute.arch.mbarrier_arrive_and_expect_tx(bars.kv_full + which, kv_bytes)
-                                if const_expr(which == 0):
-                                    cute.copy(atom_k, tKgK[None, item.kv_tile], tKsK[None, 0], tma_bar_ptr=bars.kv_full)
-                                else:
-                                    cute.copy(atom_v, tVgV[None, item.kv_tile], tVsV[None, 0], tma_bar_ptr=bars.kv_full + 1)
+                                    cute.arch.mbarrier_arrive_and_expect_tx(full, kv_bytes)
+                                cute.copy(atom, tXgX[None, item.kv_tile, item.kv_head], tXsX[None, 0], tma_bar_ptr=full)
                             n_kv += 1
                         fresh = Int32(0)
                         n_task += 1
             n_item += 1
             if fresh == 0:
                 # Only an item whose tickets are all granted no longer depends on other blocks: see reduce.py, Claiming.
-                cute.arch.mbarrier_wait(bars.granted, (n_kv & 1) ^ 1)
+                cute.arch.mbarrier_wait(bars.item_granted, (n_kv & 1) ^ 1)
             item = reduce.claim_item(mPlan, header, mControl, bars, n_item)
+
+    def _put_q_info(self, bars, stage, item, q_tile: Int32, low: Int32, high: Int32) -> None:
+        """Tell the MMA warps which scores of a task the mask hides."""
+        c = self.config
+        q_row, kv_row = q_tile * c.tile_m, item.kv_tile * c.tile_n
+        cut = (kv_row + c.tile_n > item.seqlen_k) | (kv_row + c.tile_n - 1 > q_row + high)
+        cut = cut | (kv_row < q_row + c.tile_m - 1 + low)
+        info = self._q_info(bars)[None, stage]
+        info[0] = Int32(cut)
+        info[1] = kv_row - high - q_row  # first query column that sees key row 0 of the tile
+        info[2] = kv_row - low - q_row  # the last one
+        info[3] = item.seqlen_k - kv_row  # key rows that exist
 
     def _q_info(self, bars):
         """What the load warp tells the MMA warps about the mask of a task, (4, stage)."""
         return cute.make_tensor(bars.q_info, cute.make_layout((4, self.config.q_stages)))
 
-    def _partition(self, atom, tensor, shared, rows, head, sequence):
-        """TMA partition of one (sequence, head): shared (TMA, stage) and global (TMA, tile)."""
-        tile = cute.local_tile(tensor[None, None, head, sequence], (rows, self.config.head_dim), (None, 0))
+    def _partition(self, atom, tensor, shared, rows, sequence):
+        """TMA partition of one sequence: shared (TMA, stage) and global (TMA, tile, head)."""
+        tiles = cute.flat_divide(tensor[None, None, None, sequence], (rows, self.config.head_dim))[None, None, None, 0, None]
         return cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tile, 0, 2)
+            atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
     @cute.jit

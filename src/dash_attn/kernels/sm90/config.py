@@ -8,7 +8,7 @@ from dataclasses import dataclass
 SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
 THREADS = 128 * (1 + MMA_WARPGROUPS)
-TAIL_SLOTS = 8  # tasks that the warps around the reduction may be apart
+SLOTS = 8  # contributions that the warps around the reduction may be apart
 CONTROL_WORDS = 32  # int32 words before the first ticket: 0 claim counter, the rest keeps tickets off its line
 
 
@@ -65,6 +65,11 @@ class BackwardConfig:
             raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
         if self.shared_bytes > SHARED_MEMORY_LIMIT:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}")
+
+    @property
+    def has_release_warp(self) -> bool:
+        """Whether a warp of its own hands contributions over."""
+        return self.ordered and self.release is Release.RELEASE_WARP
 
     @property
     def dq_elements(self) -> int:

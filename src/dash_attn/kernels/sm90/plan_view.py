@@ -84,9 +84,9 @@ def read_item(plan: cute.Tensor, header: Header, index: Int32):
 
 
 @cute.jit
-def read_run(plan: cute.Tensor, item: Item, index: Int32):
-    """Run `index` of an item; the steps are signed bytes."""
-    base = item.run_first + index * RUN_WORDS
+def read_run(plan: cute.Tensor, run_first: Int32, index: Int32):
+    """Run `index` of an item whose runs begin at word `run_first`; the steps are signed bytes."""
+    base = run_first + index * RUN_WORDS
     packed = plan[base + 3]
     q_step = (packed << 24) >> 24
     t_step = (packed << 16) >> 24

@@ -1,13 +1,18 @@
-"""The ordered reduction: roles that add dQ partials in ticket order, hand over, finish, and claim items.
+"""The ordered reduction: roles that wait for tickets, add dQ partials in ticket order and hand over, and the claiming of items.
 
-A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The reduce thread waits
-for its ticket, stores (ticket 0) or adds its partial with one bulk operation, waits until the *global* writes are performed
+A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The reduce thread
+stores (ticket 0) or adds its partial with one bulk operation, waits until the *global* writes are performed
 (cp.async.bulk.wait_group without .read: with .read only the shared-memory source is known to be free), and only then is the
 tile handed over.
 
+Three warps share the work of a contribution. The ticket warp alone walks the plan: it waits for tickets, up to SLOTS
+contributions ahead of the reduction, and writes (tile, ticket) of each granted one into a ring of slots in shared memory. The
+reduce warp and the release warp only follow that ring, so neither keeps any state of the schedule in registers.
+
 Why another warp may hand over (Release.RELEASE_WARP): the reduce thread's mbarrier arrive (release.cta) and the other
 warp's wait (acquire.cta) synchronise, and release is cumulative in the PTX model, so its red.release.gpu covers writes that the
-reduce thread has observed as performed. The fence it needs is then no longer in the reduce thread's loop.
+reduce thread has observed as performed. The fence it needs is then no longer in the reduce thread's loop. The ticket's
+ld.acquire.gpu reaches the reduce thread the same way.
 
 Claiming: an item is claimed by the load warp, in list order, once every ticket of the block's current item has been granted. From then
 on nothing the block still does depends on another block, so the block counts as free for the liveness argument of the plan.
@@ -18,9 +23,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from . import plan_view, ptx
-from .config import CONTROL_WORDS, TAIL_SLOTS, Poll, Release
+from .config import CONTROL_WORDS, SLOTS, Poll, Release
 
 TRACE_WORDS = 4
+SLOT_WORDS = 2  # dQ tile (-1: no more), ticket
 
 
 @cute.jit
@@ -36,14 +42,6 @@ def release_item(bars, n_item: Int32) -> None:
     cute.arch.sync_warp()
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
-
-
-@cute.jit
-def take_item(bars, n_item: Int32):
-    """Wait for an item, copy it to registers and release its slot, by a whole warp."""
-    item = plan_view.mailbox_item(wait_item(bars, n_item))
-    release_item(bars, n_item)
-    return item
 
 
 def _mailbox(bars):
@@ -100,77 +98,127 @@ def hand_over(config: cutlass.Constexpr, pointer) -> None:
 
 
 @cute.jit
-def report(mErrors: cute.Tensor, item, q_head: Int32, q_tile: Int32, expected: Int32, seen: Int32) -> None:
-    """First failure wins: [1, sequence, q_head, kv_tile, q_tile, expected, seen]."""
+def report(mErrors: cute.Tensor, slot, q_head: Int32, q_tile: Int32, expected: Int32, seen: Int32) -> None:
+    """First failure wins: [1, sequence, q_head, kv_tile, q_tile, expected, seen]; `slot` is the item's mailbox."""
     if ptx.compare_and_swap(mErrors.iterator, Int32(0), Int32(1)) == 0:
+        item = plan_view.mailbox_item(slot)
         for i, value in enumerate((item.sequence, q_head, item.kv_tile, q_tile, expected, seen)):
             mErrors[1 + i] = value
 
 
+def _slots(bars):
+    return cute.make_tensor(bars.slots, cute.make_layout((SLOT_WORDS, SLOTS)))
+
+
 @cute.jit
-def reduce_role(config: cutlass.Constexpr, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars):
-    """Reduce warp, one thread: every contribution of every item, in the order of the item's runs."""
+def publish(bars, n_task: Int32, tile: Int32, ticket: Int32) -> None:
+    """Put the `n_task`-th contribution of this block into the ring; its slot must be empty."""
+    slot = _slots(bars)[None, n_task % SLOTS]
+    slot[0] = tile
+    slot[1] = ticket
+    cute.arch.mbarrier_arrive(bars.granted + n_task % SLOTS)
+
+
+@cute.jit
+def wait_slot(barrier, bars, n_task: Int32):
+    """Wait on `barrier` (one a slot) for the `n_task`-th contribution; returns its slot."""
+    cute.arch.mbarrier_wait(barrier + n_task % SLOTS, (n_task // SLOTS) & 1)
+    return _slots(bars)[None, n_task % SLOTS]
+
+
+@cute.jit
+def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
+    """Ticket warp, one thread: goes through the tasks of every item and waits for the ticket of each.
+
+    The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
+    the item depends on nobody any more.
+    """
     if cute.arch.lane_idx() == 0:
         n_item, n_task = Int32(0), Int32(0)
-        item = plan_view.mailbox_item(wait_item(bars, n_item))
-        cute.arch.mbarrier_arrive(bars.item_empty)
-        while item.index >= 0:
-            if const_expr(not config.ordered):
-                if item.q_head_count * item.task_count > 0:
-                    cute.arch.mbarrier_arrive(bars.granted)
-            for h in cutlass.range(item.q_head_count, unroll=1):
-                q_head = item.q_head_first + h
-                first_tile = plan_view.first_tile_of(item, q_head)
-                for r in cutlass.range(item.run_count, unroll=1):
-                    run = plan_view.read_run(mPlan, item, r)
-                    ticket, held = run.t_first, Int32(0)
-                    for i in cutlass.range(run.count, unroll=1):
-                        q_tile = run.q_first + i * run.q_step
-                        tile = first_tile + q_tile
-                        counter = mControl.iterator + (CONTROL_WORDS + tile * config.ticket_stride)
-                        granted_at, ready_at = Int64(0), Int64(0)
+        slot = wait_item(bars, n_item)
+        while slot[0] >= 0:
+            item = plan_view.mailbox_item(slot)
+            for r in cutlass.range(item.run_count, unroll=1):
+                run = plan_view.read_run(mPlan, item.run_first, r)
+                ticket, held = run.t_first, Int32(0)
+                for i in cutlass.range(run.count, unroll=1):
+                    q_tile = run.q_first + i * run.q_step
+                    tile = plan_view.first_tile_of(item, item.q_head_first) + q_tile
+                    for h in cutlass.range(item.q_head_count, unroll=1):
+                        cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
                         if const_expr(config.ordered):
-                            turn, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
-                            cute.arch.mbarrier_wait(bars.ticket_full + turn, phase)
-                            cute.arch.mbarrier_arrive(bars.ticket_empty + turn)
-                        if const_expr(config.trace):
-                            granted_at = ptx.nanoseconds()
-                        stage = n_task % config.dq_stages
-                        cute.arch.mbarrier_wait(bars.dq_full + stage, (n_task // config.dq_stages) & 1)
-                        if const_expr(config.trace):
-                            ready_at = ptx.nanoseconds()
-                        add_partial(config, mdQacc, sdQ, tile, ticket, stage)
-                        if const_expr(config.dump_partials):
-                            slot = Int64(tile) * (mPartials.shape[1] // config.dq_elements) + ticket
-                            ptx.bulk_store(
-                                sdQ[None, stage].iterator,
-                                mPartials.iterator + slot * config.dq_elements,
-                                4 * config.dq_elements,
-                            )
-                        cute.arch.cp_async_bulk_commit_group()
-                        if const_expr(config.ordered):
-                            cute.arch.cp_async_bulk_wait_group(0, read=True)
-                            cute.arch.mbarrier_arrive(bars.dq_empty + stage)
-                            cute.arch.cp_async_bulk_wait_group(0)
-                            complete(config, counter, bars, n_task)
-                        else:
-                            # The previous buffer is free as soon as its source has been read.
-                            cute.arch.cp_async_bulk_wait_group(1, read=True)
-                            if n_task > 0:
-                                cute.arch.mbarrier_arrive(bars.dq_empty + (n_task - 1) % config.dq_stages)
-                        if const_expr(config.trace):
-                            record = Int64(tile) * mTrace.shape[1] + ticket * TRACE_WORDS
-                            line = cute.make_tensor(mTrace.iterator + record, cute.make_layout(TRACE_WORDS))
-                            for k, value in enumerate((granted_at, ready_at, ptx.nanoseconds(), ptx.multiprocessor())):
-                                line[k] = Int64(value)
-                        held += 1
-                        if held == run.t_hold:
-                            held = Int32(0)
-                            ticket += run.t_step
+                            if ticket > 0:
+                                seen = wait_ticket(config, counter_of(config, mControl, tile), ticket)
+                                if const_expr(config.spin_limit > 0):
+                                    if seen != ticket:
+                                        report(mErrors, slot, item.q_head_first + h, q_tile, ticket, seen)
+                        publish(bars, n_task, tile, ticket)
+                        tile += item.q_tile_count
                         n_task += 1
-            n_item += 1
-            item = plan_view.mailbox_item(wait_item(bars, n_item))
+                    held += 1
+                    if held == run.t_hold:
+                        held = Int32(0)
+                        ticket += run.t_step
+            if item.run_count > 0:
+                cute.arch.mbarrier_arrive(bars.item_granted)
             cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
+            n_item += 1
+            slot = wait_item(bars, n_item)
+        cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
+        publish(bars, n_task, Int32(-1), Int32(0))
+
+
+def counter_of(config, mControl, tile: Int32):
+    """The ticket counter of a dQ tile."""
+    return mControl.iterator + (CONTROL_WORDS + tile * config.ticket_stride)
+
+
+@cute.jit
+def reduce_role(config: cutlass.Constexpr, mControl, mdQacc, mPartials, mTrace, sdQ, bars):
+    """Reduce warp, one thread: performs the granted contributions in the order of the ring."""
+    if cute.arch.lane_idx() == 0:
+        n_task = Int32(0)
+        slot = wait_slot(bars.granted, bars, n_task)
+        while slot[0] >= 0:
+            tile, ticket = slot[0], slot[1]
+            granted_at, ready_at = Int64(0), Int64(0)
+            if const_expr(config.trace):
+                granted_at = ptx.nanoseconds()
+            stage = n_task % config.dq_stages
+            cute.arch.mbarrier_wait(bars.dq_full + stage, (n_task // config.dq_stages) & 1)
+            if const_expr(config.trace):
+                ready_at = ptx.nanoseconds()
+            add_partial(config, mdQacc, sdQ, tile, ticket, stage)
+            if const_expr(config.dump_partials):
+                place = Int64(tile) * (mPartials.shape[1] // config.dq_elements) + ticket
+                ptx.bulk_store(
+                    sdQ[None, stage].iterator, mPartials.iterator + place * config.dq_elements, 4 * config.dq_elements
+                )
+            cute.arch.cp_async_bulk_commit_group()
+            if const_expr(config.ordered):
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(bars.dq_empty + stage)
+                cute.arch.cp_async_bulk_wait_group(0)
+            else:
+                # The previous buffer is free as soon as its source has been read.
+                cute.arch.cp_async_bulk_wait_group(1, read=True)
+                if n_task > 0:
+                    cute.arch.mbarrier_arrive(bars.dq_empty + (n_task - 1) % config.dq_stages)
+            if const_expr(config.trace):
+                record = Int64(tile) * mTrace.shape[1] + ticket * TRACE_WORDS
+                line = cute.make_tensor(mTrace.iterator + record, cute.make_layout(TRACE_WORDS))
+                for k, value in enumerate((granted_at, ready_at, ptx.nanoseconds(), ptx.multiprocessor())):
+                    line[k] = Int64(value)
+            if const_expr(config.has_release_warp):
+                cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
+            else:
+                if const_expr(config.ordered):
+                    hand_over(config, counter_of(config, mControl, tile))
+                cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
+            n_task += 1
+            slot = wait_slot(bars.granted, bars, n_task)
+        if const_expr(config.has_release_warp):
+            cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
         cute.arch.cp_async_bulk_wait_group(0)
 
 
@@ -193,75 +241,13 @@ def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int
 
 
 @cute.jit
-def complete(config: cutlass.Constexpr, counter, bars, n_task: Int32) -> None:
-    """A contribution has been performed in global memory: hand the tile over, or have it handed over."""
-    if const_expr(config.release is not Release.RELEASE_WARP):
-        hand_over(config, counter)
-    else:
-        slot, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
-        cute.arch.mbarrier_wait(bars.tail_empty + slot, phase ^ 1)
-        cute.arch.mbarrier_arrive(bars.tail_full + slot)
-
-
-@cute.jit
-def release_role(config: cutlass.Constexpr, mPlan, mControl, bars):
-    """Release warp: follows the reduce warp through the same runs and hands finished contributions over."""
-    lane = cute.arch.lane_idx()
-    n_item, n_task = Int32(0), Int32(0)
-    item = take_item(bars, n_item)
-    while item.index >= 0:
-        for h in cutlass.range(item.q_head_count, unroll=1):
-            first_tile = plan_view.first_tile_of(item, item.q_head_first + h)
-            for r in cutlass.range(item.run_count, unroll=1):
-                run = plan_view.read_run(mPlan, item, r)
-                for i in cutlass.range(run.count, unroll=1):
-                    slot, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
-                    tile = first_tile + run.q_first + i * run.q_step
-                    cute.arch.mbarrier_wait(bars.tail_full + slot, phase)
-                    if lane == 0:
-                        hand_over(config, mControl.iterator + (CONTROL_WORDS + tile * config.ticket_stride))
-                        cute.arch.mbarrier_arrive(bars.tail_empty + slot)
-                    n_task += 1
-        n_item += 1
-        item = take_item(bars, n_item)
-
-
-@cute.jit
-def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
-    """Ticket warp, one thread: waits for the tickets of every item in order, up to TAIL_SLOTS tasks ahead of the reduction.
-
-    The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
-    the item depends on nobody any more.
-    """
+def release_role(config: cutlass.Constexpr, mControl, bars):
+    """Release warp, one thread: follows the reduce warp along the ring and hands finished contributions over."""
     if cute.arch.lane_idx() == 0:
-        n_item, n_task = Int32(0), Int32(0)
-        item = plan_view.mailbox_item(wait_item(bars, n_item))
-        cute.arch.mbarrier_arrive(bars.item_empty)
-        while item.index >= 0:
-            for h in cutlass.range(item.q_head_count, unroll=1):
-                q_head = item.q_head_first + h
-                first_tile = plan_view.first_tile_of(item, q_head)
-                for r in cutlass.range(item.run_count, unroll=1):
-                    run = plan_view.read_run(mPlan, item, r)
-                    ticket, held = run.t_first, Int32(0)
-                    for i in cutlass.range(run.count, unroll=1):
-                        q_tile = run.q_first + i * run.q_step
-                        counter = mControl.iterator + (CONTROL_WORDS + (first_tile + q_tile) * config.ticket_stride)
-                        turn, phase = n_task % TAIL_SLOTS, (n_task // TAIL_SLOTS) & 1
-                        cute.arch.mbarrier_wait(bars.ticket_empty + turn, phase ^ 1)
-                        if ticket > 0:
-                            seen = wait_ticket(config, counter, ticket)
-                            if const_expr(config.spin_limit > 0):
-                                if seen != ticket:
-                                    report(mErrors, item, q_head, q_tile, ticket, seen)
-                        cute.arch.mbarrier_arrive(bars.ticket_full + turn)
-                        held += 1
-                        if held == run.t_hold:
-                            held = Int32(0)
-                            ticket += run.t_step
-                        n_task += 1
-            if item.q_head_count * item.task_count > 0:
-                cute.arch.mbarrier_arrive(bars.granted)
-            n_item += 1
-            item = plan_view.mailbox_item(wait_item(bars, n_item))
-            cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
+        n_task = Int32(0)
+        slot = wait_slot(bars.performed, bars, n_task)
+        while slot[0] >= 0:
+            hand_over(config, counter_of(config, mControl, slot[0]))
+            cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
+            n_task += 1
+            slot = wait_slot(bars.performed, bars, n_task)

@@ -47,6 +47,9 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
     ring: int | None = None
     stride: int | None = None
 
+    def __post_init__(self) -> None:
+        self._require_integers("ring", "stride")
+
     def check(self, grid: SequenceGrid) -> None:
         if not grid.is_full:
             raise UnsupportedMaskError(
@@ -76,8 +79,8 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
         size = self._ring(grid)
         for first in range(0, grid.kv_tiles, size):
             members = np.arange(min(size, grid.kv_tiles - first), dtype=np.int64)
-            spread = members * grid.q_tiles // len(members)
-            rings.append((first, spread if self.stride is None else members * self.stride))
+            stride = grid.q_tiles // len(members) if self.stride is None else self.stride
+            rings.append((first, members * stride))
         return rings
 
     def visits(self, grid: SequenceGrid) -> list[list[Visit]]:

@@ -48,6 +48,9 @@ class SymmetricShift(Policy):
     name: ClassVar[str] = "symmetric_shift"
     heads_at_once: int = 2
 
+    def __post_init__(self) -> None:
+        self._require_integers("heads_at_once")
+
     def check(self, grid: SequenceGrid) -> None:
         if grid.mask.name != "causal" or grid.diagonal:
             raise UnsupportedMaskError(
