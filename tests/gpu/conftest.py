@@ -1,0 +1,56 @@
+"""Everything in this folder needs a Hopper GPU; without one it is skipped, with the reason.
+
+Sizes, from the environment: ``DASH_ATTN_PROBLEMS`` random problems of the accuracy test (default 60),
+``DASH_ATTN_REPLAYS`` replays of each policy and mask (default 200).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def _why_skip() -> str:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if (major, minor) == (9, 0) else f"the GPU is sm_{major}{minor}, the kernels are for sm_90"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mine = [item for item in items if HERE in item.path.parents]
+    reason = _why_skip() if mine else ""
+    for item in mine:
+        item.add_marker(pytest.mark.gpu)
+        for category in ("DeprecationWarning", "UserWarning"):  # of kernel compilers
+            item.add_marker(pytest.mark.filterwarnings(f"ignore::{category}"))
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def replays() -> int:
+    return int(os.environ.get("DASH_ATTN_REPLAYS", "200"))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised CUDA tensors hold NaN or -1, so that reading one shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(x: torch.Tensor) -> torch.Tensor:
+        if x.is_cuda and x.numel():
+            x.fill_(float("nan") if x.is_floating_point() else -1)
+        return x
+
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # an error of this test must not show up in the next one

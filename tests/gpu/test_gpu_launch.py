@@ -1,0 +1,295 @@
+"""What a launch accepts and refuses, its edges, its debugging modes, and every kernel variant."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from gpu_cases import (
+    CAUSAL,
+    FULL,
+    GRADS,
+    WINDOW,
+    Case,
+    Inputs,
+    auto_plan,
+    dense,
+    differing,
+    grads,
+    launch,
+    make_case,
+    relative_error,
+    same_bits,
+)
+
+import dash_attn
+from dash_attn.errors import HandOverError, InputError, TooFewWorkersError
+from dash_attn.kernels.compile import variants
+from dash_attn.kernels.launch import Debug
+from dash_attn.kernels.sm90.config import BackwardConfig
+from dash_attn.problem import Mask
+from dash_attn.schedule import FA3, HeadPattern, Plan, Run, Shift, Verdict, build_plan
+from dash_attn.testing import assert_same_bytes
+
+BOTH_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+
+# No hang
+
+
+def broken_plan() -> Plan:
+    """Kv tile 1 waits at q tile 2 for ticket 3, which never comes; released past the verifier."""
+    problem = dense(FULL, seqlen=256)
+    plan = build_plan(problem, FA3())
+    (pair, pattern), one = next(iter(plan.patterns.items())), pattern_runs(plan)
+    assert one[1] == [Run(0, 1, 4, 1, 0, 1)]
+    one[1] = [Run(0, 1, 2, 1), Run(2, 1, 1, 3), Run(3, 1, 1, 1)]
+    broken = HeadPattern.from_runs(pattern.grid, one)
+    return released(replace(plan, patterns={pair: broken}))
+
+
+def released(plan: Plan) -> Plan:
+    """A plan with a forged verdict: any number of workers will do."""
+    forged = replace(plan)
+    object.__setattr__(forged, "verdict", Verdict(1, plan.problem.tasks))
+    return forged
+
+
+def pattern_runs(plan: Plan) -> list[list[Run]]:
+    pattern = plan.pattern(0)
+    return [pattern.runs_of(kv) for kv in range(pattern.grid.kv_tiles)]
+
+
+def test_a_ticket_that_never_comes_is_an_error_and_not_a_hang():
+    plan = broken_plan()
+    case = make_case(plan.problem)
+    launch(auto_plan(plan.problem), case, debug=Debug(bounded=True))  # compiled, and works
+    torch.cuda.synchronize()
+    start = time.monotonic()
+    with pytest.raises(
+        HandOverError,
+        match=r"sequence [01], q head [0-3], kv tile 1, q tile 2: "
+        r"waited for ticket 3, the counter stayed at 1",
+    ):
+        launch(plan, case, debug=Debug(bounded=True))
+    assert time.monotonic() - start < 20  # a hang has no end; this is not a measurement
+    good = auto_plan(plan.problem)
+    after = grads(launch(good, case))
+    for name in GRADS:
+        assert relative_error(after[name], case.exact[name]) <= 4e-3, name
+
+
+def test_a_ring_on_too_few_workers_is_an_error_and_not_a_hang():
+    problem = dense(FULL, batch=1, heads=1, kv_heads=1, seqlen=256)
+    plan, case = build_plan(problem, Shift(ring=2)), make_case(problem)
+    assert plan.min_workers == 2
+    with pytest.raises(
+        HandOverError, match="q head 0, kv tile 0, q tile 2: waited for ticket 1, the counter stayed at 0"
+    ):
+        launch(released(plan), case, workers=1, debug=Debug(bounded=True))
+
+
+@BOTH_DIMS
+def test_bounded_waits_give_the_same_bytes(head_dim):
+    problem = dense(head_dim=head_dim)
+    plan, case = auto_plan(problem), make_case(problem)
+    assert not differing(launch(plan, case), launch(plan, case, debug=Debug(bounded=True)))
+
+
+def test_too_few_workers_are_refused_before_the_launch(monkeypatch):
+    problem = dense(FULL, seqlen=1024)
+    plan, case = build_plan(problem, Shift()), make_case(problem)
+    assert plan.min_workers == 8
+    monkeypatch.setattr("dash_attn.kernels.launch.program", lambda config: pytest.fail("launched"))
+    with pytest.raises(TooFewWorkersError, match="needs 8 resident workers to be free of deadlock, got 7"):
+        launch(plan, case, workers=7)
+
+
+# Inputs
+
+
+def strided(x: torch.Tensor) -> torch.Tensor:
+    """The same values in a view whose heads lie before its rows."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def sliced(x: torch.Tensor) -> torch.Tensor:
+    """The same values as a third of a tensor with three times the head dimension (packed q, k, v)."""
+    wide = torch.full((*x.shape[:3], 3 * x.shape[3]), float("nan"), dtype=x.dtype, device=x.device)
+    view = wide[..., x.shape[3] : 2 * x.shape[3]]
+    view.copy_(x)
+    return view
+
+
+def misaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same values at an address that is 2 bytes off."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    flat[1:] = x.flatten()
+    return flat[1:].view(x.shape)
+
+
+def scattered(x: torch.Tensor) -> torch.Tensor:
+    """The same values with a gap between neighbouring elements of a row."""
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+@BOTH_DIMS
+@pytest.mark.parametrize("layout", [strided, sliced, misaligned, scattered])
+def test_layout_of_the_inputs_leaves_every_byte_alone(layout, head_dim):
+    problem = dense(seqlen=300, head_dim=head_dim)
+    plan, case = auto_plan(problem), make_case(problem)
+    dout, q, k, v, out, lse = case.inputs
+    views = Inputs(*(layout(x) for x in (dout, q, k, v, out)), lse.mT.contiguous().mT)
+    assert any(x.stride() != y.stride() or x.data_ptr() % 16 for x, y in zip(views, case.inputs))
+    result = launch(plan, Case(problem, views, case.scale, {}))
+    assert not differing(launch(plan, case), result)
+    for name, x in zip(GRADS, (q, k, v)):
+        assert getattr(result, name).shape == x.shape
+
+
+def test_one_row_broadcast_to_a_batch():
+    problem = dense(seqlen=200, batch=3)
+    plan, case = auto_plan(problem), make_case(problem)
+    row = Inputs(*(x[:1] for x in case.inputs))
+    spread = Inputs(*(x.expand(3, *x.shape[1:]) for x in row))
+    copied = Inputs(*(x.contiguous() for x in spread))
+    first, other = (launch(plan, Case(problem, x, case.scale, {})) for x in (spread, copied))
+    assert not differing(first, other)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 100), (100, 0), (0, 0)])
+def test_empty_sequences_have_zero_gradients(seqlen_q, seqlen_k):
+    shape = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
+    q = torch.ones(2, seqlen_q, 4, 64, **shape)
+    k, v = (torch.ones(2, seqlen_k, 2, 64, **shape) for _ in range(2))
+    out = dash_attn.attention(q, k, v)
+    assert out.shape == q.shape
+    assert not out.any()
+    out.sum().backward()
+    for leaf in (q, k, v):
+        assert leaf.grad.shape == leaf.shape
+        assert not leaf.grad.any()
+
+
+@BOTH_DIMS
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "mask"), [(1, 1, FULL), (1, 1, CAUSAL), (1, 999, CAUSAL), (999, 1, FULL)]
+)
+def test_single_rows(seqlen_q, seqlen_k, mask, head_dim):
+    problem = dense(mask, seqlen_q=seqlen_q, seqlen_k=seqlen_k, seqlen=None, head_dim=head_dim)
+    case = make_case(problem)
+    ours = grads(launch(auto_plan(problem), case))
+    for name in GRADS:
+        error = float((ours[name].double() - case.exact[name]).abs().max())
+        assert error <= 1e-2 * (1 + float(case.exact[name].abs().max())), name
+
+
+@BOTH_DIMS
+def test_rows_that_see_nothing_have_zero_dq(head_dim):
+    problem = dense(CAUSAL, seqlen_q=900, seqlen_k=500, seqlen=None, head_dim=head_dim)
+    case = make_case(problem)
+    result = launch(auto_plan(problem), case)
+    assert not result.dq[:, :400].any()
+    assert result.dq[:, 401:].any(-1).all()
+    assert relative_error(result.dq, case.exact["dq"]) <= 4e-3
+
+
+@BOTH_DIMS
+def test_keys_that_nobody_sees_have_zero_gradients(head_dim):
+    problem = dense(Mask.window(50, 0), seqlen_q=200, seqlen_k=900, seqlen=None, head_dim=head_dim)
+    case = make_case(problem)
+    result = launch(auto_plan(problem), case)
+    unseen = 900 - 200 - 50
+    for grad in (result.dk, result.dv):
+        assert not grad[:, :unseen].any()
+        assert grad[:, unseen:].any(-1).all()
+    assert relative_error(result.dk, case.exact["dk"]) <= 4e-3
+
+
+@BOTH_DIMS
+@pytest.mark.parametrize("which", ["dout", "q", "k", "v"])
+def test_nan_in_an_input_reaches_the_gradients(which, head_dim):
+    problem = dense(FULL, batch=2, seqlen=300, head_dim=head_dim)
+    case = make_case(problem)
+    bad = {which: getattr(case.inputs, which).clone()}
+    bad[which][0, 137, 0, 5] = float("nan")
+    inputs = case.inputs._replace(**bad)
+    clean, result = (
+        launch(auto_plan(problem), Case(problem, x, case.scale, {})) for x in (case.inputs, inputs)
+    )
+    assert result.dq[0, 137 if which in ("dout", "q") else 0, 0].isnan().any()
+    assert result.dk[0, :, 0].isnan().any()
+    for name in GRADS:
+        assert_same_bytes(getattr(result, name)[1], getattr(clean, name)[1], f"{name} of the other sequence")
+
+
+def test_two_streams_at_once():
+    problems = [dense(seqlen=1500, head_dim=head_dim) for head_dim in (64, 128)]
+    plans, cases = [auto_plan(p) for p in problems], [make_case(p) for p in problems]
+    expected = [launch(plan, case) for plan, case in zip(plans, cases)]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in plans]
+    results = [[], []]
+    for _ in range(20):
+        for stream, plan, case, kept in zip(streams, plans, cases, results):
+            with torch.cuda.stream(stream):
+                kept.append(launch(plan, case))
+    torch.cuda.synchronize()
+    for first, others in zip(expected, results):
+        assert not any(differing(first, other) for other in others)
+
+
+def test_support_names_the_reason():
+    q = torch.zeros(1, 8, 4, 64, device="cuda")
+    assert "dtype float32 is not supported on a GPU" in dash_attn.is_supported(q, q, q).reason
+    with pytest.raises(InputError, match="dtype float32"):
+        dash_attn.attention(q, q, q)
+    q = torch.zeros(1, 8, 4, 96, device="cuda", dtype=torch.bfloat16)
+    assert "head_dim 96 is not supported on a GPU" in dash_attn.is_supported(q, q, q).reason
+    q = torch.zeros(1, 8, 4, 64, device="cuda", dtype=torch.bfloat16)
+    assert dash_attn.is_supported(q, q, q).backend == "sm90"
+
+
+def test_attention_repeats_its_bytes():
+    case = make_case(dense(seqlen=1000))
+
+    def run() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (case.inputs.q, case.inputs.k, case.inputs.v)]
+        out = dash_attn.attention(*leaves, causal=True)
+        out.backward(case.inputs.dout)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    first = run()
+    for _ in range(20):
+        assert all(same_bits(a, b) for a, b in zip(first, run()))
+
+
+# Kernel variants
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@pytest.mark.parametrize(("name", "config"), variants().items(), ids=variants())
+def test_every_variant_launches(name, config: BackwardConfig):
+    problem = dense(WINDOW, seqlen=500, head_dim=config.head_dim, dtype=_DTYPES[config.dtype])
+    case = make_case(problem)
+    debug = Debug(config.spin_limit > 0, config.dump_partials, config.trace)
+    result = launch(auto_plan(problem), case, ordered=config.ordered, debug=debug)
+    for grad_name in GRADS:
+        error = relative_error(getattr(result, grad_name), case.exact[grad_name])
+        assert error <= (4e-3 if config.dtype == "bf16" else 8e-4), f"{grad_name}: {error}"
+    if config.trace:
+        _check_trace(result.trace.cpu(), problem.grid(0).contributions.tolist())
+
+
+def _check_trace(trace: torch.Tensor, contributions: list[int]) -> None:
+    """Every task left a record, granted before performed, on an SM."""
+    for tile, records in enumerate(trace):
+        count = contributions[tile % len(contributions)]
+        granted, ready, performed, sm = records[:count].T
+        assert (granted > 0).all()
+        assert (granted <= performed).all()
+        assert (ready <= performed).all()
+        assert ((sm >= 0) & (sm < torch.cuda.get_device_properties(0).multi_processor_count)).all()
+        assert not records[count:].any()
