@@ -2,13 +2,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test test-gpu check clean
 
 demo: .venv/ready
 	$(BIN)/dash-attn demo
 
 test: .venv/ready
 	$(BIN)/pytest -n auto
+
+# On a machine with a Hopper GPU; the full sizes of the acceptance run.
+test-gpu: .venv/ready
+	DASH_ATTN_PROBLEMS=200 DASH_ATTN_REPLAYS=1000 $(BIN)/pytest tests/gpu
 
 check: .venv/ready
 	$(BIN)/ruff check .

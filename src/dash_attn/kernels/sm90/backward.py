@@ -42,29 +42,28 @@ def transposed(tensor: cute.Tensor) -> cute.Tensor:
     return cute.composition(tensor, cute.make_ordered_layout(shape, order=(1, 0, 2)))
 
 
-def halves(tensor: cute.Tensor, mode: int) -> list:
-    """The blocks of 64 along `mode` (0 or 1) of a (rows, columns, stages) tile."""
-    rows, columns, stages = (cute.size(tensor, mode=[i]) for i in range(3))
-    tile = (64, columns, stages) if mode == 0 else (rows, 64, stages)
-    count = (rows, columns)[mode] // 64
-    return [cute.local_tile(tensor, tile, (h, 0, 0) if mode == 0 else (0, h, 0)) for h in range(count)]
+def part(acc: cute.Tensor, index: int) -> cute.Tensor:
+    """View of the 64 query columns `index` of a score accumulator: 32 consecutive registers."""
+    return cute.make_tensor(acc.iterator + 32 * index, cute.make_layout(32))
 
 
-def multiply(tiled_mma, acc, a, b, accumulate: bool) -> None:
-    """Issue and commit acc (+)= a b as one wgmma group; a and b are (MMA, M or N, K)."""
+def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
+    """Issue and commit acc (+)= a b as one wgmma group; a and b are (MMA, M or N, K), a begins at block `first` of b's K."""
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     for k in range(cute.size(a.shape[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
 
 
 def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
-    """Convert an fp32 accumulator (64 x N a warpgroup) to a register A operand of K = N, same thread, same order."""
-    out = cute.make_rmem_tensor(acc.layout, dtype)
-    out.store(acc.load().to(dtype))
+    """View an accumulator (64 x N a warpgroup) as a register A operand of K = N, same thread, same order; convert if fp32."""
+    out = acc
+    if acc.element_type is not dtype:
+        out = cute.make_rmem_tensor(acc.layout, dtype)
+        out.store(acc.load().to(dtype))
     blocks = cute.size(acc) // 8
     return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
 
@@ -95,7 +94,7 @@ class Backward:
                 self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (64, columns), a_source
             )
 
-        scores = make(major.K, major.K, (2, 1, 1), 64)
+        scores = make(major.K, major.K, (2, 1, 1), c.tile_m)
         grads = make(major.K, major.MN, (2, 1, 1), c.head_dim, source.RMEM)
         dq_split = (1, 2, 1) if c.tile_m == 64 else (2, 1, 1)
         dq = make(major.K, major.MN, dq_split, c.head_dim // dq_split[1])
@@ -327,9 +326,7 @@ class Backward:
         lane = cute.arch.lane_idx()
         wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in (mma_scores, mma_grads, mma_dq))
         sdSt = transposed(sdS)
-        acc_S = [
-            cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, 64)), Float32) for _ in range(c.tile_m // 64)
-        ]
+        acc_S = cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, c.tile_m)), Float32)
         acc_dK, acc_dV = (
             cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32) for _ in range(2)
         )
@@ -339,14 +336,14 @@ class Backward:
         t = SimpleNamespace(
             scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, row=tidx // 32 * 16 + lane // 4, scale_log2=scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
-            tSrQ=[wg_scores.make_fragment_B(wg_scores.partition_B(x)) for x in halves(sQ, 0)],
+            tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
             tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(sV)),
-            tPrdO=[wg_scores.make_fragment_B(wg_scores.partition_B(x)) for x in halves(sdO, 0)],
-            tVrdO=[wg_grads.make_fragment_B(wg_grads.partition_B(transposed(x))) for x in halves(sdO, 0)],
-            tKrQ=[wg_grads.make_fragment_B(wg_grads.partition_B(transposed(x))) for x in halves(sQ, 0)],
+            tPrdO=wg_scores.make_fragment_B(wg_scores.partition_B(sdO)),
+            tVrdO=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(sdO))),
+            tKrQ=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(sQ))),
             tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(sdS)),
             tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(sK))),
-            store_ds=store_ds, tSsdS=[store_ds.partition_D(x) for x in halves(sdSt, 1)], tdQsdQ=self._dq_view(sdQ, tidx),
+            store_ds=store_ds, tSsdS=store_ds.partition_D(sdSt), tdQsdQ=self._dq_view(sdQ, tidx),
             lse2=self._column_view(sLse2, lane), delta=self._column_view(sDelta, lane),
             acc_S=acc_S, acc_dK=acc_dK, acc_dV=acc_dV,
             info=self._q_info(bars),
@@ -355,13 +352,15 @@ class Backward:
         slot = reduce.wait_item(bars, n_item)
         while plan_view.mailbox_item(slot).index >= 0:
             tasks = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
-            for acc in (acc_dK, acc_dV, *(acc_S if c.head_dim == 128 else ())):
+            for acc in (acc_dK, acc_dV, *((acc_S,) if c.head_dim == 128 else ())):
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
                 cute.arch.mbarrier_wait(bars.kv_full, n_kv & 1)
                 self.start_s(t, n_task, bars)
                 cute.arch.mbarrier_wait(bars.kv_full + 1, n_kv & 1)
                 warpgroup.wait_group(0)
+                if const_expr(c.early_exp2):
+                    self.probabilities(t, 0, n_task % c.q_stages)
                 for i in cutlass.range(tasks - 1, unroll=1):
                     self.task(t, n_task, bars, False)
                     n_task += 1
@@ -390,47 +389,56 @@ class Backward:
 
     @cute.jit
     def task(self, t, n_task: Int32, bars, is_last: cutlass.Constexpr[bool]):
-        """One (kv tile, q tile): expects S^T finished in acc_S; starts the next task's S^T unless it is the last.
+        """One (kv tile, q tile): expects S^T in acc_S, and leaves the next task's there unless it is the last.
 
-        Tensor-core order: dP, dV, next S, dQ, dK. exp2 runs beside dP, dS beside dV, its trip through shared memory
-        beside the next S, the dQ write-out beside dK. A tile of 128 query rows goes through as two halves of 64: the first
-        half's dV and dK run beside the second half's exp2, and only half of P, dP and dS needs registers at a time.
+        Tensor-core order: dP, dV, next S, dQ, dK; dS beside dV, its trip through shared memory beside the next S, the dQ
+        write-out beside dK. exp2 of a tile of 64 query rows runs beside dP. A tile of 128 (`early_exp2`) has twice the exp2 for
+        the same products: half of it, for the first 64 query columns, is done beside dQ and dK of the task before, the
+        other half beside dP and the first half of dV. acc_S then holds P in its first 64 columns when a task begins.
         """
         c = self.config
         q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
         ds_stage, dq_stage = n_task % c.ds_stages, n_task % c.dq_stages
-        count = len(t.acc_S)
-        if t.info[0, q_stage] == 1:
-            for h in cutlass.range_constexpr(count):
-                self._mask(t.acc_S[h], t.info[None, q_stage], t.row, t.lane % 4 * 2 + 64 * h)
         cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
-        acc_dP = [self.start_dp(t, h, do_stage) for h in range(count)]
-        for h in cutlass.range_constexpr(count):
-            last_half = h == count - 1
-            rP = self.exponentials(t, h, q_stage)
-            multiply(t.grads, t.acc_dV, rP, t.tVrdO[h][None, None, None, do_stage], True)
-            # Groups in flight behind dP of this half: dP, of the other half or its dK, and dV.
-            warpgroup.wait_group(1 if count == 1 else 2 + h)
-            for i in cutlass.range_constexpr(cute.size(acc_dP[h])):
-                acc_dP[h][i] = t.acc_S[h][i] * acc_dP[h][i]
-            if const_expr(last_half):
-                # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P gives
-                # its registers to dS. The tensor cores hardly notice, dS takes less time than dV.
-                warpgroup.wait_group(0)
-                self._arrive(t, bars.do_empty + do_stage)
-                if const_expr(not is_last):
-                    self.start_s(t, n_task + 1, bars)
-            rdS = as_operand_a(acc_dP[h], self.dtype)
-            flat = cute.make_tensor(rdS.iterator, acc_dP[h].layout)
-            cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[h][None, None, None, ds_stage])
-            if const_expr(not last_half):
-                multiply(t.grads, t.acc_dK, rdS, t.tKrQ[h][None, None, None, q_stage], True)
+        acc_dP = self.start_dp(t, do_stage)
+        if const_expr(not c.early_exp2):
+            self.probabilities(t, 0, q_stage)
+        rP = as_operand_a(part(t.acc_S, 0), self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
+        for h in cutlass.range_constexpr(1, c.tile_m // 64):
+            self.probabilities(t, h, q_stage)
+            warpgroup.wait_group(0)  # so that the operands of both products can share registers
+            rP = as_operand_a(part(t.acc_S, h), self.dtype)
+            multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4 * h)
+        warpgroup.wait_group(1)
+        if const_expr(c.early_exp2):
+            rdS = cute.make_rmem_tensor(acc_dP.layout, self.dtype)
+            rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
+            rdS = as_operand_a(rdS, self.dtype)
+        else:
+            # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P gives its
+            # registers to dS. The tensor cores hardly notice, dS takes less time than dV.
+            for i in cutlass.range_constexpr(cute.size(acc_dP)):
+                acc_dP[i] = t.acc_S[i] * acc_dP[i]
+            warpgroup.wait_group(0)
+            self._arrive(t, bars.do_empty + do_stage)
+        if const_expr(not is_last):
+            self.start_s(t, n_task + 1, bars)
+        if const_expr(not c.early_exp2):
+            rdS = as_operand_a(acc_dP, self.dtype)
+        flat = cute.make_tensor(rdS.iterator, acc_dP.layout)
+        cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[None, None, None, ds_stage])
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
 
         acc_dQ = cute.make_rmem_tensor(t.dq.get_slice(0).partition_shape_C((c.tile_m, c.head_dim)), Float32)
         multiply(t.dq, acc_dQ, t.tQrdS[None, None, None, ds_stage], t.tQrK[None, None, None, 0], False)
-        multiply(t.grads, t.acc_dK, rdS, t.tKrQ[count - 1][None, None, None, q_stage], True)
+        multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
+        if const_expr(c.early_exp2):
+            warpgroup.wait_group(2)
+            self._arrive(t, bars.do_empty + do_stage)
+            if const_expr(not is_last):
+                self.probabilities(t, 0, (n_task + 1) % c.q_stages)
         cute.arch.mbarrier_wait(bars.dq_empty + dq_stage, ((n_task // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(1)
         if const_expr(is_last):
@@ -449,30 +457,31 @@ class Backward:
         """Issue S^T of a task as soon as its Q has arrived."""
         stage = n_task % self.config.q_stages
         cute.arch.mbarrier_wait(bars.q_full + stage, (n_task // self.config.q_stages) & 1)
-        for h in cutlass.range_constexpr(len(t.acc_S)):
-            multiply(t.scores, t.acc_S[h], t.tSrK[None, None, None, 0], t.tSrQ[h][None, None, None, stage], False)
+        multiply(t.scores, t.acc_S, t.tSrK[None, None, None, 0], t.tSrQ[None, None, None, stage], False)
 
-    def start_dp(self, t, h: int, stage):
-        """Issue dP^T of half h, its accumulator started at -delta: no register holds delta while they are scarce."""
-        acc_dP = cute.make_rmem_tensor(t.acc_S[h].layout, Float32)
-        for column in range(8):
+    def start_dp(self, t, stage):
+        """Issue dP^T, its accumulator started at -delta: no register holds delta while they are scarce."""
+        acc_dP = cute.make_rmem_tensor(t.acc_S.layout, Float32)
+        for column in range(cute.size(acc_dP) // 4):
             delta = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(t.delta[None, 8 * h + column, stage], delta)
+            cute.autovec_copy(t.delta[None, column, stage], delta)
             for e in range(4):
                 acc_dP[4 * column + e] = delta[e % 2]
-        multiply(t.scores, acc_dP, t.tPrV[None, None, None, 0], t.tPrdO[h][None, None, None, stage], True)
+        multiply(t.scores, acc_dP, t.tPrV[None, None, None, 0], t.tPrdO[None, None, None, stage], True)
         return acc_dP
 
-    def exponentials(self, t, h: int, stage):
-        """P = exp2(S scale - LSE) of half h in place; returns it as a register operand."""
-        acc_S = t.acc_S[h]
-        for column in range(8):
+    @cute.jit
+    def probabilities(self, t, h: cutlass.Constexpr[int], stage):
+        """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score."""
+        acc = part(t.acc_S, h)
+        if t.info[0, stage] == 1:
+            self._mask(acc, t.info[None, stage], t.row, t.lane % 4 * 2 + 64 * h)
+        for column in cutlass.range_constexpr(8):
             lse2 = cute.make_rmem_tensor(2, Float32)
             cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
-            for e in range(4):
+            for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
-                acc_S[i] = cute.math.exp2(acc_S[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
-        return as_operand_a(acc_S, self.dtype)
+                acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
 
     @cute.jit
     def _arrive(self, t, barrier):

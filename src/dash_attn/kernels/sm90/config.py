@@ -67,6 +67,11 @@ class BackwardConfig:
             raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}")
 
     @property
+    def early_exp2(self) -> bool:
+        """Whether half of a task's exp2 is computed beside the last products of the task before it."""
+        return self.tile_m == 128
+
+    @property
     def has_release_warp(self) -> bool:
         """Whether a warp of its own hands contributions over."""
         return self.ordered and self.release is Release.RELEASE_WARP

@@ -137,29 +137,30 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
         n_item, n_task = Int32(0), Int32(0)
         slot = wait_item(bars, n_item)
         while slot[0] >= 0:
-            item = plan_view.mailbox_item(slot)
-            for r in cutlass.range(item.run_count, unroll=1):
-                run = plan_view.read_run(mPlan, item.run_first, r)
+            # Fields of the item are read from the mailbox where they are used: this warp has few registers.
+            for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
+                run = plan_view.read_run(mPlan, plan_view.mailbox_item(slot).run_first, r)
                 ticket, held = run.t_first, Int32(0)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    tile = plan_view.first_tile_of(item, item.q_head_first) + q_tile
-                    for h in cutlass.range(item.q_head_count, unroll=1):
+                    for h in cutlass.range(plan_view.mailbox_item(slot).q_head_count, unroll=1):
+                        item = plan_view.mailbox_item(slot)
+                        q_head = item.q_head_first + h
+                        tile = plan_view.first_tile_of(item, q_head) + q_tile
                         cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
                         if const_expr(config.ordered):
                             if ticket > 0:
                                 seen = wait_ticket(config, counter_of(config, mControl, tile), ticket)
                                 if const_expr(config.spin_limit > 0):
                                     if seen != ticket:
-                                        report(mErrors, slot, item.q_head_first + h, q_tile, ticket, seen)
+                                        report(mErrors, slot, q_head, q_tile, ticket, seen)
                         publish(bars, n_task, tile, ticket)
-                        tile += item.q_tile_count
                         n_task += 1
                     held += 1
                     if held == run.t_hold:
                         held = Int32(0)
                         ticket += run.t_step
-            if item.run_count > 0:
+            if plan_view.mailbox_item(slot).run_count > 0:
                 cute.arch.mbarrier_arrive(bars.item_granted)
             cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
             n_item += 1
@@ -195,15 +196,10 @@ def reduce_role(config: cutlass.Constexpr, mControl, mdQacc, mPartials, mTrace, 
                     sdQ[None, stage].iterator, mPartials.iterator + place * config.dq_elements, 4 * config.dq_elements
                 )
             cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(bars.dq_empty + stage)
             if const_expr(config.ordered):
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.mbarrier_arrive(bars.dq_empty + stage)
                 cute.arch.cp_async_bulk_wait_group(0)
-            else:
-                # The previous buffer is free as soon as its source has been read.
-                cute.arch.cp_async_bulk_wait_group(1, read=True)
-                if n_task > 0:
-                    cute.arch.mbarrier_arrive(bars.dq_empty + (n_task - 1) % config.dq_stages)
             if const_expr(config.trace):
                 record = Int64(tile) * mTrace.shape[1] + ticket * TRACE_WORDS
                 line = cute.make_tensor(mTrace.iterator + record, cute.make_layout(TRACE_WORDS))
