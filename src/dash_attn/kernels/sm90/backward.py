@@ -86,7 +86,7 @@ class Backward:
 
     def _tiled_mmas(self):
         c = self.config
-        major = warpgroup.OperandMajorMode
+        major = cute.nvgpu.OperandMajorMode
         source = warpgroup.OperandSource
 
         def make(a_major, b_major, warpgroups, columns, a_source=source.SMEM):
@@ -114,6 +114,7 @@ class Backward:
             do_empty: cute.struct.MemRange[Int64, c.do_stages]
             kv_full: cute.struct.MemRange[Int64, 2]
             kv_empty: cute.struct.MemRange[Int64, 2]
+            ds_empty: cute.struct.MemRange[Int64, c.ds_stages]
             dq_full: cute.struct.MemRange[Int64, c.dq_stages]
             dq_empty: cute.struct.MemRange[Int64, c.dq_stages]
             item_full: cute.struct.MemRange[Int64, 2]
@@ -140,10 +141,31 @@ class Backward:
         """TMA load of (rows, head_dim) tiles from a (B, S, H, D) tensor seen as (S, D, H, B)."""
         view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 3, 2, 0]))
         op = cpasync.CopyBulkTensorTileG2SOp()
-        return cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, self.config.head_dim))
+        return cpasync.make_tiled_tma_atom(
+            op, view, cute.select(layout, [0, 1]), (rows, self.config.head_dim)
+        )
 
     @cute.jit
-    def __call__(self, q, k, v, do, lse2, delta, dq_acc, dk, dv, plan, control, errors, partials, trace, scale, grid, stream):
+    def __call__(
+        self,
+        q,
+        k,
+        v,
+        do,
+        lse2,
+        delta,
+        dq_acc,
+        dk,
+        dv,
+        plan,
+        control,
+        errors,
+        partials,
+        trace,
+        scale,
+        grid,
+        stream,
+    ):
         c = self.config
         layouts = SimpleNamespace(
             q=tile_layout(self.dtype, c.tile_m, c.head_dim, c.q_stages),
@@ -214,7 +236,24 @@ class Backward:
                 reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
-            self.mma(mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, mdK, mdV, mPlan, scale, bars)
+            self.mma(
+                mma_scores,
+                mma_grads,
+                mma_dq,
+                sQ,
+                sdO,
+                sK,
+                sV,
+                sdS,
+                sLse2,
+                sDelta,
+                sdQ,
+                mdK,
+                mdV,
+                mPlan,
+                scale,
+                bars,
+            )
 
     def _barrier_counts(self):
         """Barrier name -> (stages, arrivals a phase)."""
@@ -223,6 +262,7 @@ class Backward:
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, MMA_WARPS),
             "do_full": (c.do_stages, 1), "do_empty": (c.do_stages, MMA_WARPS),
             "kv_full": (2, 1), "kv_empty": (2, MMA_WARPS),
+            "ds_empty": (c.ds_stages, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 1), "item_empty": (2, 1 + MMA_WARPS),
             "item_granted": (1, 1), "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
@@ -256,14 +296,18 @@ class Backward:
                         with cute.arch.elect_one():
                             self._put_q_info(bars, stage, item, q_tile, low, high)
                             cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                            ptx.bulk_load(sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full)
+                            ptx.bulk_load(
+                                sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full
+                            )
                         cute.copy(atom_q, tQgQ[None, q_tile, q_head], tQsQ[None, stage], tma_bar_ptr=full)
                         stage, phase = n_task % c.do_stages, (n_task // c.do_stages) & 1
                         cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
                         full = bars.do_full + stage
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                            ptx.bulk_load(sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full)
+                            ptx.bulk_load(
+                                sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full
+                            )
                         cute.copy(atom_do, tOgO[None, q_tile, q_head], tOsO[None, stage], tma_bar_ptr=full)
                         # K and V last: their buffers are the last ones the previous item lets go.
                         if fresh == 1:
@@ -273,7 +317,12 @@ class Backward:
                                 full = bars.kv_full + which
                                 with cute.arch.elect_one():
                                     cute.arch.mbarrier_arrive_and_expect_tx(full, kv_bytes)
-                                cute.copy(atom, tXgX[None, item.kv_tile, item.kv_head], tXsX[None, 0], tma_bar_ptr=full)
+                                cute.copy(
+                                    atom,
+                                    tXgX[None, item.kv_tile, item.kv_head],
+                                    tXsX[None, 0],
+                                    tma_bar_ptr=full,
+                                )
                             n_kv += 1
                         fresh = Int32(0)
                         n_task += 1
@@ -301,7 +350,9 @@ class Backward:
 
     def _partition(self, atom, tensor, shared, rows, sequence):
         """TMA partition of one sequence: shared (TMA, stage) and global (TMA, tile, head)."""
-        tiles = cute.flat_divide(tensor[None, None, None, sequence], (rows, self.config.head_dim))[None, None, None, 0, None]
+        tiles = cute.flat_divide(tensor[None, None, None, sequence], (rows, self.config.head_dim))[
+            None, None, None, 0, None
+        ]
         return cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
@@ -328,7 +379,8 @@ class Backward:
         sdSt = transposed(sdS)
         acc_S = cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, c.tile_m)), Float32)
         acc_dK, acc_dV = (
-            cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32) for _ in range(2)
+            cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32)
+            for _ in range(2)
         )
         store_ds = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
@@ -427,6 +479,7 @@ class Backward:
         if const_expr(not c.early_exp2):
             rdS = as_operand_a(acc_dP, self.dtype)
         flat = cute.make_tensor(rdS.iterator, acc_dP.layout)
+        cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
         cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[None, None, None, ds_stage])
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
@@ -441,6 +494,7 @@ class Backward:
                 self.probabilities(t, 0, (n_task + 1) % c.q_stages)
         cute.arch.mbarrier_wait(bars.dq_empty + dq_stage, ((n_task // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(1)
+        self._arrive(t, bars.ds_empty + ds_stage)
         if const_expr(is_last):
             self._arrive(t, bars.kv_empty)
             self._arrive(t, bars.kv_empty + 1)
@@ -515,4 +569,6 @@ class Backward:
                         pair = pair * factor
                     values[None, i].store(pair.to(self.dtype))
                 row = item.kv_tile * c.tile_n + t.row + 8 * half
-                registers.store_rows(values, target[item.sequence, row, item.kv_head, None], t.lane, row < item.seqlen_k)
+                registers.store_rows(
+                    values, target[item.sequence, row, item.kv_head, None], t.lane, row < item.seqlen_k
+                )

@@ -9,7 +9,9 @@ SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
 THREADS = 128 * (1 + MMA_WARPGROUPS)
 SLOTS = 8  # contributions that the warps around the reduction may be apart
-CONTROL_WORDS = 32  # int32 words before the first ticket: 0 claim counter, the rest keeps tickets off its line
+CONTROL_WORDS = (
+    32  # int32 words before the first ticket: 0 claim counter, the rest keeps tickets off its line
+)
 
 
 class Release(enum.Enum):
@@ -47,9 +49,9 @@ class BackwardConfig:
     dump_partials: bool = False
     trace: bool = False
     ticket_stride: int = 1
-    q_stages: int = 2
+    q_stages: int = 3  # with two, the next Q has only half a task to arrive
     do_stages: int = 2
-    ds_stages: int = 2
+    ds_stages: int = 1
     dq_stages: int = 2
 
     def __post_init__(self) -> None:
@@ -64,7 +66,9 @@ class BackwardConfig:
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
         if self.shared_bytes > SHARED_MEMORY_LIMIT:
-            raise ValueError(f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}")
+            raise ValueError(
+                f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}"
+            )
 
     @property
     def early_exp2(self) -> bool:

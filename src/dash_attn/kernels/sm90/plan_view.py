@@ -5,8 +5,8 @@ Word offsets follow the table's ABI version 1; every reader is one function, so 
 
 from typing import NamedTuple
 
-from cutlass import Int32
 import cutlass.cute as cute
+from cutlass import Int32
 
 ITEM_COUNT, SEQUENCE_COUNT, ITEM_OFFSET, RUN_OFFSET, SEQUENCE_OFFSET = 2, 4, 5, 6, 7
 HEADS, WINDOW_LEFT, WINDOW_RIGHT = 11, 14, 15
@@ -80,7 +80,15 @@ def read_item(plan: cute.Tensor, header: Header, index: Int32):
     seq = read_sequence(plan, header.sequence_offset, words[0])
     first = seq.q_tile_first * header.heads
     words[RUN_FIRST] = header.run_offset + words[RUN_FIRST] * RUN_WORDS
-    return Item(Int32(-1) if beyond else index, *words, seq.seqlen_q, seq.seqlen_k, seq.q_tile_count, first, seq.total_first)
+    return Item(
+        Int32(-1) if beyond else index,
+        *words,
+        seq.seqlen_q,
+        seq.seqlen_k,
+        seq.q_tile_count,
+        first,
+        seq.total_first,
+    )
 
 
 @cute.jit

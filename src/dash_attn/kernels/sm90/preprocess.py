@@ -70,7 +70,9 @@ class Preprocess:
                     inside = q_tile * c.tile_m + local < seq.seqlen_q
                     mDelta[stat + local] = -total if inside else Float32(0.0)
             if const_expr(not c.ordered):
-                acc = cute.make_tensor(mdQacc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements))
+                acc = cute.make_tensor(
+                    mdQacc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
+                )
                 for n in cutlass.range_constexpr(c.dq_elements // THREADS):
                     acc[n * THREADS + tidx] = Float32(0.0)
 
@@ -86,7 +88,9 @@ class Convert:
 
     @cute.jit
     def __call__(self, dq_acc, dq, plan, scale, grid, stream):
-        self.kernel(dq_acc, dq, plan, scale).launch(grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True)
+        self.kernel(dq_acc, dq, plan, scale).launch(
+            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
 
     @cute.kernel
     def kernel(self, mdQacc: cute.Tensor, mdQ: cute.Tensor, mPlan: cute.Tensor, scale: Float32):
@@ -107,7 +111,9 @@ class Convert:
             group, lane = tidx // 128, tidx % 32
             mine = cute.make_rmem_tensor((2, 2, vectors), Float32)
             for v in cutlass.range_constexpr(vectors):
-                cute.autovec_copy(acc[None, tidx % 128, v, group], cute.make_tensor(mine[None, None, v].iterator, 4))
+                cute.autovec_copy(
+                    acc[None, tidx % 128, v, group], cute.make_tensor(mine[None, None, v].iterator, 4)
+                )
             first = tidx % 128 // 32 * 16 + lane // 4
             first_column = 0
             if const_expr(c.tile_m == 64):

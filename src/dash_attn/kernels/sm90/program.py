@@ -1,6 +1,5 @@
 """One compiled callable a configuration: preprocessing, main kernel and conversion behind one host call."""
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
@@ -28,7 +27,23 @@ class Program:
         tiles = (cute.ceil_div(seqlen, self.config.tile_m), heads, batch)
         self.preprocess(o, do, lse, lse2, delta, dq_acc, plan, control, tiles, stream)
         self.backward(
-            q, k, v, do, lse2, delta, dq_acc, dk, dv, plan, control, errors, partials, trace, scale, grid, stream
+            q,
+            k,
+            v,
+            do,
+            lse2,
+            delta,
+            dq_acc,
+            dk,
+            dv,
+            plan,
+            control,
+            errors,
+            partials,
+            trace,
+            scale,
+            grid,
+            stream,
         )
         self.convert(dq_acc, dq, plan, scale, tiles, stream)
 
@@ -46,10 +61,15 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
         return make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=align)
 
     def table(element):
-        return make_fake_tensor(element, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=16)
+        return make_fake_tensor(
+            element, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=16
+        )
 
     lse = make_fake_tensor(
-        Float32, tuple(cute.sym_int32() for _ in range(3)), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
+        Float32,
+        tuple(cute.sym_int32() for _ in range(3)),
+        (cute.sym_int64(), cute.sym_int64(), 1),
+        assumed_align=4,
     )
     matrices = [matrix() for _ in range(5)]
     return [

@@ -1,7 +1,7 @@
 """Single PTX instructions that CuTe-DSL has no call for, one function each."""
 
-from cutlass import Int32, Int64
 import cutlass.cute as cute
+from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -63,7 +63,11 @@ def claim(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
 def compare_and_swap(pointer: cute.Pointer, old: Int32, new: Int32, *, loc=None, ip=None) -> Int32:
     """atom.cas of one int32, returns the value found."""
     text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"
-    operands = [_address(pointer, loc, ip), Int32(old).ir_value(loc=loc, ip=ip), Int32(new).ir_value(loc=loc, ip=ip)]
+    operands = [
+        _address(pointer, loc, ip),
+        Int32(old).ir_value(loc=loc, ip=ip),
+        Int32(new).ir_value(loc=loc, ip=ip),
+    ]
     return Int32(_asm(T.i32(), operands, text, "=r,l,r,r,~{memory}", loc, ip))
 
 
@@ -82,7 +86,9 @@ def bulk_add_f32(shared: cute.Pointer, target: cute.Pointer, size: int, *, loc=N
 
 
 @dsl_user_op
-def bulk_load(target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer, *, loc=None, ip=None):
+def bulk_load(
+    target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer, *, loc=None, ip=None
+):
     """cp.async.bulk global to shared, completing `size` bytes on `barrier`."""
     text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
     operands = [_address(target, loc, ip), _address(source, loc, ip), _address(barrier, loc, ip)]

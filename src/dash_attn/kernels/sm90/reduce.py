@@ -193,7 +193,9 @@ def reduce_role(config: cutlass.Constexpr, mControl, mdQacc, mPartials, mTrace, 
             if const_expr(config.dump_partials):
                 place = Int64(tile) * (mPartials.shape[1] // config.dq_elements) + ticket
                 ptx.bulk_store(
-                    sdQ[None, stage].iterator, mPartials.iterator + place * config.dq_elements, 4 * config.dq_elements
+                    sdQ[None, stage].iterator,
+                    mPartials.iterator + place * config.dq_elements,
+                    4 * config.dq_elements,
                 )
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
