@@ -413,7 +413,7 @@ class Backward:
                 warpgroup.wait_group(0)
                 if const_expr(c.early_exp2):
                     self.probabilities(t, 0, n_task % c.q_stages)
-                for i in cutlass.range(tasks - 1, unroll=1):
+                for _ in cutlass.range(tasks - 1, unroll=1):
                     self.task(t, n_task, bars, False)
                     n_task += 1
                 self.task(t, n_task, bars, True)

@@ -16,7 +16,7 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 def lpt_placement(
-    problem: Problem, items: NDArray[np.int32], *, l2_bytes: int = L2_BYTES
+    problem: Problem, items: NDArray[np.int32], *, l2_bytes: int | None = None
 ) -> NDArray[np.int32]:
     """Reorder items: within a section of heads that fit L2 together, the longest first.
 
@@ -26,7 +26,9 @@ def lpt_placement(
     Args:
         problem: the problem.
         items: (items, 3) int32 rows (sequence, kv_head, kv_tile), a policy's own order.
-        l2_bytes: bytes of the cache that a section of heads may fill.
+        l2_bytes: bytes of the cache that a section of heads may fill. By default L2_BYTES for sequences
+            up to 1,024 tokens, rising to four times as much at 4,096: the longer a head, the less of it
+            is in use at a time (measured, docs/perf-log.md).
 
     Returns:
         (items, 3) int32.
@@ -42,6 +44,9 @@ def lpt_placement(
     """
     if not len(items):
         return items
+    if l2_bytes is None:
+        longest = max(seqlen_k for _, seqlen_k in problem.sequences)
+        l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
     tasks = np.empty(len(items), dtype=np.int64)
     size = np.empty(len(items), dtype=np.int64)
     shape_of = {pair: shape for shape, pair in enumerate(problem.grids)}
