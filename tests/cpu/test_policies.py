@@ -8,7 +8,7 @@ from hypothesis import given
 from strategies import ALL_POLICIES, plans, problems
 
 from dash_attn.errors import UnsupportedMaskError
-from dash_attn.model import H200, H200_WORKERS, simulate
+from dash_attn.model import H200, H200_WORKERS, Costs, simulate
 from dash_attn.problem import Mask, Problem, SequenceGrid
 from dash_attn.schedule import (
     FA3,
@@ -20,6 +20,7 @@ from dash_attn.schedule import (
     SymmetricShift,
     build_plan,
     choose_policy,
+    verify,
 )
 from dash_attn.schedule.choose import AUTO_RING
 from dash_attn.schedule.policies import lpt_placement
@@ -132,6 +133,17 @@ def test_symmetric_shift_needs_whole_rows() -> None:
 def test_ring_size_is_what_must_be_resident() -> None:
     problem = Problem.dense(batch=2, heads=3, seqlen=16 * 128, head_dim=64)
     assert [build_plan(problem, Shift(ring=g)).min_workers for g in (1, 3, 4, 16)] == [1, 3, 4, 16]
+
+
+def test_second_rings_are_claimed_after_another_heads_first() -> None:
+    """With rings of half a head on as many workers as two rings, no ring waits for the one before it."""
+    problem = Problem.dense(heads=4, seqlen=32 * 128, head_dim=64)
+    plan = build_plan(problem, Shift(ring=16))
+    assert plan.items[::16, 1].tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert plan.min_workers == 16
+    assert simulate(plan, Costs(5, 2), 32).stall == 0
+    head_by_head = verify(plan.with_items(plan.items[np.lexsort((plan.items[:, 2], plan.items[:, 1]))]))
+    assert simulate(head_by_head, Costs(5, 2), 32).stall > 0.05
 
 
 def test_policy_names_carry_their_parameters() -> None:

@@ -145,7 +145,7 @@ def run_backward(
     if not q.numel() or not k.numel():
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     config = _config(problem.head_dim, problem.dtype, ordered, debug)
-    resident = torch.cuda.get_device_properties(q.device).multi_processor_count
+    resident = _multiprocessors(q.device)
     workers = min(resident if workers is None else workers, resident)
     if ordered:
         check_workers(plan, workers)
@@ -194,13 +194,28 @@ class _Workspace:
         self.lse2, self.delta = empty(tiles * config.tile_m), empty(tiles * config.tile_m)
         self.dq = empty(tiles * config.dq_elements)
         self.control = empty(CONTROL_WORDS + tiles * config.ticket_stride, torch.int32)
-        self.errors = (
-            torch.zeros(8, dtype=torch.int32, device=device) if config.spin_limit else self.control[:8]
-        )
-        rows, width = (tiles, tickets * config.dq_elements) if config.dump_partials else (1, 4)
-        self.partials = empty(rows * width).view(rows, width)
-        rows = tiles if config.trace else 1
-        self.trace = torch.zeros(rows, 4 * tickets if config.trace else 4, dtype=torch.int64, device=device)
+        # What only debugging variants write is a constant for the others.
+        self.errors, self.partials, self.trace = _unused(device)
+        if config.spin_limit:
+            self.errors = torch.zeros(8, dtype=torch.int32, device=device)
+        if config.dump_partials:
+            self.partials = empty(tiles * tickets * config.dq_elements).view(tiles, -1)
+        if config.trace:
+            self.trace = torch.zeros(tiles, 4 * tickets, dtype=torch.int64, device=device)
+
+
+@cache
+def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.zeros(8, dtype=torch.int32, device=device),
+        torch.zeros(1, 4, device=device),
+        torch.zeros(1, 4, dtype=torch.int64, device=device),
+    )
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _TABLES: WeakKeyDictionary[Plan, dict[torch.device, Tensor]] = WeakKeyDictionary()
@@ -217,10 +232,9 @@ def _table(plan: Plan, device: torch.device) -> Tensor:
 
 def _loadable(x: Tensor) -> Tensor:
     """x itself if the copy engine can read it: last dimension contiguous, rows and base 16-byte aligned."""
-    strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1]) if size > 1]
+    *strides, last = x.stride()
     unit = 16 // x.element_size()
-    aligned = x.data_ptr() % 16 == 0 and all(stride % unit == 0 and stride > 0 for stride in strides)
-    if aligned and x.stride(-1) == 1 and len(strides) == x.ndim - 1:
+    if last == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 and s > 0 for s in strides):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import UnsupportedMaskError
 from ...problem import IntArray, SequenceGrid
-from ..policy import Policy
+from ..policy import Head, Policy, head_items
 from ..tickets import SummationGroup, Visit
 
 __all__ = ["Shift"]
@@ -88,6 +89,20 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
         starts = [start for _, ring in self._rings(grid) for start in ring.tolist()]
         visits: list[list[Visit]] = [[(s, 1, n - s), (0, 1, s)] if s else [(0, 1, n)] for s in starts]
         return visits or [[] for _ in range(grid.kv_tiles)]
+
+    def place(self, heads: Sequence[Head]) -> NDArray[np.int32]:
+        """Ring by ring, two heads at a time: the second ring of a head has nothing to add before its
+        first one has been round, so another head's first ring is claimed in between."""
+        parts = []
+        for start in range(0, len(heads), 2):
+            together = heads[start : start + 2]
+            size = max([1, *(self._ring(head.grid) for head in together)])
+            longest = max(head.grid.kv_tiles for head in together)
+            for first in range(0, max(longest, 1), size):
+                for head in together:
+                    end = min(first + size, head.grid.kv_tiles)
+                    parts.append(head_items(head, np.arange(first, max(end, first), dtype=np.int64)))
+        return np.concatenate(parts)
 
     def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
         q = np.arange(grid.q_tiles, dtype=np.int64)
