@@ -272,11 +272,17 @@ class _PatternRun:
             run = runs[at]
             width = min(run.count - offset, chunk)
             tiles = _tiles(run, offset, width)
-            steps = np.arange(offset, offset + width, dtype=np.int32) // run.t_hold if run.t_step else 0
+            steps: IntArray | int = 0
+            if run.t_step:
+                steps = np.arange(offset, offset + width)
+                if run.t_hold > 1:
+                    steps //= run.t_hold
             ready = self.done[tiles] == run.t_first + run.t_step * steps
-            moved = width if ready.all() else int(np.argmin(ready))
+            moved = int(ready.argmin())  # the first that is not ready, or 0
+            if ready[moved]:
+                moved = width
             if moved:
-                woken += self._contribute(rank, _tiles(run, offset, moved))
+                woken += self._contribute(rank, tiles if moved == width else _tiles(run, offset, moved))
                 offset += moved
             self.at[rank] = at, offset
             if moved < width:
@@ -299,7 +305,7 @@ class _PatternRun:
         else:
             newest[:] = self.reach[rank]
         woken = []
-        for at in np.flatnonzero(self.done[tiles] == self.awaited[tiles]).tolist():
+        for at in (self.done[tiles] == self.awaited[tiles]).nonzero()[0].tolist():
             q = tiles.start + at * tiles.step
             here = self.waiting[q]
             while here and here[0][0] == self.awaited[q]:
