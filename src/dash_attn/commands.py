@@ -108,13 +108,18 @@ def _short(value: object) -> str:
     return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
+def _show(args: argparse.Namespace, text: str) -> None:
+    """A drawing in text; beside JSON it must not stand on standard output."""
+    print("\n" + text, file=sys.stderr if args.json else sys.stdout)
+
+
 def run_plan(args: argparse.Namespace) -> int:
     plan = _built_plan(args)
     _emit(args, _describe(plan))
     if args.show:
         from .model.render import text_plan
 
-        print("\n" + text_plan(plan), file=sys.stderr if args.json else sys.stdout)
+        _show(args, text_plan(plan))
     if args.save:
         from .model.render import save_plan
 
@@ -139,7 +144,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     if args.show:
         from .model.render import text_gantt
 
-        print("\n" + text_gantt(timeline), file=sys.stderr if args.json else sys.stdout)
+        _show(args, text_gantt(timeline))
     if args.save:
         from .model.render import save_gantt
 
