@@ -75,8 +75,8 @@ class Backward:
     Tensors: q, do (B, Sq, H, D), k, v (B, Sk, Hkv, D), any strides with D contiguous and rows of 16-byte multiples; with B = 1 the
     sequences of the plan lie one after the other, otherwise one a batch. lse2 and
     delta fp32, tile_m values a dQ tile, in tile-index order (base-2 LSE, +inf for rows without keys; -rowsum(O dO));
-    dq_acc fp32, tile_m*D values a dQ tile; parts fp32, 2*tile_n*D values a slot of items that own a part of a group (dK, dV, in
-    accumulator order, unscaled); control int32, claim counter and tickets, zero at launch.
+    dq_acc fp32, tile_m*D values a dQ tile; parts fp32, 2*tile_n*D values an item that owns one of several head groups (dK, dV,
+    in accumulator order, unscaled); control int32, claim counter and tickets, zero at launch.
     Guarantee: for one plan the bits of dK, dV and dq_acc do not depend on timing, grid size or neighbours (ordered=True).
     """
 
@@ -589,7 +589,7 @@ class Backward:
 
     @cute.jit
     def store_partial_grads(self, t, mParts, slot: Int32):
-        """Write this thread's fp32 dK (unscaled) and dV, for an item that owns a part of its group, as the dQ tile is kept."""
+        """Write this thread's fp32 dK (unscaled) and dV, for an item that owns one of several head groups, kept like the dQ tile."""
         c = self.config
         size = c.tile_n * c.head_dim
         vectors = size // 1024

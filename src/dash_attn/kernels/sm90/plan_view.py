@@ -33,7 +33,7 @@ class Item(NamedTuple):
     run_first: Int32  # word of the table where its runs begin
     run_count: Int32
     task_count: Int32
-    partial_slot: Int32  # -1: the item owns its whole group of heads
+    partial_slot: Int32  # -1: the item owns all q heads of its kv head
     seqlen_q: Int32
     seqlen_k: Int32
     q_tile_count: Int32
@@ -69,7 +69,7 @@ class Sequence(NamedTuple):
     q_tile_first: Int32
     total_first: Int32
     kv_tile_first: Int32
-    part_count: Int32
+    head_groups: Int32
     partial_first: Int32
 
 

@@ -84,8 +84,8 @@ class Preprocess:
 class Convert:
     """dQ = softmax scale * fp32 dQ, in the output dtype; tiles that nobody contributes to become zero.
 
-    One block a q tile and head. Where items own parts of a group, `kv_tiles` more blocks a head sum the parts of dK and dV of
-    a kv tile, in ascending order, and finish them like dQ (dV unscaled); every sum starts with the value of part 0.
+    One block a q tile and head. Where kv heads have several head groups, `kv_tiles` more blocks a head sum the groups' dK
+    and dV of a kv tile, in ascending order, and finish them like dQ (dV unscaled).
     """
 
     def __init__(self, config: BackwardConfig):
@@ -105,7 +105,7 @@ class Convert:
         index, y, _ = cute.arch.block_idx()
         if index < q_tiles:
             self.convert_dq(mdQacc, mdQ, mPlan, scale, index, y)
-        elif y // 2 < mdK.shape[2]:  # a group that is split has two q heads at least
+        elif y // 2 < mdK.shape[2]:  # a kv head of two head groups has two q heads at least
             if y % 2 == 0:
                 self.sum_parts(mParts, 0, mdK, mPlan, scale, index - q_tiles, y // 2)
             else:
@@ -162,9 +162,9 @@ class Convert:
         sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.KV_MAP_OFFSET, index)
         batch, _, first_row = plan_view.first_rows(seq, sequence, mdX.shape[0])
         cute.arch.griddepcontrol_wait()
-        if seq.part_count > 1:
+        if seq.head_groups > 1:
             kv_tile = index - seq.kv_tile_first
-            slot = seq.partial_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.part_count
+            slot = seq.partial_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
             size = c.tile_n * c.head_dim
             vectors = size // 1024
             group, lane = tidx // 128, tidx % 32
@@ -175,7 +175,7 @@ class Convert:
                 added = cute.make_rmem_tensor((4, 4), Float32)
                 source = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
                 cute.autovec_copy(source[None, None, chunk], total)
-                for p in cutlass.range(1, seq.part_count, unroll=1):
+                for p in cutlass.range(1, seq.head_groups, unroll=1):
                     offset = cute.assume(start + Int64(p) * (2 * size), divby=4)
                     source = cute.make_tensor(mParts.iterator + offset, layout)
                     cute.autovec_copy(source[None, None, chunk], added)

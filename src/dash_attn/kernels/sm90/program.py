@@ -23,7 +23,7 @@ class Program:
         dq_acc: cute.Tensor, parts: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor,
         trace: cute.Tensor, scale: Float32, q_tiles: Int32, kv_tiles: Int32, grid: Int32, stream,
     ):  # fmt: skip
-        """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where no item owns a part of its group."""
+        """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group."""
         self.preprocess(o, do, lse, lse2, delta, dq_acc, plan, control, q_tiles, stream)
         self.backward(
             q,
