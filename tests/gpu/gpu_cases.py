@@ -78,7 +78,7 @@ def auto_plan(problem: Problem, **how: Any) -> Plan:
 
 
 def random_tensors(problem: Problem, seed: int = 0, outliers: bool = False) -> list[Tensor]:
-    """dout, q, k, v of a dense batch: normal; with outliers, one element in 2,000 is up to 30 times larger."""
+    """dout, q, k, v of a dense batch: normal; with outliers, one element in 2,000 is 30 times larger."""
     (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
     return _random(problem, (batch, seqlen_q), (batch, seqlen_k), seed, outliers)
 
