@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 from ..errors import PlacementError
-from ..problem import Problem
+from ..problem import Problem, SequenceGrid
 from .head_groups import default_head_groups
 from .plan import HeadPattern, Plan
-from .policies import lpt_placement
+from .policies import POLICIES, lpt_placement
 from .policy import Head, Policy
 from .tickets import derive_runs
 from .verify import verify
@@ -17,6 +18,9 @@ __all__ = ["PLACEMENTS", "Placement", "build_plan"]
 
 Placement = Literal["policy", "lpt"]
 PLACEMENTS: tuple[Placement, ...] = ("policy", "lpt")
+
+_KEPT_PATTERNS, _KEPT_KV_TILES = 2048, 512
+"""Patterns kept, and kv tiles of the largest: the next packed batch has other lengths, but not all."""
 
 
 def build_plan(
@@ -50,10 +54,9 @@ def build_plan(
         raise PlacementError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
     patterns = {}
     for pair, grid in problem.grids.items():
-        policy.check(grid)
-        runs = derive_runs(grid, policy.visits(grid), policy.summation(grid))
         groups = default_head_groups(problem.group, grid) if head_groups is None else head_groups
-        patterns[pair] = HeadPattern.from_runs(grid, runs, groups)
+        keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
+        patterns[pair] = (_kept_pattern if keep else _pattern)(policy, grid, groups)
     heads = [
         Head(sequence, head_group, problem.grids[pair])
         for sequence, pair in enumerate(problem.sequences)
@@ -62,3 +65,12 @@ def build_plan(
     name = str(policy) if placement == "policy" else f"{policy} + {placement}"
     plan = Plan(problem, name, patterns, policy.place(heads))
     return verify(plan.with_items(lpt_placement(plan)) if placement == "lpt" else plan)
+
+
+def _pattern(policy: Policy, grid: SequenceGrid, head_groups: int) -> HeadPattern:
+    policy.check(grid)
+    runs = derive_runs(grid, policy.visits(grid), policy.summation(grid))
+    return HeadPattern.from_runs(grid, runs, head_groups)
+
+
+_kept_pattern = lru_cache(_KEPT_PATTERNS)(_pattern)

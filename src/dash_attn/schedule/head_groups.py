@@ -8,8 +8,6 @@ looks at one sequence and at the number of q heads a kv head, never at the batch
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from ..problem import SequenceGrid
 
 __all__ = ["default_head_groups", "group_heads"]
@@ -52,5 +50,4 @@ def group_heads(group: int, groups: int) -> list[range]:
     >>> group_heads(7, 2)
     [range(0, 3), range(3, 7)]
     """
-    ends = [group * i // groups for i in range(groups + 1)]
-    return [range(a, b) for a, b in pairwise(ends)]
+    return [range(group * i // groups, group * (i + 1) // groups) for i in range(groups)]

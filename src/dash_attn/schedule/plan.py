@@ -17,7 +17,7 @@ a short one reaches its second head while a long one is still in its first.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -145,10 +145,14 @@ class Plan:
         first = kv_head * self.problem.group
         return range(first + heads.start, first + heads.stop)
 
-    def items_of(self, pair: tuple[int, int]) -> NDArray[np.bool_]:
-        """(items,) True for the items of sequences with these lengths."""
-        alike: NDArray[np.bool_] = np.array([p == pair for p in self.problem.sequences])[self.items[:, 0]]
-        return alike
+    def by_item(self, values: Callable[[HeadPattern], IntArray]) -> IntArray:
+        """(items,) what an array over the kv tiles of a pattern holds for each item."""
+        arrays = [values(pattern) for pattern in self.patterns.values()]
+        first = np.cumsum([0, *map(len, arrays)])
+        shape_of = {pair: shape for shape, pair in enumerate(self.patterns)}
+        first_of = first[[shape_of[pair] for pair in self.problem.sequences]]
+        found: IntArray = np.concatenate(arrays)[first_of[self.items[:, 0]] + self.items[:, 2]]
+        return found
 
     @cached_property
     def group_first(self) -> IntArray:

@@ -83,48 +83,36 @@ def to_table(plan: Plan) -> Words:
     ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2, -1], [0, 0, 1, 0, 1, 1, 1, 2, -1]])
     """
     p = plan.problem
-    run_base, totals_base, run_parts, total_parts = {}, {}, [], []
-    runs_so_far = totals_so_far = 0
-    for pair, pattern in plan.patterns.items():
-        run_base[pair], totals_base[pair] = runs_so_far, totals_so_far
-        run_parts.append(_pack_runs(pattern))
-        totals = pattern.grid.contributions
-        total_parts.append(np.pad(totals, (0, -len(totals) % 4)))
-        runs_so_far += len(pattern.runs)
-        totals_so_far += len(total_parts[-1])
+    runs = _pack_runs(np.concatenate([pattern.runs for pattern in plan.patterns.values()]))
+    totals = [_padded(pattern.grid.contributions) for pattern in plan.patterns.values()]
     item_offset = HEADER_WORDS
     run_offset = item_offset + ITEM_WORDS * len(plan.items)
-    sequence_offset = run_offset + RUN_WORDS * runs_so_far
+    sequence_offset = run_offset + RUN_WORDS * len(runs)
     total_offset = sequence_offset + SEQUENCE_WORDS * len(p.sequences)
-    q_map_offset = total_offset + totals_so_far
-    q_map, kv_map = (_tile_map([getattr(p.grids[pair], tiles) for pair in p.sequences])
-                     for tiles in ("q_tiles", "kv_tiles"))  # fmt: skip
-    q_tile_total = sum(p.grids[pair].q_tiles for pair in p.sequences)
+    q_map_offset = total_offset + sum(map(len, totals))
+    total_first = dict(zip(plan.patterns, total_offset + np.cumsum([0, *map(len, totals)]), strict=False))
+    sequences = _sequence_records(plan, total_first)
+    q_map, kv_map = (_padded(np.repeat(np.arange(len(sequences)), sequences[:, column])) for column in (2, 3))
     bounds = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
     header = [
-        MAGIC, ABI_VERSION, len(plan.items), runs_so_far, len(p.sequences), item_offset, run_offset,
+        MAGIC, ABI_VERSION, len(plan.items), len(runs), len(p.sequences), item_offset, run_offset,
         sequence_offset, total_offset, p.tile_m, p.tile_n, p.heads, p.kv_heads, plan.min_workers, *bounds,
-        q_map_offset, q_tile_total, q_map_offset + len(q_map), plan.partial_first[-1],
+        q_map_offset, sequences[:, 2].sum(), q_map_offset + len(q_map), plan.partial_first[-1],
     ]  # fmt: skip
-    sequences = _sequence_records(plan, {pair: total_offset + base for pair, base in totals_base.items()})
-    words = np.concatenate(
-        [np.array(header, dtype=np.int64), _item_records(plan, run_base).ravel()]
-        + [part.ravel() for part in run_parts]
-        + [sequences.ravel(), *total_parts, q_map, kv_map]
-    )
+    items = _item_records(plan)
+    words = np.concatenate([header, items.ravel(), runs.ravel(), sequences.ravel(), *totals, q_map, kv_map])
     if len(words) and (words.max() > 2**31 - 1 or words.min() < -(2**31)):
         raise TableError(f"a word of the table does not fit int32: {words.min()} .. {words.max()}")
     return words.astype(np.int32)
 
 
-def _tile_map(tiles: list[int]) -> NDArray[np.int64]:
-    """For every tile the sequence it belongs to, padded to four words."""
-    owner = np.repeat(np.arange(len(tiles), dtype=np.int64), tiles)
-    return np.pad(owner, (0, -len(owner) % 4))
+def _padded(words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Zeros behind, to a multiple of four words."""
+    return np.concatenate([words, np.zeros(-len(words) % 4, dtype=np.int64)])
 
 
-def _pack_runs(pattern: HeadPattern) -> NDArray[np.int64]:
-    q_first, q_step, count, t_first, t_step, t_hold = pattern.runs.T
+def _pack_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    q_first, q_step, count, t_first, t_step, t_hold = runs.T
     for name, values, limit in (
         ("q_step", q_step, MAX_STEP),
         ("t_step", t_step, MAX_STEP),
@@ -136,39 +124,32 @@ def _pack_runs(pattern: HeadPattern) -> NDArray[np.int64]:
     return np.stack([q_first, count, t_first, steps], axis=1)
 
 
-def _item_records(plan: Plan, run_base: dict[tuple[int, int], int]) -> NDArray[np.int64]:
-    p, items = plan.problem, plan.items.astype(np.int64)
-    records = np.zeros((len(items), ITEM_WORDS), dtype=np.int64)
-    records[:, 0], records[:, 2] = items[:, 0], items[:, 2]
-    for pair, pattern in plan.patterns.items():
-        mine = plan.items_of(pair)
-        sequence, kv = items[mine, 0], items[mine, 2]
-        kv_head, part = np.divmod(items[mine, 1], pattern.head_groups)
-        dealt = group_heads(p.group, pattern.head_groups)
-        records[mine, 1] = kv_head
-        records[mine, 3] = kv_head * p.group + np.array([heads.start for heads in dealt])[part]
-        records[mine, 4] = np.array([len(heads) for heads in dealt])[part]
-        place = (kv_head * pattern.grid.kv_tiles + kv) * pattern.head_groups + part
-        records[mine, 8] = plan.partial_first[sequence] + place if pattern.head_groups > 1 else -1
-        records[mine, 5] = run_base[pair] + pattern.offsets[kv]
-        records[mine, 6] = pattern.offsets[kv + 1] - pattern.offsets[kv]
-        records[mine, 7] = pattern.task_counts[kv]
+def _item_records(plan: Plan) -> NDArray[np.int64]:
+    group, (sequence, head_group, kv) = plan.problem.group, plan.items.astype(np.int64).T
+    groups = plan.by_item(lambda p: np.full(p.grid.kv_tiles, p.head_groups))
+    kv_tiles = plan.by_item(lambda p: np.full(p.grid.kv_tiles, p.grid.kv_tiles))
+    kv_head, part = np.divmod(head_group, groups)
+    first, end = group * part // groups, group * (part + 1) // groups  # as group_heads deals them
+    run_counts = plan.by_item(lambda p: np.diff(p.offsets))
+    base = iter(np.cumsum([0, *(len(p.runs) for p in plan.patterns.values())]))
+    run_first = plan.by_item(lambda p: p.offsets[:-1] + next(base))
+    partial = plan.partial_first[sequence] + (kv_head * kv_tiles + kv) * groups + part
+    records = np.zeros((len(plan.items), ITEM_WORDS), dtype=np.int64)
+    records[:, :9] = np.stack(
+        [sequence, kv_head, kv, kv_head * group + first, end - first, run_first, run_counts,
+         plan.by_item(lambda p: p.task_counts), np.where(groups > 1, partial, -1)], axis=1
+    )  # fmt: skip
     return records
 
 
 def _sequence_records(plan: Plan, total_first: dict[tuple[int, int], int]) -> NDArray[np.int64]:
     p = plan.problem
     records = np.zeros((len(p.sequences), SEQUENCE_WORDS), dtype=np.int64)
-    for column, values in (
-        (0, [pair[0] for pair in p.sequences]),
-        (1, [pair[1] for pair in p.sequences]),
-        (2, [p.grids[pair].q_tiles for pair in p.sequences]),
-        (3, [p.grids[pair].kv_tiles for pair in p.sequences]),
-        (7, [total_first[pair] for pair in p.sequences]),
-        (9, [plan.patterns[pair].head_groups for pair in p.sequences]),
-        (10, plan.partial_first[:-1]),
-    ):
-        records[:, column] = values
+    for row, pair in zip(records, p.sequences, strict=True):
+        grid = p.grids[pair]
+        row[:4], row[7] = (*pair, grid.q_tiles, grid.kv_tiles), total_first[pair]
+        row[9] = plan.patterns[pair].head_groups
+    records[:, 10] = plan.partial_first[:-1]
     for column, counted in ((4, 0), (5, 1), (6, 2), (8, 3)):
         records[1:, column] = np.cumsum(records[:-1, counted])
     return records

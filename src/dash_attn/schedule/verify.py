@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,10 @@ from .plan import HeadPattern, Plan, Run
 from .tickets import MAX_HOLD
 
 __all__ = ["Verdict", "check_workers", "verify"]
+
+
+_PROVEN: WeakKeyDictionary[HeadPattern, dict[bytes, IntArray]] = WeakKeyDictionary()
+"""Patterns proven before, whose arrays can no longer be written: dependences by order of their items."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +64,13 @@ def verify(plan: Plan) -> Plan:
         parts = plan.patterns[pair].head_groups
         if not 1 <= parts <= plan.problem.group:
             raise CoverageError(f"{where}: {parts} head groups of {plan.problem.group} q heads a kv head")
-        _check_coverage(plan.patterns[pair], where)
+        if plan.patterns[pair] not in _PROVEN:
+            _check_coverage(plan.patterns[pair], where)
     _check_placement(plan)
     min_workers = 1 + _deepest_dependence(plan)
     verified = replace(plan)
     object.__setattr__(verified, "verdict", Verdict(min_workers, plan.problem.tasks))
     plan.items.setflags(write=False)
-    for pattern in plan.patterns.values():
-        pattern.offsets.setflags(write=False)
-        pattern.runs.setflags(write=False)
     return verified
 
 
@@ -165,23 +168,24 @@ def _check_item_coverage(pattern: HeadPattern, kv: int, where: str) -> None:
 
 def _deepest_dependence(plan: Plan) -> int:
     """Largest number of items of one prefix of the list that depend on an item behind that prefix."""
-    p, items = plan.problem, plan.items
+    items = plan.items
     position = np.arange(len(items), dtype=np.int64)
     head = plan.group_first[items[:, 0]] + items[:, 1]
     by_head = np.argsort(head, kind="stable")
     starts = np.flatnonzero(np.diff(head[by_head], prepend=-1))
     needed = position.copy()
-    known: dict[tuple[tuple[int, int], bytes], IntArray] = {}
     for rows in np.split(by_head, starts[1:]):
         if not len(rows):
             continue
         sequence, order = int(items[rows[0], 0]), items[rows, 2].astype(np.int64)
-        pair = p.sequences[sequence]
-        key = (pair, order.tobytes())
-        if key not in known:
+        pattern = plan.pattern(sequence)
+        if pattern not in _PROVEN or order.tobytes() not in _PROVEN[pattern]:
             where = f"sequence {sequence}, head group {items[rows[0], 1]}"
-            known[key] = _dependences(plan.patterns[pair], order, where)
-        needed[rows] = rows[known[key]]
+            found = _dependences(pattern, order, where)
+            pattern.offsets.setflags(write=False)
+            pattern.runs.setflags(write=False)
+            _PROVEN.setdefault(pattern, {})[order.tobytes()] = found
+        needed[rows] = rows[_PROVEN[pattern][order.tobytes()]]
     change = np.zeros(len(items) + 2, dtype=np.int64)
     np.add.at(change, position + 1, 1)
     np.add.at(change, needed + 1, -1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import Plan
+from ...problem import Problem
+from ..plan import HeadPattern, Plan
 
 __all__ = ["L2_BYTES", "lpt_placement"]
 
@@ -45,13 +46,8 @@ def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> NDArray[np.int3
     if l2_bytes is None:
         longest = max(seqlen_k for _, seqlen_k in problem.sequences)
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
-    tasks = np.empty(len(items), dtype=np.int64)
-    size = np.empty(len(items), dtype=np.int64)
-    for pair, pattern in plan.patterns.items():
-        mine = plan.items_of(pair)
-        owned = problem.group / pattern.head_groups
-        tasks[mine] = pattern.task_counts[items[mine, 2]] * owned
-        size[mine] = _head_bytes(plan, pair, owned)
+    tasks = plan.by_item(lambda pattern: pattern.task_counts * problem.group // pattern.head_groups)
+    size = plan.by_item(lambda pattern: np.full(pattern.grid.kv_tiles, _head_bytes(problem, pattern)))
     head = plan.group_first[items[:, 0]] + items[:, 1]
     _, first_seen, inverse = np.unique(head, return_index=True, return_inverse=True)
     by_appearance = np.sort(first_seen)
@@ -60,10 +56,11 @@ def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> NDArray[np.int3
     return items[np.lexsort((np.arange(len(items)), -tasks, section))]
 
 
-def _head_bytes(plan: Plan, pair: tuple[int, int], owned: float) -> float:
+def _head_bytes(problem: Problem, pattern: HeadPattern) -> int:
     """Bytes a head group keeps in L2 while its items run: Q, dO and fp32 dQ of its q heads, K and V."""
-    element = _ELEMENT_BYTES[plan.problem.dtype]
-    return plan.problem.head_dim * (owned * pair[0] * (2 * element + 4) + pair[1] * 2 * element)
+    element, grid = _ELEMENT_BYTES[problem.dtype], pattern.grid
+    rows_q = problem.group * grid.seqlen_q // pattern.head_groups
+    return problem.head_dim * (rows_q * (2 * element + 4) + grid.seqlen_k * 2 * element)
 
 
 def _sections(sizes: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
