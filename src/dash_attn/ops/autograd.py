@@ -43,38 +43,35 @@ class Differentiable(NamedTuple):
 
 
 def attend(functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Call the operator, or under a transform of torch.func what stands for it.
+    """The forward with autograd, as a public function calls it.
 
-    A transform nests levels of autograd. ``Function.apply`` knows them all, the autograd of an operator
-    would see the innermost one and silently cut the others.
+    torch.compile must see the operator. Without it the operator's autograd is called at once, which saves a
+    dispatch. A transform of torch.func nests levels of autograd: ``Function.apply`` knows them all, where
+    the autograd of an operator would see the innermost one and silently cut the others.
     """
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         return functions.forward(q, k, v, *rest)
-    return _attended(_TransformedAttention, functions, q, k, v, rest)
+    if torch._C._are_functorch_transforms_active():
+        return _attended(_TransformedAttention, functions, q, k, v, rest)
+    return with_gradients(functions, q, k, v, *rest)
 
 
-def with_gradients(functions: Differentiable) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The forward with autograd, to be registered for an operator."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        if _needs_grad(q, k, v):
-            return _attended(_Attention, functions, q, k, v, rest)
-        with torch._C._AutoDispatchBelowAutograd():
-            return functions.forward(q, k, v, *rest)
-
-    return forward
+def with_gradients(
+    functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The autograd of a forward operator."""
+    if _needs_grad(q, k, v):
+        return _attended(_Attention, functions, q, k, v, rest)
+    with torch._C._AutoDispatchBelowAutograd():
+        return functions.forward(q, k, v, *rest)
 
 
-def without_second_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """The backward with autograd that raises, to be registered for an operator."""
-
-    def run(*arguments: Any) -> Gradients:
-        if _needs_grad(*arguments[:6]):
-            return _once(_Gradients, backward, arguments)
-        with torch._C._AutoDispatchBelowAutograd():
-            return backward(*arguments)
-
-    return run
+def without_second_derivative(backward: Callable[..., Gradients], *arguments: Any) -> Gradients:
+    """The autograd of a backward operator."""
+    if _needs_grad(*arguments[:6]):
+        return _once(_Gradients, backward, arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*arguments)
 
 
 def apply_plan(
@@ -88,7 +85,7 @@ def apply_plan(
     def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         return backend.backward(plan, dout, q, k, v, out, lse, softmax_scale)
 
-    return with_gradients(Differentiable(forward, without_second_derivative(backward), 0))(q, k, v)
+    return with_gradients(Differentiable(forward, backward, 0), q, k, v)
 
 
 def _needs_grad(*tensors: Tensor) -> bool:
@@ -132,7 +129,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return _wanted(ctx, ctx.backward_of(dout, *ctx.saved_tensors, *ctx.options))
+        arguments = (dout, *ctx.saved_tensors, *ctx.options)
+        return _wanted(ctx, without_second_derivative(ctx.backward_of, *arguments))
 
 
 def _wanted(ctx: Any, grads: Gradients) -> tuple[Tensor | None, ...]:

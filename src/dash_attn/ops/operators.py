@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,10 +188,10 @@ for _device in ("CPU", "CUDA"):
     _library.impl("varlen_forward", _varlen_forward_kernel, _device)
     _library.impl("varlen_backward", _varlen_backward_kernel, _device)
 
-_library.impl("forward", with_gradients(DENSE), "Autograd")
-_library.impl("backward", without_second_derivative(DENSE.backward), "Autograd")
-_library.impl("varlen_forward", with_gradients(VARLEN), "Autograd")
-_library.impl("varlen_backward", without_second_derivative(VARLEN.backward), "Autograd")
+_library.impl("forward", partial(with_gradients, DENSE), "Autograd")
+_library.impl("backward", partial(without_second_derivative, DENSE.backward), "Autograd")
+_library.impl("varlen_forward", partial(with_gradients, VARLEN), "Autograd")
+_library.impl("varlen_backward", partial(without_second_derivative, VARLEN.backward), "Autograd")
 
 for _prefix in ("", "varlen_"):
     torch.library.register_fake(f"dash_attn::{_prefix}forward", _fake_forward, lib=_library)
