@@ -11,7 +11,7 @@ from ..problem import DTYPES, Mask, Problem
 from ..schedule import POLICIES, Plan, Policy, build_plan, choose_policy
 from .backends import backend_for
 
-__all__ = ["DTYPE_NAMES", "find_plan", "keep_plan", "policy_key"]
+__all__ = ["DTYPE_NAMES", "find_plan", "policy_key"]
 
 _PLANS = 64
 """Plans kept for reuse; a model uses one for each of its attention shapes."""
@@ -20,8 +20,6 @@ DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 
 _POLICIES: dict[str, Policy] = {name: policy() for name, policy in POLICIES.items()}
 """Policies by their string, the built-in ones and every one that was passed to :func:`policy_key`."""
-
-_KEPT: set[Plan] = set()
 
 
 def policy_key(policy: str | Policy) -> str:
@@ -87,8 +85,3 @@ def _plan(problem: Problem, policy: str) -> Plan:
     if policy == "auto":
         return build_plan(problem, *choose_policy(problem))
     return build_plan(problem, _POLICIES[policy])
-
-
-def keep_plan(plan: Plan) -> None:
-    """Keep a plan for the life of the process: a captured CUDA graph holds the address of its table."""
-    _KEPT.add(plan)
