@@ -28,7 +28,7 @@ class Backend(NamedTuple):
 
     Attributes:
         name: "cpu" or "sm90".
-        why_not: why a problem cannot run on a device, empty if it can.
+        why_not: (problem, device, packed) to why they cannot run, empty if they can.
         forward, backward: (plan, q, k, v, scale) and (plan, dout, q, k, v, out, lse, scale).
         fast_backward: what ``deterministic=False`` allows: on a GPU dQ summed by atomics. It is
             ``backward`` where giving up the order gains nothing.
@@ -36,7 +36,7 @@ class Backend(NamedTuple):
     """
 
     name: str
-    why_not: Callable[[Problem, torch.device], str]
+    why_not: Callable[[Problem, torch.device, bool], str]
     forward: Callable[[Plan, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     backward: BackwardFunction
     fast_backward: BackwardFunction
@@ -45,7 +45,7 @@ class Backend(NamedTuple):
 
 _CPU = Backend(
     "cpu",
-    lambda problem, device: "",
+    lambda problem, device, packed: "",
     dense.forward,
     dense.backward,
     dense.backward,

@@ -62,7 +62,9 @@ def dense_plan(q: Tensor, k: Tensor, left: int, right: int, policy: str) -> Plan
     batch, seqlen_q, heads, head_dim = q.shape
     _, seqlen_k, kv_heads, _ = k.shape
     seqlens_q, seqlens_k = (seqlen_q,) * batch, (seqlen_k,) * batch
-    return find_plan(q.device, q.dtype, seqlens_q, seqlens_k, heads, kv_heads, head_dim, left, right, policy)
+    return find_plan(
+        q.device, False, q.dtype, seqlens_q, seqlens_k, heads, kv_heads, head_dim, left, right, policy
+    )
 
 
 def varlen_plan(
@@ -84,10 +86,10 @@ def varlen_plan(
     lengths_q = _lengths("q", q, cu_seqlens_q, max_seqlen_q)
     lengths_k = _lengths("k", k, cu_seqlens_k, max_seqlen_k)
     _, heads, head_dim = q.shape
+    seqlens_q, seqlens_k = lengths_q.seqlens, lengths_k.seqlens
     return find_plan(
-        q.device, q.dtype, lengths_q.seqlens, lengths_k.seqlens, heads, k.shape[1], head_dim, left, right,
-        policy,
-    )  # fmt: skip
+        q.device, True, q.dtype, seqlens_q, seqlens_k, heads, k.shape[1], head_dim, left, right, policy
+    )
 
 
 def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Lengths:

@@ -48,6 +48,7 @@ def policy_key(policy: str | Policy) -> str:
 @lru_cache(maxsize=_PLANS)
 def find_plan(
     device: torch.device,
+    packed: bool,
     dtype: torch.dtype,
     seqlens_q: tuple[int, ...],
     seqlens_k: tuple[int, ...],
@@ -75,7 +76,7 @@ def find_plan(
         )
     except ProblemError as error:
         raise InputError(str(error)) from error
-    if reason := backend_for(device).why_not(problem, device):
+    if reason := backend_for(device).why_not(problem, device, packed):
         raise InputError(reason)
     return _plan(problem, policy)
 
