@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -275,14 +277,47 @@ def test_deterministic_algorithms_forbid_it(warn_only):
 # Policies as objects
 
 
-class Other(FA3):
+class LikeFA3(FA3):
     """Another policy that prints like FA3."""
+
+
+@dataclass(frozen=True)
+class Mine(FA3):
+    """A policy of a user, under a name of its own."""
+
+    name: ClassVar[str] = "mine"
+    marks: tuple[int, ...] = ()
+
+
+def test_a_policy_of_ones_own():
+    tensors = dense(400, 1)
+    a, b = (gradients(flash_attn_func, tensors, policy=policy) for policy in (Mine(), "fa3"))
+    for x, y in zip(a, b):
+        assert_same_bytes(x, y)
+    assert plan_for(*tensors, policy=Mine((1,))).policy == "mine(marks=(1,))"
 
 
 def test_two_policies_of_one_name_are_refused():
     q, k, v = dense()
-    with pytest.raises(InputError, match=r"policy Other\(\) has the name of another policy, FA3\(\)"):
-        flash_attn_func(q, k, v, policy=Other())
+    with pytest.raises(InputError, match=r"policy LikeFA3\(\) prints as 'fa3', like another policy"):
+        flash_attn_func(q, k, v, policy=LikeFA3())
+
+    @dataclass(frozen=True)
+    class Mine(FA3):
+        name: ClassVar[str] = "mine"
+
+    flash_attn_func(q, k, v, policy=globals()["Mine"](None))
+    with pytest.raises(InputError, match=r"prints as 'mine', like another policy"):
+        flash_attn_func(q, k, v, policy=Mine())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fa4", "shift(", "shift(ring=x)", "shift(ring=2, )", "shift(rung=2)", "shift(ring=02)", "auto()", ""],
+)
+def test_names_of_no_policy(name):
+    with pytest.raises(InputError, match=r"unknown policy .*; known: auto, fa3, .* shift\(ring=64\)"):
+        flash_attn_func(*dense(), policy=name)
 
 
 def test_policies_with_parameters():

@@ -52,7 +52,7 @@ def test_opcheck(packed, dtype):
     opcheck(functions.backward, (*saved, *rest), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("policy", ["auto", Shift(ring=2)], ids=str)
+@pytest.mark.parametrize("policy", ["auto", Shift(ring=2), "shift(ring=2, stride=1)"], ids=str)
 def test_compiled_dense_calls_have_the_same_bytes(policy):
     def run(q, k, v):
         return flash_attn_func(2 * q, k, v, policy=policy, window_size=(-1, -1), dropout_p=0.0)
@@ -62,6 +62,17 @@ def test_compiled_dense_calls_have_the_same_bytes(policy):
     for seqlen in (33, 40, 51):  # the second length makes the shape dynamic
         tensors = inputs(seqlen)
         assert_all_same(gradients(compiled, tensors), gradients(run, tensors))
+
+
+def test_every_size_and_the_scale_may_be_dynamic():
+    def run(q, k, v, scale):
+        return flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch, seqlen, scale in ((2, 20, 0.1), (3, 31, 0.2), (5, 17, 0.4)):
+        tensors = inputs(seqlen, batch)
+        assert_all_same(gradients(compiled, tensors, scale), gradients(run, tensors, scale))
 
 
 def test_compiled_packed_calls_have_the_same_bytes(monkeypatch):
