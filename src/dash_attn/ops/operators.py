@@ -46,14 +46,6 @@ for _name, _schema in _SCHEMAS.items():
         _tags.append(torch.Tag.cudagraph_unsafe)
     _library.define(_name + _schema, tags=_tags)
 
-DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, 0)
-"""(q, k, v, softmax_scale, left, right, policy, ordered), (batch, seqlen, heads, head_dim)."""
-
-VARLEN = Differentiable(
-    torch.ops.dash_attn.varlen_forward.default, torch.ops.dash_attn.varlen_backward.default, 2
-)
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, ..., ordered, max_seqlen_q, max_seqlen_k)."""
-
 
 # Kernels
 
@@ -167,6 +159,23 @@ def _varlen_backward_kernel(
         q, k, cu_seqlens_q, cu_seqlens_k, left, right, policy, max_seqlen_q, max_seqlen_k
     )  # fmt: skip
     return _run_backward(plan, (dout, q, k, v, out, lse), softmax_scale, ordered)
+
+
+DENSE = Differentiable(
+    torch.ops.dash_attn.forward.default,
+    torch.ops.dash_attn.backward.default,
+    lengths=0,
+    direct=Differentiable(_forward_kernel, _backward_kernel, lengths=0),
+)
+"""(q, k, v, softmax_scale, left, right, policy, ordered), (batch, seqlen, heads, head_dim)."""
+
+VARLEN = Differentiable(
+    torch.ops.dash_attn.varlen_forward.default,
+    torch.ops.dash_attn.varlen_backward.default,
+    lengths=2,
+    direct=Differentiable(_varlen_forward_kernel, _varlen_backward_kernel, lengths=2),
+)
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, ..., ordered, max_seqlen_q, max_seqlen_k)."""
 
 
 # Fake kernels
