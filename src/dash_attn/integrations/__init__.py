@@ -1,0 +1,4 @@
+"""Other libraries' attention, served by this one: :mod:`.sdpa` for PyTorch, :mod:`.transformers`.
+
+Importing changes nothing. Each module has a function that the user calls to switch it on.
+"""
