@@ -24,7 +24,7 @@ LAYERS = {
     "doctor": {"__init__"},
     "testing": set(),
     "api": {"errors", "problem", "schedule", "reference", "kernels"},
-    "integrations": {"errors", "api"},
+    "integrations": {"errors", "api", "arguments"},
     "demo": {"errors", "problem", "schedule", "model", "reference", "api", "testing"},
     "commands": {"errors", "problem", "schedule", "model", "kernels", "demo", "doctor", "measure"},
     "cli": {"__init__", "commands", "errors", "problem", "schedule"},

@@ -138,6 +138,18 @@ def test_the_flash_entry_points_behind_varlen_and_nested_tensors():
     )  # fmt: skip
     for found, x in zip(grads, leaf):
         assert_same_bytes(found, x.grad)
+    bounds = torch.tensor([0, 300, 600], dtype=torch.int32)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    packed, packed_lse, *_ = sdpa._flash_forward(*rows, bounds, bounds, 300, 300, 0.0, True, False)
+    assert_same_bytes(packed.view(q.shape), attention(q, k, v, causal=True))
+    packed_grads = sdpa._flash_backward(
+        packed, *rows, packed, packed_lse, bounds, bounds, 300, 300, 0.0, True, lse, lse
+    )
+    for x in leaf:
+        x.grad = None
+    attention(*leaf, causal=True).backward(packed.view(q.shape))
+    for found, x in zip(packed_grads, leaf):
+        assert_same_bytes(found.view(x.shape), x.grad)
     slopes = torch.ones(4)
     with pytest.raises(InputError, match="alibi_slopes is not supported by dash-attn, got a tensor"):
         sdpa._flash_forward(q, k, v, None, None, 300, 300, 0.0, True, False, alibi_slopes=slopes)

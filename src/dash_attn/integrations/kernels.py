@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..api import _prepare
+from ..arguments import Packing, check_call
 
 __all__ = ["Band", "run_backward", "run_forward"]
+
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Band(NamedTuple):
@@ -19,22 +21,55 @@ class Band(NamedTuple):
     left: int | None = None
     right: int | None = None
 
-    @property
-    def window(self) -> tuple[int | None, int | None]:
-        return self.left, self.right
+
+def run_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    softmax_scale: float | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a dense batch (batch, seqlen, heads, head_dim), or of a packed one (total, ...).
+
+    Raises:
+        InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``.
+    """
+    varlen, arguments = _call(q, k, v, band, softmax_scale, cu_seqlens)
+    run = torch.ops.dash_attn.varlen_forward if varlen else torch.ops.dash_attn.forward
+    out, lse = run(q, k, v, *arguments)
+    return out, lse
 
 
-@torch.no_grad()
-def run_forward(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float | None) -> tuple[Tensor, Tensor]:
-    """(out, lse) as :func:`dash_attn.attention` gives them; q (batch, seqlen, heads, head_dim)."""
-    call = _prepare(q, k, v, band.causal, band.window, "auto", scale)
-    return call.backend.forward(call.plan, q, k, v, call.softmax_scale)
-
-
-@torch.no_grad()
 def run_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), bitwise the same on every call."""
-    call = _prepare(q, k, v, band.causal, band.window, "auto", scale)
-    return call.backend.backward(call.plan, dout, q, k, v, out, lse, call.softmax_scale)
+    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    band: Band,
+    softmax_scale: float | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None = None,
+) -> Gradients:
+    """(dq, dk, dv), bitwise the same on every call; ``saved`` is dout, q, k, v, out and lse.
+
+    Raises:
+        InputError: as :func:`run_forward`.
+    """
+    varlen, arguments = _call(*saved[1:4], band, softmax_scale, cu_seqlens)
+    run = torch.ops.dash_attn.varlen_backward if varlen else torch.ops.dash_attn.backward
+    dq, dk, dv = run(*saved, *arguments)
+    return dq, dk, dv
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    band: Band,
+    softmax_scale: float | None,
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+) -> tuple[bool, list[Any]]:
+    """Whether the batch is packed, and the arguments of the operator after the tensors."""
+    packing = None if cu_seqlens is None else Packing(*cu_seqlens)
+    window = (band.left, band.right)
+    call = check_call(q, k, v, packing, band.causal, window, softmax_scale, "auto", True)
+    if call.packing is None:
+        return False, [*call.options]
+    return True, [*call.packing[:2], *call.options, *call.packing[2:]]

@@ -229,7 +229,8 @@ def _sdpa_backward_cpu(
     _refuse(attn_mask=attn_mask, dropout_p=dropout_p)
     band = _sdpa_band(query, key, is_causal)
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    return tuple(x.transpose(1, 2) for x in run_backward(dout, q, k, v, o, logsumexp, band, scale))
+    grads = run_backward((dout, q, k, v, o, logsumexp), band, scale)
+    return tuple(x.transpose(1, 2) for x in grads)
 
 
 def _flash_forward(
@@ -252,10 +253,7 @@ def _flash_forward(
     """aten::_flash_attention_forward; (batch, seqlen, heads, head_dim), or packed with cum_seq."""
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **other)
     band = Band(is_causal, window_size_left, window_size_right)
-    if cum_seq_q is None or cum_seq_k is None:
-        out, lse = run_forward(query, key, value, band, scale)
-    else:
-        out, lse = packed_forward(query, key, value, cum_seq_q, cum_seq_k, band, scale)
+    out, lse = run_forward(query, key, value, band, scale, _packed(cum_seq_q, cum_seq_k))
     return out, lse, *_auxiliary(query)
 
 
@@ -282,10 +280,13 @@ def _flash_backward(
     """aten::_flash_attention_backward."""
     _refuse(dropout_p=dropout_p)
     band = Band(is_causal, window_size_left, window_size_right)
-    tensors = grad_out, query, key, value, out, logsumexp
-    if cum_seq_q is None or cum_seq_k is None:
-        return run_backward(*tensors, band, scale)
-    return packed_backward(*tensors, cum_seq_q, cum_seq_k, band, scale)
+    saved = grad_out, query, key, value, out, logsumexp
+    return run_backward(saved, band, scale, _packed(cum_seq_q, cum_seq_k))
+
+
+def _packed(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Bounds of packed sequences, None for a dense batch."""
+    return None if cum_seq_q is None or cum_seq_k is None else (cum_seq_q, cum_seq_k)
 
 
 def _auxiliary(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
