@@ -26,7 +26,7 @@ def problems(draw: st.DrawFn) -> Problem:
     tile_m, tile_n = draw(tiles)
     return Problem(
         tuple(draw(sequences)),
-        kv_heads * draw(st.integers(1, 3)),
+        kv_heads * draw(st.integers(1, 5)),
         kv_heads,
         16,
         draw(masks),
@@ -40,7 +40,8 @@ def problems(draw: st.DrawFn) -> Problem:
 def plans(draw: st.DrawFn) -> Plan:
     """A plan of a policy that covers the problem (FA3 covers all)."""
     problem, placement = draw(problems()), draw(st.sampled_from(PLACEMENTS))
+    groups = draw(st.none() | st.integers(1, problem.group))
     try:
-        return build_plan(problem, draw(st.sampled_from(ALL_POLICIES)), placement)
+        return build_plan(problem, draw(st.sampled_from(ALL_POLICIES)), placement, head_groups=groups)
     except UnsupportedMaskError:
-        return build_plan(problem, FA3(), placement)
+        return build_plan(problem, FA3(), placement, head_groups=groups)

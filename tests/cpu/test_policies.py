@@ -154,16 +154,16 @@ def test_policy_names_carry_their_parameters() -> None:
 
 def test_lpt_puts_long_items_first_within_what_fits_l2() -> None:
     problem = Problem.dense(heads=4, seqlen=512, head_dim=64, mask=Mask.causal())
-    items = build_plan(problem, Descending()).items
+    plan = build_plan(problem, Descending())
     one_head = 64 * 512 * (2 * 2 + 4 + 2 * 2)
-    both = lpt_placement(problem, items, l2_bytes=2 * one_head)
+    both = lpt_placement(plan, l2_bytes=2 * one_head)
     assert both[:8, 1].tolist() == [0, 1] * 4
     assert both[:8, 2].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert (both[8:, 1] >= 2).all()
-    alone = lpt_placement(problem, items, l2_bytes=one_head)
-    assert np.array_equal(alone, items)
+    alone = lpt_placement(plan, l2_bytes=one_head)
+    assert np.array_equal(alone, plan.items)
     full = build_plan(Problem.dense(heads=4, seqlen=512, head_dim=64), SPT())
-    assert np.array_equal(lpt_placement(full.problem, full.items), full.items)
+    assert np.array_equal(lpt_placement(full), full.items)
 
 
 @given(problems())

@@ -24,6 +24,7 @@ from dash_attn.schedule import (
     lpt_placement,
     verify,
 )
+from dash_attn.schedule.head_groups import default_head_groups
 from dash_attn.schedule.interleave import item_tasks
 from dash_attn.schedule.policies.lpt import L2_BYTES
 
@@ -75,7 +76,8 @@ def by_relaxation(plan: Plan, costs: Costs, timeline: Timeline) -> np.ndarray:
 def test_against_relaxation(plan: Plan, costs: Costs, spare: int) -> None:
     timeline = simulate(plan, costs, plan.min_workers + spare)
     assert np.array_equal(timeline.reduce_end, by_relaxation(plan, costs, timeline))
-    assert timeline.makespan >= max(lower_bounds(plan.problem, costs, timeline.workers).values()) - 1e-9
+    if all(p.head_groups == default_head_groups(plan.problem.group, p.grid) for p in plan.patterns.values()):
+        assert timeline.makespan >= max(lower_bounds(plan.problem, costs, timeline.workers).values()) - 1e-9
     assert 0 <= timeline.utilization <= 1 + 1e-12
     # Items are claimed in list order.
     assert (np.diff(timeline.item_start) >= 0).all()
@@ -137,7 +139,7 @@ def test_ranking_on_an_h200_matches_measurements() -> None:
     problem = Problem.dense(heads=16, seqlen=16384, head_dim=128, mask=Mask.causal())
     plans = [build_plan(problem, policy) for policy in (FA3(), SPT(), Descending())]
     # With the sections that were measured: as many heads as fit L2.
-    plans[2] = verify(plans[2].with_items(lpt_placement(problem, plans[2].items, l2_bytes=L2_BYTES)))
+    plans[2] = verify(plans[2].with_items(lpt_placement(plans[2], l2_bytes=L2_BYTES)))
     used = [simulate(plan, H200, H200_WORKERS).utilization for plan in plans]
     assert used[0] < 0.6 < used[1] < used[2]
     assert used[1] == pytest.approx(0.93, abs=0.015)

@@ -33,11 +33,21 @@ def test_a_reader_that_knows_only_the_documentation(plan: Plan) -> None:
     words = to_table(plan).tolist()
     problem = plan.problem
     assert words[0] == 0x44534148
-    tasks = 0
+    tasks, partials = 0, list[int]()
     for i in range(words[2]):
-        sequence, kv_head, kv, head_first, heads, run_first, runs, count = words[words[5] + 8 * i :][:8]
-        assert [sequence, kv_head, kv] == plan.items[i].tolist()
-        assert (head_first, heads) == (kv_head * problem.group, problem.group)
+        record = words[words[5] + 12 * i :][:12]
+        sequence, kv_head, kv, head_first, heads, run_first, runs, count, partial, *rest = record
+        assert rest == [0, 0, 0]
+        _, head_group, tile = plan.items[i].tolist()
+        groups = plan.pattern(sequence).head_groups
+        assert (kv, kv_head) == (tile, head_group // groups)
+        assert range(head_first, head_first + heads) == plan.q_heads(sequence, head_group)
+        if groups == 1:
+            assert partial == -1
+        else:
+            kv_tiles, first = words[words[7] + 12 * sequence + 3], words[words[7] + 12 * sequence + 10]
+            assert partial == first + (kv_head * kv_tiles + kv) * groups + head_group % groups
+            partials.append(partial)
         walked = []
         for r in range(run_first, run_first + runs):
             q_first, length, t_first, steps = words[words[6] + 4 * r :][:4]
@@ -50,13 +60,19 @@ def test_a_reader_that_knows_only_the_documentation(plan: Plan) -> None:
         assert len(walked) == count
         tasks += count * heads
     assert tasks == problem.tasks
-    q_row = k_row = q_tile = 0
+    assert sorted(partials) == list(range(words[19]))
+    q_row = k_row = q_tile = kv_tile = 0
     for s, (seqlen_q, seqlen_k) in enumerate(problem.sequences):
-        row, grid = words[words[7] + 8 * s :][:8], problem.grid(s)
+        row, grid = words[words[7] + 12 * s :][:12], problem.grid(s)
         assert row[:7] == [seqlen_q, seqlen_k, grid.q_tiles, grid.kv_tiles, q_row, k_row, q_tile]
+        assert row[8:10] == [kv_tile, plan.pattern(s).head_groups]
         assert words[row[7] : row[7] + grid.q_tiles] == grid.contributions.tolist()
-        q_row, k_row, q_tile = q_row + seqlen_q, k_row + seqlen_k, q_tile + grid.q_tiles
-    assert all(offset % 4 == 0 for offset in words[5:9])
+        assert words[words[16] + q_tile :][: grid.q_tiles] == [s] * grid.q_tiles
+        assert words[words[18] + kv_tile :][: grid.kv_tiles] == [s] * grid.kv_tiles
+        q_row, k_row = q_row + seqlen_q, k_row + seqlen_k
+        q_tile, kv_tile = q_tile + grid.q_tiles, kv_tile + grid.kv_tiles
+    assert words[17] == q_tile
+    assert all(offset % 4 == 0 for offset in (*words[5:9], words[16], words[18]))
 
 
 def good() -> tuple[Plan, np.ndarray]:
@@ -82,8 +98,8 @@ def test_two_tickets_swapped_in_the_table() -> None:
     ("word", "value", "message"),
     [
         (0, 1, "not a plan table.*magic 0x1"),
-        (1, 2, "version 2"),
-        (5, 18, "items at word 18 do not fit"),
+        (1, 1, "version 1"),
+        (5, 22, "items at word 22 do not fit"),
         (3, 10**6, "1000000 runs at word"),
         (2, -1, "-1 items"),
         (13, 1, "contradicts itself"),

@@ -126,7 +126,7 @@ def empty_run(runs: RunLists) -> None:
         (drop_a_task, CoverageError, "sequence 0 .*kv tile 1, q tile 2: the task is missing"),
         (double_a_task, CoverageError, "kv tile 1, q tile 2: the task is there 2 times"),
         (invent_a_task, CoverageError, "kv tile 1, q tile 0: the mask leaves no such task"),
-        (use_a_ticket_twice, TicketError, "kv head 0, kv tile 2, q tile 2: ticket 1 is used twice"),
+        (use_a_ticket_twice, TicketError, "head group 0, kv tile 2, q tile 2: ticket 1 is used twice"),
         (ticket_beyond_the_end, TicketError, "kv tile 3, q tile 3: ticket 4, the tile has 4 contributions"),
         (negative_ticket, CoverageError, "kv tile 3: malformed run"),
         (empty_run, CoverageError, "kv tile 3: malformed run"),
@@ -179,7 +179,7 @@ def test_cycle_is_named_with_its_links() -> None:
     runs = [[Run(0, 1, 1, 1), Run(1, 1, 1, 0)], [Run(1, 1, 1, 1), Run(0, 1, 1, 0)]]
     with pytest.raises(CycleError) as caught:
         verify(with_runs(plan, runs))
-    assert "sequence 0, kv head 0" in str(caught.value)
+    assert "sequence 0, head group 0" in str(caught.value)
     assert "kv tile 0 at q tile 0 (ticket 1) waits for kv tile 1" in str(caught.value)
     assert "kv tile 1 at q tile 1 (ticket 1) waits for kv tile 0" in str(caught.value)
 
@@ -215,10 +215,10 @@ def test_swapping_any_two_tickets_never_passes_unseen(plan: Plan, rng: random.Ra
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda items: items[1:], "sequence 0, kv head 0, kv tile 0 is in no item"),
+        (lambda items: items[1:], "sequence 0, head group 0, kv tile 0 is in no item"),
         (lambda items: np.concatenate((items, items[3:4])), "item 3: .*kv tile 3 is listed twice"),
         (lambda items: items + np.array([0, 0, 1]), "kv tile 4 does not exist"),
-        (lambda items: items + np.array([0, 1, 0]), "kv head 2, kv tile 0 does not exist"),
+        (lambda items: items + np.array([0, 1, 0]), "head group 2, kv tile 0 does not exist"),
         (lambda items: items - np.array([1, 0, 0]), "sequence -1.* does not exist"),
     ],
 )

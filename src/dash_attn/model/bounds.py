@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..problem import Problem
+from ..schedule.head_groups import default_head_groups
 from .cost import Costs, require_workers
 
 __all__ = ["closed_form", "lower_bounds"]
@@ -14,8 +15,8 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> dict[str, floa
     """Cycles below which no deterministic schedule of the problem can end, by reason.
 
     "work": all tasks and item launches shared out evenly (where reductions overlap compute, the larger
-    of the two shares). "item": the longest item, which one worker
-    runs without a break. "summation": the dQ tile with the most contributions, one after the other.
+    of the two shares). "item": the longest item, which one worker runs without a break, owning as many
+    q heads as by default. "summation": the dQ tile with the most contributions, one after the other.
 
     >>> from dash_attn.problem import Mask
     >>> lower_bounds(Problem.dense(heads=2, seqlen=512, head_dim=64, mask=Mask.causal()), Costs(2, 1), 4)
@@ -27,8 +28,10 @@ def lower_bounds(problem: Problem, costs: Costs, workers: int) -> dict[str, floa
     for pair, count in shapes.items():
         grid = problem.grids[pair]
         tasks += count * problem.heads * grid.tasks
-        launches += count * problem.kv_heads * grid.kv_tiles * costs.launch
-        longest = problem.group * int(np.maximum(grid.q_last - grid.q_first + 1, 0).max(initial=0))
+        groups = default_head_groups(problem.group, grid)
+        launches += count * problem.kv_heads * groups * grid.kv_tiles * costs.launch
+        owned = -(-problem.group // groups)
+        longest = owned * int(np.maximum(grid.q_last - grid.q_first + 1, 0).max(initial=0))
         if longest:
             pipeline_ends = costs.compute + costs.reduce - costs.per_task
             item = max(item, costs.launch + longest * costs.per_task + pipeline_ends)

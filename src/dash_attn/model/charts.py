@@ -139,13 +139,17 @@ def _slim(svg: str) -> str:
 
 
 def _head_name(plan: Plan, head: int) -> str:
-    sequence, kv_head = divmod(head, plan.problem.kv_heads)
-    names = [f"kv head {kv_head}"] if plan.problem.kv_heads > 1 or len(plan.problem.sequences) == 1 else []
+    sequence = int(np.searchsorted(plan.group_first, head, side="right")) - 1
+    groups = int(plan.group_first[sequence + 1] - plan.group_first[sequence])
+    kind = "kv head" if groups == plan.problem.kv_heads else "head group"
+    names = [f"{kind} {head - plan.group_first[sequence]}"]
+    if groups == 1 and len(plan.problem.sequences) > 1:
+        names = []
     return ", ".join([f"sequence {sequence}", *names] if len(plan.problem.sequences) > 1 else names)
 
 
 def _group_names(plan: Plan) -> list[str]:
-    count = len(plan.problem.sequences) * plan.problem.kv_heads
+    count = int(plan.group_first[-1])
     if count > len(PALETTE):
         return [f"heads {head}, {head + len(PALETTE)}, …" for head in range(len(PALETTE))]
     return [_head_name(plan, head) for head in range(count)]

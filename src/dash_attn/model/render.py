@@ -138,7 +138,7 @@ def _paint(chart: NDArray[np.str_], s: Segments, cycle: float, symbols: list[str
 
 
 def _text_legend(timeline: Timeline, cycle: float, launches: bool) -> str:
-    heads = timeline.plan.problem.kv_heads * len(timeline.plan.problem.sequences)
+    heads = int(timeline.plan.group_first[-1])
     unit = f"{cycle:,.6g} cycle{'' if cycle == 1 else 's'} a character"
     symbols = _HEAD_SYMBOLS[0] if heads == 1 else f"{_HEAD_SYMBOLS[0]}-{_HEAD_SYMBOLS[min(heads, 36) - 1]}"
     launch = ", launch ^" if launches else ""

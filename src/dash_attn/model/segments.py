@@ -45,9 +45,9 @@ def segments(timeline: Timeline) -> dict[str, Segments]:
 
 
 def task_heads(timeline: Timeline) -> IntArray:
-    """For each task the index of its (sequence, kv head)."""
+    """For each task the index of its (sequence, head group)."""
     items = timeline.plan.items.astype(np.int64)
-    heads = items[:, 0] * timeline.plan.problem.kv_heads + items[:, 1]
+    heads = timeline.plan.group_first[items[:, 0]] + items[:, 1]
     return np.repeat(heads, np.diff(timeline.first_task))
 
 
@@ -55,7 +55,9 @@ def task_tiles(timeline: Timeline) -> tuple[IntArray, IntArray]:
     """(kv tiles, q tiles) of all tasks of a timeline."""
     plan = timeline.plan
     kv = np.repeat(plan.items[:, 2].astype(np.int64), np.diff(timeline.first_task))
-    visited = [np.tile(plan.pattern(s).tasks_of(k)[0], plan.problem.group) for s, _, k in plan.items.tolist()]
+    visited = [
+        np.repeat(plan.pattern(s).tasks_of(k)[0], len(plan.q_heads(s, g))) for s, g, k in plan.items.tolist()
+    ]
     return kv, np.concatenate([np.zeros(0, dtype=np.int64), *visited])
 
 

@@ -131,15 +131,16 @@ class _Simulation:
         heapify(self.free)
         self._tasks_of = lru_cache(maxsize=1 << 16)(self._item_tasks)
 
-    def _item_tasks(self, pair: tuple[int, int], kv: int) -> tuple[list[int], list[int]]:
-        """(tile, ticket) lists of an item; tiles count from the first of its kv head."""
+    def _item_tasks(self, pair: tuple[int, int], kv: int, heads_owned: int) -> tuple[list[int], list[int]]:
+        """(tile, ticket) lists of an item; tiles count from the first of its first q head."""
         q, t = self.plan.patterns[pair].tasks_of(kv)
-        heads = np.arange(self.plan.problem.group) * self.plan.patterns[pair].grid.q_tiles
+        heads = np.arange(heads_owned) * self.plan.patterns[pair].grid.q_tiles
         return (q[:, None] + heads).ravel().tolist(), np.repeat(t, len(heads)).tolist()
 
     def run(self) -> Timeline:
         p, items = self.plan.problem, self.plan.items.tolist()
-        counts = [len(self._tasks_of(p.sequences[s], kv)[0]) for s, _, kv in items]
+        owned = [self.plan.q_heads(sequence, group) for sequence, group, _ in items]
+        counts = [len(self._tasks_of(p.sequences[i[0]], i[2], len(h))[0]) for i, h in zip(items, owned)]
         self.first_task = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         self.offsets = self.first_task.tolist()
         tasks = self.offsets[-1]
@@ -147,12 +148,12 @@ class _Simulation:
         self.reduce_start, self.reduce_end = [0.0] * tasks, [0.0] * tasks
         self.lost = {"ticket": 0.0, "reduce": 0.0, "launch": 0.0}
         item_worker, item_start = np.zeros(len(items), dtype=np.int64), np.zeros(len(items))
-        for item, (sequence, kv_head, kv) in enumerate(items):
+        for item, ((sequence, _, kv), heads) in enumerate(zip(items, owned)):
             if not self.free:
                 raise TooFewWorkersError(f"item {item} of {self.plan!r} is never claimed: all workers wait")
             now, w = heappop(self.free)
             item_worker[item], item_start[item] = w, now
-            self._claim(w, item, sequence, kv_head, kv, now)
+            self._claim(w, item, sequence, heads, kv, now)
             self._advance_all([w])
         ends = np.array(self.reduce_end)
         makespan = max(float(ends.max(initial=0.0)), float((item_start + self.costs.launch).max(initial=0.0)))
@@ -173,11 +174,11 @@ class _Simulation:
             stalls={**self.lost, "idle": max(idle, 0.0)},
         )
 
-    def _claim(self, w: int, item: int, sequence: int, kv_head: int, kv: int, now: float) -> None:
+    def _claim(self, w: int, item: int, sequence: int, heads: range, kv: int, now: float) -> None:
         worker, p = self.workers[w], self.plan.problem
         pair = p.sequences[sequence]
-        tiles, worker.tickets = self._tasks_of(pair, kv)
-        base = self.tile_base[sequence] + kv_head * p.group * p.grids[pair].q_tiles
+        tiles, worker.tickets = self._tasks_of(pair, kv, len(heads))
+        base = self.tile_base[sequence] + heads.start * p.grids[pair].q_tiles
         worker.tiles = [base + tile for tile in tiles]
         worker.item, worker.place = item, 0
         worker.compute_free = now + self.costs.launch

@@ -3,7 +3,8 @@
 It is the reference for every kernel and the CPU backend of :func:`dash_attn.attention`.
 
 What fixes a bit
-    The tile shape, the order of q tiles in an item (dK, dV) and the tickets of a q tile (dQ). Which
+    The tile shape, the order of q tiles in an item and the order of its head groups (dK, dV), and the
+    tickets of a q tile (dQ). Which
     worker runs which item when does not: ``workers`` and ``rng`` choose one of the legal orders, and all
     of them give the same bytes. Nothing but its own rows enters a sequence's result: not the batch, not
     its neighbours, not its place among them.
@@ -25,6 +26,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -222,6 +224,7 @@ class _Item:
 
     rows: slice
     kv_head: int
+    q_head_first: int
     k: Tensor
     v: Tensor
     dk: Tensor
@@ -265,10 +268,21 @@ class _Backward:
         """dK and dV; zero for kv tiles without a task."""
         dk = torch.zeros(self.tensors.k.shape, dtype=self.tensors.k.dtype)
         dv = torch.zeros_like(dk)
-        for item in self.items.values():
-            dk[item.rows, item.kv_head] = item.dk.mul_(self.scale).to(dk.dtype)
-            dv[item.rows, item.kv_head] = item.dv.to(dv.dtype)
+        for parts in self._items_of_kv_tiles():
+            whole = parts[0]
+            for part in parts[1:]:
+                whole.dk.add_(part.dk)
+                whole.dv.add_(part.dv)
+            dk[whole.rows, whole.kv_head] = whole.dk.mul_(self.scale).to(dk.dtype)
+            dv[whole.rows, whole.kv_head] = whole.dv.to(dv.dtype)
         return dk, dv
+
+    def _items_of_kv_tiles(self) -> list[list[_Item]]:
+        """The items of every (kv tile, kv head), one for each head group, in ascending order."""
+        found: dict[tuple[int, int], list[_Item]] = {}
+        for item in sorted(self.items.values(), key=attrgetter("q_head_first")):
+            found.setdefault((item.rows.start, item.kv_head), []).append(item)
+        return list(found.values())
 
     def _q_rows_of(self, task: Task) -> _QRows:
         tile = _q_tile_of(task)
@@ -285,5 +299,7 @@ class _Backward:
             x, r = self.tensors, self.rows.kv(task.sequence, task.kv_tile)
             head = task.q_head // self.problem.group
             k, v = copy_tile(x.k, r, head), copy_tile(x.v, r, head)
-            self.items[task.item] = _Item(r, head, k, v, torch.zeros_like(k), torch.zeros_like(v))
+            # An item runs its q heads in ascending order: the first one seen is its first.
+            item = _Item(r, head, task.q_head, k, v, torch.zeros_like(k), torch.zeros_like(v))
+            self.items[task.item] = item
         return self.items[task.item]

@@ -30,11 +30,10 @@ class Task(NamedTuple):
 
 def item_tasks(plan: Plan, item: int) -> list[Task]:
     """All tasks of an item in the order in which its worker runs them."""
-    sequence, kv_head, kv = plan.items[item].tolist()
+    sequence, head_group, kv = plan.items[item].tolist()
     q_tiles, tickets = plan.pattern(sequence).tasks_of(kv)
     pairs = list(zip(q_tiles.tolist(), tickets.tolist(), strict=True))
-    first = kv_head * plan.problem.group
-    heads = range(first, first + plan.problem.group)
+    heads = plan.q_heads(sequence, head_group)
     return [Task(item, sequence, head, kv, q, t) for q, t in pairs for head in heads]
 
 

@@ -1,22 +1,23 @@
 """The plan: what every worker does, in which order, and what it waits for. A schedule is data.
 
 Words (docs/glossary.md maps them to the paper)
-    item        all tasks of one kv tile of one (sequence, kv head): one worker runs it without a break
+    head group  the q heads of one kv head that an item owns, mostly all (schedule/head_groups.py)
+    item        all tasks of one kv tile of one (sequence, head group): one worker runs it without a break
     ticket      the place of a contribution in the fixed order in which a dQ tile is summed
     run         q tiles ``q_first, q_first + q_step, ...`` with affine tickets
     pattern     the runs of every kv tile of one head: the numerics, the same for every batch and head
     placement   the order in which workers claim items: it decides speed, never a bit
 
-An item of a grouped-query problem runs every task of the pattern for all q heads of its group, one
-after the other in ascending order, before the next task: dK and dV never leave the worker, and between
-two contributions to one dQ tile lies a whole group of tasks. (Head after head would let items drift
-apart: a short one reaches its second head while a long one is still in its first.)
+An item of a grouped-query problem runs every task of the pattern for all its q heads, one after the
+other in ascending order, before the next task: dK and dV stay with the worker, and between two
+contributions to one dQ tile lies a whole group of tasks. (Head after head would let items drift apart:
+a short one reaches its second head while a long one is still in its first.)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from ..errors import FingerprintError, PlacementError
 from ..problem import IntArray, Problem, SequenceGrid
+from .head_groups import group_heads
 from .tickets import RunTuple
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadPattern", "Plan", "Run"]
 
-NUMERICS_VERSION = 1
+NUMERICS_VERSION = 2
 
 
 class Run(NamedTuple):
@@ -67,18 +69,22 @@ class HeadPattern:
         grid: the tile grid of the sequence.
         offsets: (kv_tiles + 1,) int64; runs of kv tile ``kv`` are ``runs[offsets[kv]:offsets[kv + 1]]``.
         runs: (runs, 6) int64, columns as in :class:`Run`.
+        head_groups: head groups of each kv head.
     """
 
     grid: SequenceGrid
     offsets: IntArray
     runs: IntArray
+    head_groups: int = 1
 
     @classmethod
-    def from_runs(cls, grid: SequenceGrid, runs: Sequence[Sequence[RunTuple | Run]]) -> HeadPattern:
+    def from_runs(
+        cls, grid: SequenceGrid, runs: Sequence[Sequence[RunTuple | Run]], head_groups: int = 1
+    ) -> HeadPattern:
         """A pattern from the list of runs of each kv tile."""
         offsets = np.cumsum([0, *(len(r) for r in runs)], dtype=np.int64)
         table = np.array([run for item in runs for run in item], dtype=np.int64).reshape(-1, 6)
-        return cls(grid, offsets, table)
+        return cls(grid, offsets, table, head_groups)
 
     def runs_of(self, kv_tile: int) -> list[Run]:
         """Runs of one kv tile, in order."""
@@ -117,7 +123,8 @@ class Plan:
         problem: the problem it solves.
         policy: name and parameters of the policy that made it, for people.
         patterns: one :class:`HeadPattern` for each distinct (seqlen_q, seqlen_k).
-        items: (items, 3) int32, rows (sequence, kv_head, kv_tile) in the order workers claim them.
+        items: (items, 3) int32, rows (sequence, head group, kv_tile) in the order workers claim them. Head
+            groups count over all kv heads: with n a kv head, kv head i has groups i * n .. i * n + n - 1.
         verdict: what the verifier computed, None before it ran; a copy starts without one.
     """
 
@@ -131,6 +138,38 @@ class Plan:
         """The head pattern of one sequence."""
         return self.patterns[self.problem.sequences[sequence]]
 
+    def q_heads(self, sequence: int, head_group: int) -> range:
+        """The q heads of a head group."""
+        kv_head, part = divmod(head_group, self.pattern(sequence).head_groups)
+        heads = group_heads(self.problem.group, self.pattern(sequence).head_groups)[part]
+        first = kv_head * self.problem.group
+        return range(first + heads.start, first + heads.stop)
+
+    def by_item(self, values: Callable[[HeadPattern], IntArray]) -> IntArray:
+        """(items,) what an array over the kv tiles of a pattern holds for each item."""
+        arrays = [values(pattern) for pattern in self.patterns.values()]
+        first = np.cumsum([0, *map(len, arrays)])
+        shape_of = {pair: shape for shape, pair in enumerate(self.patterns)}
+        first_of = first[[shape_of[pair] for pair in self.problem.sequences]]
+        found: IntArray = np.concatenate(arrays)[first_of[self.items[:, 0]] + self.items[:, 2]]
+        return found
+
+    @cached_property
+    def group_first(self) -> IntArray:
+        """Head groups of all sequences before each one, and of all; shape (sequences + 1,)."""
+        groups = [self.problem.kv_heads * self.patterns[pair].head_groups for pair in self.problem.sequences]
+        return np.cumsum([0, *groups], dtype=np.int64)
+
+    @cached_property
+    def partial_first(self) -> IntArray:
+        """Partial sums of dK and dV of all sequences before each one, and of all; shape (sequences + 1,).
+
+        An item that owns only some q heads of its kv head leaves one.
+        """
+        patterns = [self.patterns[pair] for pair in self.problem.sequences]
+        counts = [p.head_groups * p.grid.kv_tiles if p.head_groups > 1 else 0 for p in patterns]
+        return self.problem.kv_heads * np.cumsum([0, *counts], dtype=np.int64)
+
     @property
     def min_workers(self) -> int:
         """Smallest number of resident workers under which the plan cannot deadlock."""
@@ -142,8 +181,8 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of the numerics, 64 hexadecimal digits; placement, batch and head count leave it alone.
 
-        It covers the tile shape, head dimension, dtype, mask, q heads a kv head and the runs of every
-        distinct pattern. Two plans with one fingerprint produce the same bytes on the same backend.
+        It covers the tile shape, head dimension, dtype, mask, q heads a kv head, and the head groups and
+        runs of every distinct pattern. Two plans with one fingerprint produce the same bytes on one backend.
         """
         p = self.problem
         digest = hashlib.sha256()
@@ -151,7 +190,7 @@ class Plan:
         digest.update(repr(facts).encode())
         for lengths in sorted(self.patterns):
             pattern = self.patterns[lengths]
-            digest.update(repr(lengths).encode())
+            digest.update(repr((*lengths, pattern.head_groups)).encode())
             digest.update(np.ascontiguousarray(pattern.offsets, dtype="<i8").tobytes())
             digest.update(np.ascontiguousarray(pattern.runs, dtype="<i8").tobytes())
         return digest.hexdigest()

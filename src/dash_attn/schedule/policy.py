@@ -18,17 +18,17 @@ __all__ = ["Head", "Policy", "head_items"]
 
 
 class Head(NamedTuple):
-    """One (sequence, kv head) of a batch, the unit a placement arranges."""
+    """One (sequence, head group) of a batch, the unit a placement arranges."""
 
     sequence: int
-    kv_head: int
+    head_group: int
     grid: SequenceGrid
 
 
 def head_items(head: Head, kv_tiles: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Items (sequence, kv_head, kv_tile) of one head in the given order of kv tiles, (n, 3) int32."""
+    """Items of one head group in the given order of kv tiles, (n, 3) int32 as in ``Plan.items``."""
     items = np.empty((len(kv_tiles), 3), dtype=np.int32)
-    items[:, 0], items[:, 1], items[:, 2] = head.sequence, head.kv_head, kv_tiles
+    items[:, 0], items[:, 1], items[:, 2] = head.sequence, head.head_group, kv_tiles
     return items
 
 

@@ -1,31 +1,42 @@
-"""The plan table: the int32 layout in which a kernel reads a plan (the device ABI, version 1).
+"""The plan table: the int32 layout in which a kernel reads a plan (the device ABI, version 2).
 
 One contiguous int32 array. Every section starts at a multiple of four words, so that records are read
 with 16-byte loads. Offsets are in words from the start of the table.
 
-Header, 16 words
-    0 magic 0x44534148      4 sequence_count     8 total_offset     12 kv_heads
-    1 ABI version           5 item_offset        9 tile_m           13 min_workers
-    2 item_count            6 run_offset        10 tile_n           14 window_left, -1 unbounded
-    3 run_count             7 sequence_offset   11 heads            15 window_right, -1 unbounded
+Header, 20 words
+    0 magic 0x44534148      5 item_offset       10 tile_n           15 window_right, -1 unbounded
+    1 ABI version           6 run_offset        11 heads            16 q_map_offset
+    2 item_count            7 sequence_offset   12 kv_heads         17 q_tile_total
+    3 run_count             8 total_offset      13 min_workers      18 kv_map_offset
+    4 sequence_count        9 tile_m            14 window_left, -1  19 partial_count
 
-Item, 8 words, in the order in which workers claim them
-    sequence, kv_head, kv_tile, q_head_first, q_head_count, run_first, run_count, task_count
-    It goes through runs run_first .. run_first + run_count - 1, task_count tasks in all, and does each
-    task for q heads q_head_first, q_head_first + 1, ... (q_head_count of them) before the next.
+Item, 12 words, in the order in which workers claim them
+    sequence, kv_head, kv_tile, q_head_first, q_head_count, run_first, run_count, task_count, partial,
+    three words of 0. It goes through runs run_first .. run_first + run_count - 1, task_count tasks in
+    all, and does each task for q heads q_head_first, q_head_first + 1, ... (q_head_count of them) before
+    the next. partial: where it leaves its sums of dK and dV, of partial_count places; -1 if it owns all
+    q heads of its kv head, and finishes dK and dV alone.
 
 Run, 4 words
     q_first, count, t_first, steps
     steps = (q_step & 0xff) | (t_step & 0xff) << 8 | t_hold << 16, both steps signed 8 bit.
     Task k: q tile q_first + k * q_step, ticket t_first + t_step * (k // t_hold).
 
-Sequence, 8 words
-    seqlen_q, seqlen_k, q_tile_count, kv_tile_count, q_row_first, k_row_first, q_tile_first, total_first
-    q_row_first and k_row_first are its rows in the packed layout, q_tile_first counts the q tiles of
-    the sequences before it, total_first is the offset of its totals.
+Sequence, 12 words
+    seqlen_q, seqlen_k, q_tile_count, kv_tile_count, q_row_first, k_row_first, q_tile_first, total_first,
+    kv_tile_first, head_groups, partial_first, 0
+    q_row_first and k_row_first are its rows in the packed layout, q_tile_first and kv_tile_first count
+    the tiles of the sequences before it, total_first is the offset of its totals. With head_groups > 1,
+    the partial sums of head group g of a kv head lie at
+    ``partial_first + (kv_head * kv_tile_count + kv_tile) * head_groups + g``; they are added in ascending
+    order of g.
 
 Totals, one word for each q tile of every distinct (seqlen_q, seqlen_k), padded to four
     How many contributions the dQ tile gets; 0: nobody contributes and the tile is zero.
+
+Maps, one word for each q tile (q_map_offset, q_tile_total words) and each kv tile (kv_map_offset) of all
+sequences, each padded to four words
+    The sequence the tile belongs to.
 
 The ticket counter of (sequence, q head, q tile) has index
 ``q_tile_first * heads + q_head * q_tile_count + q_tile``.
@@ -38,6 +49,7 @@ from numpy.typing import NDArray
 
 from ..errors import TableError
 from ..problem import Mask, Problem
+from .head_groups import group_heads
 from .plan import HeadPattern, Plan
 from .tickets import MAX_HOLD, MAX_STEP
 from .verify import verify
@@ -53,8 +65,8 @@ __all__ = [
 ]
 
 MAGIC = 0x44534148
-ABI_VERSION = 1
-HEADER_WORDS, ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 16, 8, 4, 8
+ABI_VERSION = 2
+HEADER_WORDS, ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 20, 12, 4, 12
 
 Words = NDArray[np.int32]
 
@@ -67,41 +79,40 @@ def to_table(plan: Plan) -> Words:
 
     >>> from dash_attn.schedule import FA3, build_plan
     >>> table = to_table(build_plan(Problem.dense(seqlen=256, head_dim=64), FA3()))
-    >>> table[[2, 3, 4]].tolist(), table[16:32].reshape(2, 8).tolist()
-    ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2], [0, 0, 1, 0, 1, 1, 1, 2]])
+    >>> table[[2, 3, 4]].tolist(), table[20:44].reshape(2, 12)[:, :9].tolist()
+    ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2, -1], [0, 0, 1, 0, 1, 1, 1, 2, -1]])
     """
     p = plan.problem
-    run_base, totals_base, run_parts, total_parts = {}, {}, [], []
-    runs_so_far = totals_so_far = 0
-    for pair, pattern in plan.patterns.items():
-        run_base[pair], totals_base[pair] = runs_so_far, totals_so_far
-        run_parts.append(_pack_runs(pattern))
-        totals = pattern.grid.contributions
-        total_parts.append(np.pad(totals, (0, -len(totals) % 4)))
-        runs_so_far += len(pattern.runs)
-        totals_so_far += len(total_parts[-1])
+    runs = _pack_runs(np.concatenate([pattern.runs for pattern in plan.patterns.values()]))
+    totals = [_padded(pattern.grid.contributions) for pattern in plan.patterns.values()]
     item_offset = HEADER_WORDS
     run_offset = item_offset + ITEM_WORDS * len(plan.items)
-    sequence_offset = run_offset + RUN_WORDS * runs_so_far
+    sequence_offset = run_offset + RUN_WORDS * len(runs)
     total_offset = sequence_offset + SEQUENCE_WORDS * len(p.sequences)
+    q_map_offset = total_offset + sum(map(len, totals))
+    total_first = dict(zip(plan.patterns, total_offset + np.cumsum([0, *map(len, totals)]), strict=False))
+    sequences = _sequence_records(plan, total_first)
+    q_map, kv_map = (_padded(np.repeat(np.arange(len(sequences)), sequences[:, column])) for column in (2, 3))
     bounds = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
     header = [
-        MAGIC, ABI_VERSION, len(plan.items), runs_so_far, len(p.sequences), item_offset, run_offset,
+        MAGIC, ABI_VERSION, len(plan.items), len(runs), len(p.sequences), item_offset, run_offset,
         sequence_offset, total_offset, p.tile_m, p.tile_n, p.heads, p.kv_heads, plan.min_workers, *bounds,
+        q_map_offset, sequences[:, 2].sum(), q_map_offset + len(q_map), plan.partial_first[-1],
     ]  # fmt: skip
-    sequences = _sequence_records(p, {pair: total_offset + base for pair, base in totals_base.items()})
-    words = np.concatenate(
-        [np.array(header, dtype=np.int64), _item_records(plan, run_base).ravel()]
-        + [part.ravel() for part in run_parts]
-        + [sequences.ravel(), *total_parts]
-    )
+    items = _item_records(plan)
+    words = np.concatenate([header, items.ravel(), runs.ravel(), sequences.ravel(), *totals, q_map, kv_map])
     if len(words) and (words.max() > 2**31 - 1 or words.min() < -(2**31)):
         raise TableError(f"a word of the table does not fit int32: {words.min()} .. {words.max()}")
     return words.astype(np.int32)
 
 
-def _pack_runs(pattern: HeadPattern) -> NDArray[np.int64]:
-    q_first, q_step, count, t_first, t_step, t_hold = pattern.runs.T
+def _padded(words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Zeros behind, to a multiple of four words."""
+    return np.concatenate([words, np.zeros(-len(words) % 4, dtype=np.int64)])
+
+
+def _pack_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    q_first, q_step, count, t_first, t_step, t_hold = runs.T
     for name, values, limit in (
         ("q_step", q_step, MAX_STEP),
         ("t_step", t_step, MAX_STEP),
@@ -113,29 +124,34 @@ def _pack_runs(pattern: HeadPattern) -> NDArray[np.int64]:
     return np.stack([q_first, count, t_first, steps], axis=1)
 
 
-def _item_records(plan: Plan, run_base: dict[tuple[int, int], int]) -> NDArray[np.int64]:
-    p, items = plan.problem, plan.items.astype(np.int64)
-    records = np.zeros((len(items), ITEM_WORDS), dtype=np.int64)
-    records[:, :3] = items
-    records[:, 3], records[:, 4] = items[:, 1] * p.group, p.group
-    shape_of = {pair: shape for shape, pair in enumerate(plan.patterns)}
-    shapes = np.array([shape_of[pair] for pair in p.sequences])[items[:, 0]]
-    for pair, pattern in plan.patterns.items():
-        mine = shapes == shape_of[pair]
-        kv = items[mine, 2]
-        records[mine, 5] = run_base[pair] + pattern.offsets[kv]
-        records[mine, 6] = pattern.offsets[kv + 1] - pattern.offsets[kv]
-        records[mine, 7] = pattern.task_counts[kv]
+def _item_records(plan: Plan) -> NDArray[np.int64]:
+    group, (sequence, head_group, kv) = plan.problem.group, plan.items.astype(np.int64).T
+    groups = plan.by_item(lambda p: np.full(p.grid.kv_tiles, p.head_groups))
+    kv_tiles = plan.by_item(lambda p: np.full(p.grid.kv_tiles, p.grid.kv_tiles))
+    kv_head, part = np.divmod(head_group, groups)
+    first, end = group * part // groups, group * (part + 1) // groups  # as group_heads deals them
+    run_counts = plan.by_item(lambda p: np.diff(p.offsets))
+    base = iter(np.cumsum([0, *(len(p.runs) for p in plan.patterns.values())]))
+    run_first = plan.by_item(lambda p: p.offsets[:-1] + next(base))
+    partial = plan.partial_first[sequence] + (kv_head * kv_tiles + kv) * groups + part
+    records = np.zeros((len(plan.items), ITEM_WORDS), dtype=np.int64)
+    records[:, :9] = np.stack(
+        [sequence, kv_head, kv, kv_head * group + first, end - first, run_first, run_counts,
+         plan.by_item(lambda p: p.task_counts), np.where(groups > 1, partial, -1)], axis=1
+    )  # fmt: skip
     return records
 
 
-def _sequence_records(p: Problem, total_first: dict[tuple[int, int], int]) -> NDArray[np.int64]:
+def _sequence_records(plan: Plan, total_first: dict[tuple[int, int], int]) -> NDArray[np.int64]:
+    p = plan.problem
     records = np.zeros((len(p.sequences), SEQUENCE_WORDS), dtype=np.int64)
-    q_row = k_row = q_tile = 0
     for row, pair in zip(records, p.sequences, strict=True):
         grid = p.grids[pair]
-        row[:] = (*pair, grid.q_tiles, grid.kv_tiles, q_row, k_row, q_tile, total_first[pair])
-        q_row, k_row, q_tile = q_row + pair[0], k_row + pair[1], q_tile + grid.q_tiles
+        row[:4], row[7] = (*pair, grid.q_tiles, grid.kv_tiles), total_first[pair]
+        row[9] = plan.patterns[pair].head_groups
+    records[:, 10] = plan.partial_first[:-1]
+    for column, counted in ((4, 0), (5, 1), (6, 2), (8, 3)):
+        records[1:, column] = np.cumsum(records[:-1, counted])
     return records
 
 
@@ -169,9 +185,8 @@ def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | No
     pairs = tuple((q, k) for q, k in sequences[:, :2].tolist())
     tile_m, tile_n, heads, kv_heads = words[9:13].tolist()
     problem = Problem(pairs, heads, kv_heads, head_dim, Mask(*sides), dtype, tile_m, tile_n)
-    plan = Plan(
-        problem, "table", _patterns(problem, items, _unpack_runs(packed)), items[:, :3].astype(np.int32)
-    )
+    patterns = _patterns(problem, items, _unpack_runs(packed), sequences[:, 9])
+    plan = Plan(problem, "table", patterns, _items(problem, items, patterns))
     if fingerprint is not None:
         plan.check_fingerprint(fingerprint)
     plan = verify(plan)
@@ -186,14 +201,35 @@ def _unpack_runs(packed: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([q_first, signed[0], count, t_first, signed[1], steps >> 16 & 0xFFFF], axis=1)
 
 
+def _items(
+    problem: Problem, records: NDArray[np.int64], patterns: dict[tuple[int, int], HeadPattern]
+) -> NDArray[np.int32]:
+    """The items of the records: (sequence, head group, kv tile)."""
+    items = records[:, :3].copy()
+    for at in np.flatnonzero((records[:, 0] < 0) | (records[:, 0] >= len(problem.sequences)))[:1]:
+        raise TableError(f"item {at}: sequence {records[at, 0]}, there are {len(problem.sequences)}")
+    part = records[:, 3] - records[:, 1] * problem.group
+    for pair, pattern in patterns.items():
+        mine = np.array([p == pair for p in problem.sequences])[records[:, 0]]
+        starts = [heads.start for heads in group_heads(problem.group, pattern.head_groups)]
+        dealt = np.searchsorted(starts, part[mine], side="right") - 1
+        items[mine, 1] = records[mine, 1] * pattern.head_groups + dealt
+    return items.astype(np.int32)
+
+
 def _patterns(
-    problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64]
+    problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64], head_groups: NDArray[np.int64]
 ) -> dict[tuple[int, int], HeadPattern]:
-    """Each distinct sequence shape's pattern, from the items of the first head that has the shape."""
+    """Each distinct sequence shape's pattern, from the items of the first head group that has the shape."""
     patterns = {}
     for pair, grid in problem.grids.items():
         sequence = problem.sequences.index(pair)
-        mine = items[(items[:, 0] == sequence) & (items[:, 1] == 0)]
+        groups = int(head_groups[sequence])
+        if not 1 <= groups <= problem.group:
+            raise TableError(
+                f"sequence {sequence}: {groups} head groups of {problem.group} q heads a kv head"
+            )
+        mine = items[(items[:, 0] == sequence) & (items[:, 1] == 0) & (items[:, 3] == 0)]
         mine = mine[np.argsort(mine[:, 2])]
         if not np.array_equal(mine[:, 2], np.arange(grid.kv_tiles)):
             raise TableError(
@@ -205,5 +241,6 @@ def _patterns(
             raise TableError(f"sequence {sequence}: an item's runs lie outside the table's {len(runs)}")
         offsets = np.concatenate(([0], np.cumsum(mine[:, 6])))
         rows = [runs[first:end] for first, end in zip(mine[:, 5], ends, strict=True)]
-        patterns[pair] = HeadPattern(grid, offsets, np.concatenate([np.zeros((0, 6), np.int64), *rows]))
+        table = np.concatenate([np.zeros((0, 6), np.int64), *rows])
+        patterns[pair] = HeadPattern(grid, offsets, table, groups)
     return patterns

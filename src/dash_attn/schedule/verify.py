@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,10 @@ from .plan import HeadPattern, Plan, Run
 from .tickets import MAX_HOLD
 
 __all__ = ["Verdict", "check_workers", "verify"]
+
+
+_PROVEN: WeakKeyDictionary[HeadPattern, dict[bytes, IntArray]] = WeakKeyDictionary()
+"""Patterns proven before, whose arrays can no longer be written: dependences by order of their items."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +58,19 @@ def verify(plan: Plan) -> Plan:
         CoverageError, TicketError, CycleError, PlacementError: what is wrong, with sequence, head, kv
             tile (item) and q tile.
     """
-    _check_placement(plan)
-    for sequence, pair in _first_of_each_shape(plan):
+    shapes = _first_of_each_shape(plan)
+    for sequence, pair in shapes:
         where = f"sequence {sequence} ({pair[0]} x {pair[1]}), every head"
-        _check_coverage(plan.patterns[pair], where)
+        parts = plan.patterns[pair].head_groups
+        if not 1 <= parts <= plan.problem.group:
+            raise CoverageError(f"{where}: {parts} head groups of {plan.problem.group} q heads a kv head")
+        if plan.patterns[pair] not in _PROVEN:
+            _check_coverage(plan.patterns[pair], where)
+    _check_placement(plan)
     min_workers = 1 + _deepest_dependence(plan)
     verified = replace(plan)
     object.__setattr__(verified, "verdict", Verdict(min_workers, plan.problem.tasks))
     plan.items.setflags(write=False)
-    for pattern in plan.patterns.values():
-        pattern.offsets.setflags(write=False)
-        pattern.runs.setflags(write=False)
     return verified
 
 
@@ -86,25 +93,26 @@ def _check_placement(plan: Plan) -> None:
     """Every item of the problem stands in the list once."""
     p, items = plan.problem, plan.items
     tiles = np.array([p.grids[pair].kv_tiles for pair in p.sequences], dtype=np.int64)
-    limits = np.array([len(tiles), p.kv_heads], dtype=np.int64)
-    for at, (sequence, head, kv) in _first_bad(
-        items,
-        (items[:, :2] < 0).any(1)
-        | (items[:, :2] >= limits).any(1)
-        | (items[:, 2] < 0)
-        | (items[:, 2] >= tiles[np.clip(items[:, 0], 0, len(tiles) - 1)]),
-    ):
-        raise PlacementError(f"item {at}: sequence {sequence}, kv head {head}, kv tile {kv} does not exist")
-    base = np.concatenate(([0], np.cumsum(tiles * p.kv_heads)))
+    groups = np.diff(plan.group_first)
+    sequence = np.clip(items[:, 0], 0, len(tiles) - 1)
+    limits = np.stack([np.full_like(sequence, len(tiles)), groups[sequence], tiles[sequence]], axis=1)
+    for at, item in _first_bad(items, np.any((items < 0) | (items >= limits), axis=1)):
+        raise PlacementError(f"item {at}: {_named(*item)} does not exist")
+    base = np.concatenate(([0], np.cumsum(tiles * groups)))
     codes = base[items[:, 0]] + items[:, 1].astype(np.int64) * tiles[items[:, 0]] + items[:, 2]
     counts = np.bincount(codes, minlength=int(base[-1]))
-    for at, (sequence, head, kv) in _first_bad(items, counts[codes] > 1):
-        raise PlacementError(f"item {at}: sequence {sequence}, kv head {head}, kv tile {kv} is listed twice")
+    for at, item in _first_bad(items, counts[codes] > 1):
+        raise PlacementError(f"item {at}: {_named(*item)} is listed twice")
     missing = np.flatnonzero(counts == 0)
     if len(missing):
-        sequence = int(np.searchsorted(base, missing[0], side="right")) - 1
-        head, kv = divmod(int(missing[0] - base[sequence]), int(tiles[sequence]))
-        raise PlacementError(f"sequence {sequence}, kv head {head}, kv tile {kv} is in no item")
+        at = int(np.searchsorted(base, missing[0], side="right")) - 1
+        raise PlacementError(
+            f"{_named(at, *divmod(int(missing[0] - base[at]), int(tiles[at])))} is in no item"
+        )
+
+
+def _named(sequence: int, head_group: int, kv_tile: int) -> str:
+    return f"sequence {sequence}, head group {head_group}, kv tile {kv_tile}"
 
 
 def _first_bad(items: NDArray[np.int32], bad: NDArray[np.bool_]) -> list[tuple[int, list[int]]]:
@@ -160,23 +168,24 @@ def _check_item_coverage(pattern: HeadPattern, kv: int, where: str) -> None:
 
 def _deepest_dependence(plan: Plan) -> int:
     """Largest number of items of one prefix of the list that depend on an item behind that prefix."""
-    p, items = plan.problem, plan.items
+    items = plan.items
     position = np.arange(len(items), dtype=np.int64)
-    head = items[:, 0].astype(np.int64) * p.kv_heads + items[:, 1]
+    head = plan.group_first[items[:, 0]] + items[:, 1]
     by_head = np.argsort(head, kind="stable")
     starts = np.flatnonzero(np.diff(head[by_head], prepend=-1))
     needed = position.copy()
-    known: dict[tuple[tuple[int, int], bytes], IntArray] = {}
     for rows in np.split(by_head, starts[1:]):
         if not len(rows):
             continue
         sequence, order = int(items[rows[0], 0]), items[rows, 2].astype(np.int64)
-        pair = p.sequences[sequence]
-        key = (pair, order.tobytes())
-        if key not in known:
-            where = f"sequence {sequence}, kv head {items[rows[0], 1]}"
-            known[key] = _dependences(plan.patterns[pair], order, where)
-        needed[rows] = rows[known[key]]
+        pattern = plan.pattern(sequence)
+        if pattern not in _PROVEN or order.tobytes() not in _PROVEN[pattern]:
+            where = f"sequence {sequence}, head group {items[rows[0], 1]}"
+            found = _dependences(pattern, order, where)
+            pattern.offsets.setflags(write=False)
+            pattern.runs.setflags(write=False)
+            _PROVEN.setdefault(pattern, {})[order.tobytes()] = found
+        needed[rows] = rows[_PROVEN[pattern][order.tobytes()]]
     change = np.zeros(len(items) + 2, dtype=np.int64)
     np.add.at(change, position + 1, 1)
     np.add.at(change, needed + 1, -1)
@@ -185,9 +194,9 @@ def _deepest_dependence(plan: Plan) -> int:
 
 
 def _dependences(pattern: HeadPattern, order: IntArray, where: str) -> IntArray:
-    """For each item of one kv head, in claim order, the rank of the last item it depends on.
+    """For each item of one head group, in claim order, the rank of the last item it depends on.
 
-    The q heads of a group count as one: all items go through them in the same order at every q tile, so
+    The q heads of a head group count as one: all items go through them in the same order at every q tile, so
     what holds for blocks of q tiles (below) holds for them.
     """
     for block in (_block_of_q_tiles(pattern), 1):
@@ -222,7 +231,7 @@ def _in_blocks(run: Run, block: int) -> Run:
 
 
 class _PatternRun:
-    """Greedy execution of the items of one kv head, task by task but in slices.
+    """Greedy execution of the items of one head group, task by task but in slices.
 
     Items go by their claim rank here. ``done[q]`` counts the contributions to a q tile. ``newest[q]`` is
     the largest rank among the items that the latest contribution to q depends on, ``reach[rank]`` the

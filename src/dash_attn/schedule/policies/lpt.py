@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ...problem import Problem, SequenceGrid
+from ...problem import Problem
+from ..plan import HeadPattern, Plan
 
 __all__ = ["L2_BYTES", "lpt_placement"]
 
@@ -15,47 +16,39 @@ L2_BYTES = 50 * 2**20
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def lpt_placement(
-    problem: Problem, items: NDArray[np.int32], *, l2_bytes: int | None = None
-) -> NDArray[np.int32]:
+def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> NDArray[np.int32]:
     """Reorder items: within a section of heads that fit L2 together, the longest first.
 
     Sections keep the order in which heads first appear; items of equal length keep their order, so a
     placement whose items are all equal comes back unchanged.
 
     Args:
-        problem: the problem.
-        items: (items, 3) int32 rows (sequence, kv_head, kv_tile), a policy's own order.
+        plan: a plan, verified or not, in a policy's own order of items.
         l2_bytes: bytes of the cache that a section of heads may fill. By default L2_BYTES for sequences
             up to 1,024 tokens, rising to four times as much at 4,096: the longer a head, the less of it
             is in use at a time (measured, docs/perf-log.md).
 
     Returns:
-        (items, 3) int32.
+        (items, 3) int32, rows as in ``plan.items``.
 
     Source: FlashAttention-4 section 3.3. It is a placement: combine it with any policy's numerics, and
     let the verifier say how many workers the pair needs.
 
-    >>> from dash_attn.problem import Mask
-    >>> p = Problem.dense(heads=2, seqlen=256, head_dim=64, mask=Mask.causal())
-    >>> by_head = np.array([[0, h, kv] for h in range(2) for kv in range(2)], dtype=np.int32)
-    >>> lpt_placement(p, by_head)[:, 1:].tolist()                  # (head, kv tile)
+    >>> from dash_attn.problem import Mask, Problem
+    >>> from dash_attn.schedule import Descending, build_plan
+    >>> causal = Problem.dense(heads=2, seqlen=256, head_dim=64, mask=Mask.causal())
+    >>> lpt_placement(build_plan(causal, Descending()))[:, 1:].tolist()                  # (head, kv tile)
     [[0, 0], [1, 0], [0, 1], [1, 1]]
     """
+    problem, items = plan.problem, plan.items
     if not len(items):
         return items
     if l2_bytes is None:
         longest = max(seqlen_k for _, seqlen_k in problem.sequences)
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
-    tasks = np.empty(len(items), dtype=np.int64)
-    size = np.empty(len(items), dtype=np.int64)
-    shape_of = {pair: shape for shape, pair in enumerate(problem.grids)}
-    shapes = np.array([shape_of[pair] for pair in problem.sequences])[items[:, 0]]
-    for pair, grid in problem.grids.items():
-        mine = shapes == shape_of[pair]
-        tasks[mine] = np.maximum(grid.q_last - grid.q_first + 1, 0)[items[mine, 2]]
-        size[mine] = _head_bytes(problem, grid)
-    head = items[:, 0].astype(np.int64) * problem.kv_heads + items[:, 1]
+    tasks = plan.by_item(lambda pattern: pattern.task_counts * problem.group // pattern.head_groups)
+    size = plan.by_item(lambda pattern: np.full(pattern.grid.kv_tiles, _head_bytes(problem, pattern)))
+    head = plan.group_first[items[:, 0]] + items[:, 1]
     _, first_seen, inverse = np.unique(head, return_index=True, return_inverse=True)
     by_appearance = np.sort(first_seen)
     place = np.asarray(np.searchsorted(by_appearance, first_seen), dtype=np.int64)[inverse]
@@ -63,11 +56,11 @@ def lpt_placement(
     return items[np.lexsort((np.arange(len(items)), -tasks, section))]
 
 
-def _head_bytes(problem: Problem, grid: SequenceGrid) -> int:
-    """Bytes one kv head keeps in L2 while its items run: Q, dO and fp32 dQ of its group, K and V."""
-    element = _ELEMENT_BYTES[problem.dtype]
-    rows_q, rows_k = problem.group * grid.seqlen_q, grid.seqlen_k
-    return problem.head_dim * (rows_q * (2 * element + 4) + rows_k * 2 * element)
+def _head_bytes(problem: Problem, pattern: HeadPattern) -> int:
+    """Bytes a head group keeps in L2 while its items run: Q, dO and fp32 dQ of its q heads, K and V."""
+    element, grid = _ELEMENT_BYTES[problem.dtype], pattern.grid
+    rows_q = problem.group * grid.seqlen_q // pattern.head_groups
+    return problem.head_dim * (rows_q * (2 * element + 4) + grid.seqlen_k * 2 * element)
 
 
 def _sections(sizes: NDArray[np.int64], limit: int) -> NDArray[np.int64]:

@@ -1,0 +1,40 @@
+"""The bytes of fixed problems are those that are checked in (docs/bit-contract.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+from golden_cases import GOLDEN, golden_inputs, golden_plans
+from torch import Tensor
+
+from dash_attn.kernels.launch import run_backward
+from dash_attn.schedule import Plan
+
+
+def sha256(x: Tensor) -> str:
+    return hashlib.sha256(x.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def hashes(plan: Plan) -> dict[str, str]:
+    result = run_backward(plan, *(x.cuda() for x in golden_inputs(plan)), 0.25)
+    found = {name: sha256(getattr(result, name)) for name in ("dq", "dk", "dv")}
+    return {"fingerprint": plan.fingerprint} | found
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, dict[str, str]]:
+    if path := os.environ.get("DASH_ATTN_WRITE_GOLDEN"):
+        found = {name: hashes(plan) for name, plan in golden_plans().items()}
+        with open(path, "w") as file:
+            file.write(json.dumps(found, indent=1) + "\n")
+    known: dict[str, dict[str, str]] = json.loads(GOLDEN.read_text())
+    return known
+
+
+@pytest.mark.parametrize("name", golden_plans())
+def test_golden(name: str, golden: dict[str, dict[str, str]]) -> None:
+    assert hashes(golden_plans()[name]) == golden[name]
