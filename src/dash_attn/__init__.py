@@ -1,7 +1,7 @@
 """Bitwise-reproducible attention for LLM training: schedules as data, proven before they run.
 
-``attention`` and ``is_supported`` need PyTorch and load it when they are first used; problems, plans
-and the simulator do not.
+The functions on tensors need PyTorch and load it when they are first used; problems, plans and the
+simulator do not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from .problem import Mask, Problem
 from .schedule import Plan, build_plan
 
 if TYPE_CHECKING:
-    from .api import Support, attention, is_supported, plan_for
+    from .api import (
+        Support,
+        attention,
+        flash_attn_func,
+        flash_attn_varlen_func,
+        is_supported,
+        plan_for,
+    )
 
 __version__ = "0.1.0"
 
@@ -25,11 +32,20 @@ __all__ = [
     "__version__",
     "attention",
     "build_plan",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "is_supported",
     "plan_for",
 ]
 
-_NEED_TORCH = ("Support", "attention", "is_supported", "plan_for")
+_NEED_TORCH = (
+    "Support",
+    "attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "is_supported",
+    "plan_for",
+)
 
 
 def __getattr__(name: str) -> Any:

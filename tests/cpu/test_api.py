@@ -300,7 +300,7 @@ REFUSED = {
     "batch": (bad(k=K[:1]), "k has batch 1 and head_dim 8, q has 2 and 8"),
     "head_dim": (bad(v=V[..., :4]), "v has batch 2 and head_dim 4, q has 2 and 8"),
     "k and v": (bad(v=V[:, :9]), r"k has shape \(2, 20, 2, 8\), v has \(2, 9, 2, 8\)"),
-    "no batch": (bad(Q[:0], K[:0], V[:0]), "batch must be an integer >= 1, got 0"),
+    "no batch": (bad(Q[:0], K[:0], V[:0]), "batch must be >= 1, got q of shape"),
     "no heads": (bad(q=Q[:, :, :0]), "heads must be an integer >= 1, got 0"),
     "no kv heads": (bad(k=K[:, :, :0], v=V[:, :, :0]), "kv_heads must be an integer >= 1, got 0"),
     "no head_dim": (bad(Q[..., :0], K[..., :0], V[..., :0]), "head_dim must be an integer >= 1, got 0"),

@@ -23,8 +23,10 @@ LAYERS = {
     "measure": {"schedule", "model", "kernels"},
     "doctor": {"__init__"},
     "testing": set(),
-    "api": {"errors", "problem", "schedule", "reference", "kernels"},
-    "integrations": {"errors", "api", "arguments"},
+    "ops": {"errors", "problem", "schedule", "reference", "kernels"},
+    "arguments": {"errors", "problem", "schedule", "ops"},
+    "api": {"errors", "schedule", "ops", "arguments"},
+    "integrations": {"errors", "api", "arguments", "ops"},
     "verification": {"errors", "problem", "schedule", "api", "testing"},
     "demo": {"errors", "problem", "schedule", "model", "reference", "api", "testing"},
     "commands": {

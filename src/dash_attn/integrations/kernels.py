@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Packing, check_call
+from ..ops.operators import forward, varlen_forward
 
 __all__ = ["Band", "run_backward", "run_forward"]
 
@@ -36,8 +37,7 @@ def run_forward(
         InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``.
     """
     varlen, arguments = _call(q, k, v, band, softmax_scale, cu_seqlens)
-    run = torch.ops.dash_attn.varlen_forward if varlen else torch.ops.dash_attn.forward
-    out, lse = run(q, k, v, *arguments)
+    out, lse = (varlen_forward if varlen else forward)(q, k, v, *arguments)
     return out, lse
 
 

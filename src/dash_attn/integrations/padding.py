@@ -69,7 +69,7 @@ def _tokens(numbers: Tensor, seqlen_q: int) -> Packing:
         raise InputError(f"attention_mask covers {seqlen_k} keys, fewer than the {seqlen_q} queries")
     row, column = numbers.nonzero(as_tuple=True)
     names = torch.stack([row, numbers[row, column]])
-    _, sequence, counts_k = names.unique_consecutive(dim=1, return_inverse=True, return_counts=True)
+    _, sequence, counts_k = names.unique_consecutive(dim=1, return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
     has_query = column >= seqlen_k - seqlen_q
     counts_q = torch.bincount(sequence[has_query], minlength=len(counts_k))
     rows_q = row * seqlen_q + column - (seqlen_k - seqlen_q)

@@ -110,7 +110,7 @@ class _Handle:
     def remove(self) -> None:
         """Called by PyTorch when another implementation takes over."""
         for library in self.libraries:
-            library._destroy()
+            library._destroy()  # type: ignore[no-untyped-call]
         self.libraries = []
 
 
@@ -133,9 +133,9 @@ def _override() -> _Handle:
         # PyTorch warns about every override; here it is what the user asked for.
         warnings.simplefilter("ignore", UserWarning)
         for key, functions in kernels.items():
-            libraries.append(Library("aten", "IMPL", key))
+            libraries.append(Library("aten", "IMPL", key))  # type: ignore[no-untyped-call]
             for name, function in functions.items():
-                libraries[-1].impl(name, function, key)
+                libraries[-1].impl(name, function, key)  # type: ignore[no-untyped-call]
     return _Handle(libraries)
 
 
@@ -208,7 +208,8 @@ def _sdpa_forward_cpu(
     """aten::_scaled_dot_product_flash_attention_for_cpu."""
     _refuse(attn_mask=attn_mask, dropout_p=dropout_p)
     band = _sdpa_band(query, key, is_causal)
-    out, lse = run_forward(*(x.transpose(1, 2) for x in (query, key, value)), band, scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = run_forward(q, k, v, band, scale)
     return _in_layout_of(query, out.transpose(1, 2)), lse
 
 

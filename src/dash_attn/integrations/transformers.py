@@ -80,7 +80,11 @@ def attention_forward(
     """
     _refuse(dropout, attention_mask, other)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    how = {"softmax_scale": scaling, "causal": causal, "window_size": _window(sliding_window, causal)}
+    how: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "causal": causal,
+        "window_size": _window(sliding_window, causal),
+    }
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")

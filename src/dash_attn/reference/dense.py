@@ -1,4 +1,4 @@
-"""The executor for dense batches: (batch, seqlen, heads, head_dim) in, the same out."""
+"""The executor behind one signature for both layouts: dense (batch, seqlen, heads, head_dim) and packed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ __all__ = ["backward", "forward"]
 
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense batch; lse (batch, heads, seqlen_q). See :func:`executor.forward`."""
+    """(out, lse) of a dense or packed batch. See :func:`executor.forward`.
+
+    lse: (batch, heads, seqlen_q) of a dense batch, (heads, total_q) of a packed one.
+    """
+    if q.ndim == 3:
+        return executor.forward(plan, q, k, v, softmax_scale)
     batch, seqlen_q, heads, _ = q.shape
     out, lse = executor.forward(plan, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), softmax_scale)
     return out.view(q.shape), lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
@@ -32,7 +37,11 @@ def backward(
     rng: random.Random | None = None,
     ordered: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a dense batch; lse (batch, heads, seqlen_q). See :func:`executor.backward`."""
+    """(dq, dk, dv) of a dense or packed batch; lse as from :func:`forward`. See :func:`executor.backward`."""
+    if q.ndim == 3:
+        return executor.backward(
+            plan, dout, q, k, v, out, lse, softmax_scale, rng=rng, ordered=ordered
+        )  # fmt: skip
     dq, dk, dv = executor.backward(
         plan,
         dout.flatten(0, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +63,7 @@ class Batch:
 
     def run(self) -> Results:
         """Forward and backward through the public functions."""
-        how = {"causal": self.shape.causal, "window_size": self.shape.window or (-1, -1)}
+        how: dict[str, Any] = {"causal": self.shape.causal, "window_size": self.shape.window or (-1, -1)}
         tensors = (self.q, self.k, self.v)
         call = flash_attn_varlen_func if self.shape.packed else flash_attn_func
         out, lse = call(*tensors, *self.bounds, **how, policy=self.shape.policy, return_lse=True)
@@ -79,7 +79,11 @@ class Batch:
 
     def plan(self) -> Plan:
         """The plan that :meth:`run` follows."""
-        how = {"causal": self.shape.causal, "window": self.shape.window, "policy": self.shape.policy}
+        how: dict[str, Any] = {
+            "causal": self.shape.causal,
+            "window": self.shape.window,
+            "policy": self.shape.policy,
+        }
         return plan_for(self.q, self.k, self.v, *self.bounds, **how)
 
     def split(self, results: Results) -> list[Results]:
@@ -88,12 +92,8 @@ class Batch:
         if not self.shape.packed:
             return list(zip(*(x.unbind(0) for x in (out, lse, dq, dk, dv))))
         rows_q, rows_k = ([pair[side] for pair in self.lengths] for side in (0, 1))
-        return list(
-            zip(
-                out.split(rows_q), lse.split(rows_q, dim=1), dq.split(rows_q), dk.split(rows_k),
-                dv.split(rows_k),
-            )
-        )  # fmt: skip
+        cuts = ((out, rows_q, 0), (lse, rows_q, 1), (dq, rows_q, 0), (dk, rows_k, 0), (dv, rows_k, 0))
+        return list(zip(*(torch.split(x, rows, dim) for x, rows, dim in cuts)))
 
 
 def digest(results: Results) -> dict[str, str]:
@@ -101,5 +101,5 @@ def digest(results: Results) -> dict[str, str]:
     hashes = {}
     for name, x in zip(NAMES, results):
         data = x.detach().cpu().contiguous().view(torch.uint8).numpy()
-        hashes[name] = hashlib.sha256(data).hexdigest()
+        hashes[name] = hashlib.sha256(data.tobytes()).hexdigest()
     return hashes

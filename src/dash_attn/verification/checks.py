@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -
     device = torch.device(settings.device)
     inputs = random_inputs(shape, device)
     batch = Batch(shape, inputs)
-    how = {"causal": shape.causal, "window": shape.window, "policy": shape.policy}
+    how: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "policy": shape.policy}
     support = is_supported(batch.q, batch.k, batch.v, *batch.bounds, **how)
     if not support:
         raise InputError(f"{shape}: {support.reason}")
@@ -140,7 +141,7 @@ def _contention(device: str) -> Iterator[Callable[[], None]]:
     if device != "cuda":
         yield lambda: None
         return
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     stream.wait_stream(torch.cuda.current_stream())
 
@@ -186,7 +187,7 @@ def _fresh_process(subject: _Subject) -> str:
 def _graph(subject: _Subject) -> str:
     if subject.settings.device != "cuda":
         raise _Skipped("no GPU")
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         subject.batch.run()

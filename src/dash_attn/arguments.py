@@ -1,0 +1,272 @@
+"""What the public functions accept: every argument is checked here, and every error names its value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .ops.backends import backend_for
+from .ops.plans import DTYPE_NAMES, policy_key
+from .problem import DTYPES
+from .schedule import Policy
+
+__all__ = [
+    "Call",
+    "Packing",
+    "Window",
+    "check_call",
+    "check_flag",
+    "check_flash_options",
+    "check_no_positional",
+]
+
+Window = Sequence[int | None] | None
+"""(left, right) columns around the diagonal; -1 or None leaves a side unbounded."""
+
+_FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
+    # FlashAttention-2
+    "dropout_p": (0,),
+    "softcap": (0,),
+    "alibi_slopes": (None,),
+    "block_table": (None,),
+    "return_attn_probs": (False,),
+    # FlashAttention-3
+    "qv": (None,),
+    "q_descale": (None,),
+    "k_descale": (None,),
+    "v_descale": (None,),
+    "seqused_q": (None,),
+    "seqused_k": (None,),
+    "attention_chunk": (0,),
+    "num_splits": (0, 1),
+    "pack_gqa": (None, False, True),
+    "sm_margin": (0,),
+    # FlashAttention-4
+    "page_table": (None,),
+    "learnable_sink": (None,),
+    "score_mod": (None,),
+    "mask_mod": (None,),
+    "aux_tensors": (None,),
+    "block_sparse_tensors": (None,),
+    # transformers
+    "s_aux": (None,),
+}
+"""Arguments of FlashAttention that have no counterpart here, and the values that ask for nothing."""
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a packed batch lie, as the caller gave it."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+
+class Call(NamedTuple):
+    """A checked call, in the terms of the operators.
+
+    Attributes:
+        q, k, v: the inputs, cast if autocast says so.
+        options: softmax_scale, left, right, policy, ordered.
+        packing: None for a dense call; longest lengths are -1 where not given.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: tuple[float, int, int, str, bool]
+    packing: Packing | None
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing | None,
+    causal: bool,
+    window: Window,
+    softmax_scale: float | None,
+    policy: str | Policy,
+    deterministic: bool,
+) -> Call:
+    """Check the arguments of a call. What needs the lengths of a packed batch is checked when it runs."""
+    _check_tensors(q, k, v, 4 if packing is None else 3)
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        q, k, v = _autocast(torch.get_autocast_dtype(device), q, k, v)
+    _check_dtypes(q, k, v)
+    if packing is None:
+        _check_dense(q, k, v)
+    else:
+        packing = _checked_packing(packing, q.device)
+        _check_packed(q, k, v)
+    left, right = _sides(check_flag("causal", causal), window)
+    ordered = check_flag("deterministic", deterministic)
+    options = (_scale(softmax_scale, q.shape[-1]), left, right, policy_key(policy), ordered)
+    return Call(q, k, v, options, packing)
+
+
+def check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_no_positional(function: str, named: str, positional: tuple[object, ...]) -> None:
+    """Refuse arguments that libraries with the same function take for different things."""
+    if positional:
+        raise InputError(
+            f"{function} takes {named} by position and all else by keyword; the next one, "
+            f"{_short(positional[0])}, would be dropout_p in FlashAttention-2 and another in later ones"
+        )
+
+
+def check_flash_options(function: str, options: dict[str, Any]) -> None:
+    """Accept arguments of FlashAttention that ask for nothing, refuse the others.
+
+    Raises:
+        InputError: a value that asks for something that is not supported.
+        TypeError: FlashAttention has no such argument.
+    """
+    for name, value in options.items():
+        if name not in _FLASH_OPTIONS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        allowed = _FLASH_OPTIONS[name]
+        plain = value is None or isinstance(value, bool | int | float)
+        if not plain or value not in allowed:
+            hint = "; use return_lse for the log-sum-exp" if name == "return_attn_probs" else ""
+            raise InputError(f"{name}={_short(value)} is not supported, only {_either(allowed)}{hint}")
+
+
+def _either(values: tuple[object, ...]) -> str:
+    return " or ".join(map(repr, values))
+
+
+def _short(value: object) -> str:
+    """The value, or what it is if it would be long."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r:.40}"
+
+
+_LAYOUTS = {4: "(batch, seqlen, heads, head_dim)", 3: "(total, heads, head_dim)"}
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
+    """Types, layouts, dimensions and devices."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            layout = "nested" if x.is_nested else x.layout
+            raise InputError(f"{name} must be a dense tensor, got layout {layout}")
+        if x.ndim != ndim:
+            raise InputError(
+                f"{name} must have {ndim} dimensions {_LAYOUTS[ndim]}, got shape {tuple(x.shape)}"
+            )
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device}, q is on {q.device}")
+    backend_for(q.device)
+
+
+def _autocast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+    """As autocast does it for PyTorch's own attention: all but float64 becomes one dtype."""
+    narrow = (torch.float32, torch.float16, torch.bfloat16)
+    return [x.to(dtype) if x.dtype in narrow else x for x in tensors]
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype not in DTYPE_NAMES:
+            raise InputError(f"{name} must be one of {', '.join(DTYPES)}, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise InputError(f"{name} has dtype {x.dtype}, q has {q.dtype}")
+
+
+def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.shape[0]:
+        raise InputError(f"batch must be >= 1, got q of shape {tuple(q.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
+            raise InputError(
+                f"{name} has batch {x.shape[0]} and head_dim {x.shape[3]}, "
+                f"q has {q.shape[0]} and {q.shape[3]}"
+            )
+    if k.shape != v.shape:
+        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[2] != q.shape[2]:
+            raise InputError(f"{name} has head_dim {x.shape[2]}, q has {q.shape[2]}")
+    if k.shape != v.shape:
+        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+
+
+def _checked_packing(packing: Packing, device: torch.device) -> Packing:
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            raise InputError(f"{name} must be torch.int32, got {x.dtype}")
+        if x.ndim != 1 or x.shape[0] < 2:
+            raise InputError(
+                f"{name} must have shape (batch + 1,) and at least one sequence, got {tuple(x.shape)}"
+            )
+        if x.device != device and x.device.type != "cpu":
+            raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise InputError(
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} sequences, "
+            f"cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}"
+        )
+    longest = (_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k))
+    return Packing(cu_seqlens_q, cu_seqlens_k, *longest)
+
+
+def _longest(name: str, value: Any) -> int:
+    """-1 for a tensor: the lengths say what it holds, and reading it would wait for the device."""
+    if value is None or isinstance(value, Tensor):
+        return -1
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise InputError(f"{name} must be None, a tensor or an integer >= 0, got {value!r}")
+    return int(value)
+
+
+def _sides(causal: bool, window: Window) -> tuple[int, int]:
+    """(left, right), -1 where unbounded."""
+    if window is None:
+        return -1, 0 if causal else -1
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise InputError(f"window must be None or (left, right), got {window!r}")
+    left, right = (_side(name, value, window) for name, value in zip(("left", "right"), window))
+    return left, 0 if causal else right
+
+
+def _side(name: str, value: int | None, window: Window) -> int:
+    if value is None:
+        return -1
+    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
+        raise InputError(f"window {name} must be None, -1 or an integer in 0..2**31-1, got {window!r}")
+    return value
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim) ** -0.5 if head_dim else 1.0
+    try:
+        value = math.nan if isinstance(scale, bool) or not isinstance(scale, int | float) else float(scale)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise InputError(f"softmax_scale must be a finite number, got {scale!r:.40}")
+    return value

@@ -1,0 +1,1 @@
+"""The torch operators under the public functions: backends, plans found by shape, and autograd."""
