@@ -267,7 +267,14 @@ def _silent(text: str) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     from .doctor import examine
 
-    _emit(args, examine())
+    facts = examine()
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    for name, value in facts.items():
+        lines = value if isinstance(value, dict) else {"": value}
+        for number, (what, answer) in enumerate(lines.items()):
+            print(f"{'' if number else name:<18}{what:<{28 if what else 0}}{answer}")
     return 0
 
 

@@ -21,7 +21,7 @@ LAYERS = {
     "reference": {"errors", "problem", "schedule"},
     "kernels": {"errors", "problem", "schedule"},
     "measure": {"schedule", "model", "kernels"},
-    "doctor": {"__init__"},
+    "doctor": {"__init__", "api", "integrations", "kernels"},
     "testing": set(),
     "ops": {"errors", "problem", "schedule", "reference", "kernels"},
     "arguments": {"errors", "problem", "schedule", "ops"},

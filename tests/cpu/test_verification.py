@@ -20,6 +20,13 @@ PACKED = Shape(seqlens=(290, 0, 40), heads=2, head_dim=16, window=(100, 50), dty
 CPU = Settings("cpu", 2)
 
 
+@pytest.fixture(autouse=True)
+def _no_new_process(request, monkeypatch):
+    """A new process costs seconds; only the tests that name it start one."""
+    if "process" not in request.node.name:
+        monkeypatch.setitem(checks.CHECKS, "fresh process", lambda subject: "not asked for")
+
+
 def quiet(line: str) -> None:
     pass
 
@@ -43,7 +50,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("shape", [SMALL, PACKED], ids=str)
-def test_the_cpu_backend_passes(shape):
+def test_the_cpu_backend_passes_in_this_and_another_process(shape):
     lines = []
     report = verify_shape(shape, CPU, lines.append)
     assert outcome(report) == GOOD
@@ -52,12 +59,11 @@ def test_the_cpu_backend_passes(shape):
     assert report.facts["backend"] == "cpu"
     assert len(lines) == 1 + len(GOOD) + 5
     assert next(check for check in report.checks if check.name == "CUDA graph").detail == "no GPU"
-    assert verified(shape).hashes == report.hashes
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_other_dtypes_are_as_accurate_as_they_can_be(dtype):
-    report = verified(Shape(seqlen=300, heads=2, head_dim=16, dtype=dtype))
+    report = verified(Shape(batch=1, seqlen=700, heads=1, head_dim=16, dtype=dtype))
     assert outcome(report) == GOOD
 
 
@@ -70,7 +76,6 @@ def broken(monkeypatch, change):
         return change(len(calls), honest(self))
 
     monkeypatch.setattr(Batch, "run", run)
-    monkeypatch.setitem(checks.CHECKS, "fresh process", lambda subject: "not here")
 
 
 def nudged(results, name="dq", factor=1 + 2**-20):
@@ -120,9 +125,6 @@ def test_a_blind_control_fails(monkeypatch):
 
 
 def test_other_hashes_of_a_fresh_process_fail(monkeypatch):
-    monkeypatch.setattr(checks, "random_inputs", lambda shape, device: random_inputs(PACKED, device)[:2])
-    report = verified(Shape(seqlens=(290, 0), heads=2, head_dim=16, window=(100, 50), dtype="float32"))
-    assert outcome(report)["fresh process"] == "passed"
     inputs = random_inputs(Shape(seqlen=400, heads=2, kv_heads=1, head_dim=16, seed=1), torch.device("cpu"))
     wide = [type(x)(*(tensor.float() for tensor in x)) for x in inputs]
     monkeypatch.setattr(checks, "random_inputs", lambda shape, device: wide)

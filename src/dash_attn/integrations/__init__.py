@@ -2,3 +2,6 @@
 
 Importing changes nothing. Each module has a function that the user calls to switch it on.
 """
+
+OLDEST_TRANSFORMERS = (5, 4)
+"""The first release that tells mask functions where the queries start."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ..errors import InputError, UnavailableError
+from . import OLDEST_TRANSFORMERS
 from .padding import Packing, packing_of
 from .token_masks import token_mask
 
@@ -33,15 +34,16 @@ def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` known to transformers.
 
     Raises:
-        UnavailableError: transformers is not installed, or too old to register attention functions.
+        UnavailableError: transformers is not installed, or too old.
     """
+    oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    needed = f"transformers >= {oldest} is needed: pip install 'dash-attn[transformers]'"
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, __version__
     except ImportError as error:
-        raise UnavailableError(
-            f"transformers with AttentionMaskInterface is needed ({error}): "
-            "pip install 'dash-attn[transformers]'"
-        ) from error
+        raise UnavailableError(f"{needed} ({error})") from error
+    if tuple(map(int, __version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
+        raise UnavailableError(f"{needed} (found {__version__})")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, token_mask)
 
