@@ -26,8 +26,9 @@ from .arguments import (
     check_no_positional,
 )
 from .errors import DashError, InputError
+from .ops.autograd import apply_plan, attend
 from .ops.backends import Backend, backend_for
-from .ops.operators import apply_plan, dense_plan, forward, varlen_forward, varlen_plan
+from .ops.operators import DENSE, VARLEN, dense_plan, varlen_plan
 from .schedule import Plan, Policy
 
 __all__ = [
@@ -315,10 +316,10 @@ def _run(call: Call, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     check_flag("return_lse", return_lse)
     q, k, v, options, packing = call
     if packing is None:
-        out, lse = forward(q, k, v, *options)
+        out, lse = attend(DENSE, q, k, v, *options)
     else:
         cu_seqlens_q, cu_seqlens_k, *longest = packing
-        out, lse = varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, *options, *longest)
+        out, lse = attend(VARLEN, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, *longest)
     return (out, lse) if return_lse else out
 
 

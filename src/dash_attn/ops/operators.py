@@ -10,22 +10,21 @@ Schemas are defined and autograd is attached by hand: through ``torch.library.cu
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from ..schedule import Plan
-from .backends import Backend, backend_for
+from .autograd import Differentiable, Gradients, with_gradients, without_second_derivative
+from .backends import backend_for
 from .lengths import Lengths, host_lengths
 from .plans import find_plan, keep_plan
 
-__all__ = ["apply_plan", "dense_plan", "forward", "varlen_forward", "varlen_plan"]
-
-Gradients = tuple[Tensor, Tensor, Tensor]
+__all__ = ["DENSE", "VARLEN", "dense_plan", "varlen_plan"]
 
 _OPTIONS = "float softmax_scale, int left, int right, str policy, bool ordered"
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
@@ -47,10 +46,13 @@ for _name, _schema in _SCHEMAS.items():
         _tags.append(torch.Tag.cudagraph_unsafe)
     _library.define(_name + _schema, tags=_tags)
 
-forward = torch.ops.dash_attn.forward.default
-_backward = torch.ops.dash_attn.backward.default
-varlen_forward = torch.ops.dash_attn.varlen_forward.default
-_varlen_backward = torch.ops.dash_attn.varlen_backward.default
+DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, 0)
+"""(q, k, v, softmax_scale, left, right, policy, ordered), (batch, seqlen, heads, head_dim)."""
+
+VARLEN = Differentiable(
+    torch.ops.dash_attn.varlen_forward.default, torch.ops.dash_attn.varlen_backward.default, 2
+)
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, ..., ordered, max_seqlen_q, max_seqlen_k)."""
 
 
 # Kernels
@@ -180,112 +182,17 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gr
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-# Autograd
-
-
-class _Functions(NamedTuple):
-    """forward: (q, k, v, *lengths, *options); backward: (dout, q, k, v, out, lse, *lengths, *options)."""
-
-    forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., Gradients]
-
-
-class _Attention(torch.autograd.Function):
-    """Autograd around a forward and a backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        functions: _Functions,
-        lengths: tuple[Tensor, ...],
-        options: tuple[Any, ...],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = functions.forward(q, k, v, *lengths, *options)
-        ctx.save_for_backward(q, k, v, out, lse, *lengths)
-        ctx.mark_non_differentiable(lse)
-        ctx.backward_of, ctx.options = functions.backward, options
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.backward_of(dout, *ctx.saved_tensors, *ctx.options)
-        wanted = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[3:])]
-        return (None, None, None, *wanted)
-
-
-class _Gradients(torch.autograd.Function):
-    """dq, dk and dv. A node of its own, so that a second derivative is an error and not a missing term:
-    ``once_differentiable`` says nothing when the gradient of the output is a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, backward: Callable[..., Gradients], *arguments: Any) -> Gradients:
-        with torch._C._AutoDispatchBelowAutograd():
-            return backward(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError("dash_attn.attention has no second derivative")
-
-
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def _with_autograd(functions: _Functions, lengths: int) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A forward with gradients; the operator takes so many tensors of lengths after q, k and v."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        if _needs_grad(q, k, v):
-            out, lse = _Attention.apply(  # type: ignore[no-untyped-call]
-                functions, rest[:lengths], rest[lengths:], q, k, v
-            )
-            return out, lse
-        with torch._C._AutoDispatchBelowAutograd():
-            return functions.forward(q, k, v, *rest)
-
-    return run
-
-
-def _without_second_derivative(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    def run(*arguments: Any) -> Gradients:
-        if _needs_grad(*arguments[:6]):
-            dq, dk, dv = _Gradients.apply(backward, *arguments)  # type: ignore[no-untyped-call]
-            return dq, dk, dv
-        with torch._C._AutoDispatchBelowAutograd():
-            return backward(*arguments)
-
-    return run
-
-
 for _device in ("CPU", "CUDA"):
     _library.impl("forward", _forward_kernel, _device)
     _library.impl("backward", _backward_kernel, _device)
     _library.impl("varlen_forward", _varlen_forward_kernel, _device)
     _library.impl("varlen_backward", _varlen_backward_kernel, _device)
 
-_library.impl("forward", _with_autograd(_Functions(forward, _backward), 0), "Autograd")
-_library.impl("backward", _without_second_derivative(_backward), "Autograd")
-_library.impl("varlen_forward", _with_autograd(_Functions(varlen_forward, _varlen_backward), 2), "Autograd")
-_library.impl("varlen_backward", _without_second_derivative(_varlen_backward), "Autograd")
+_library.impl("forward", partial(with_gradients, DENSE), "Autograd")
+_library.impl("backward", partial(without_second_derivative, DENSE.backward), "Autograd")
+_library.impl("varlen_forward", partial(with_gradients, VARLEN), "Autograd")
+_library.impl("varlen_backward", partial(without_second_derivative, VARLEN.backward), "Autograd")
 
 for _prefix in ("", "varlen_"):
     torch.library.register_fake(f"dash_attn::{_prefix}forward", _fake_forward, lib=_library)
     torch.library.register_fake(f"dash_attn::{_prefix}backward", _fake_backward, lib=_library)
-
-
-def apply_plan(
-    backend: Backend, plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of checked arguments by one plan on one backend, with autograd and without operators."""
-
-    def run_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return backend.forward(plan, q, k, v, softmax_scale)
-
-    def run_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        return backend.backward(plan, dout, q, k, v, out, lse, softmax_scale)
-
-    return _with_autograd(_Functions(run_forward, run_backward), 0)(q, k, v)

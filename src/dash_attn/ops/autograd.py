@@ -1,0 +1,196 @@
+"""Gradients around a forward and a backward: first derivatives, and errors for all others.
+
+An operator's own autograd is ``torch.autograd.Function`` in its quickest form. The transforms of
+torch.func need another form, and need it in place of the operator: see :func:`attend`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..schedule import Plan
+from .backends import Backend
+
+__all__ = [
+    "Differentiable",
+    "Gradients",
+    "apply_plan",
+    "attend",
+    "with_gradients",
+    "without_second_derivative",
+]
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Differentiable(NamedTuple):
+    """A forward and its backward.
+
+    Attributes:
+        forward: (q, k, v, *lengths, *options) to (out, lse).
+        backward: (dout, q, k, v, out, lse, *lengths, *options) to (dq, dk, dv).
+        lengths: how many tensors of lengths there are.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Gradients]
+    lengths: int
+
+
+def attend(functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """The forward with autograd, as a public function calls it.
+
+    torch.compile must see the operator. Without it the operator's autograd is called at once, which saves a
+    dispatch. A transform of torch.func nests levels of autograd: ``Function.apply`` knows them all, where
+    the autograd of an operator would see the innermost one and silently cut the others.
+    """
+    if torch.compiler.is_compiling():
+        return functions.forward(q, k, v, *rest)
+    if torch._C._are_functorch_transforms_active():
+        return _attended(_TransformedAttention, functions, q, k, v, rest)
+    return with_gradients(functions, q, k, v, *rest)
+
+
+def with_gradients(
+    functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The autograd of a forward operator."""
+    if _needs_grad(q, k, v):
+        return _attended(_Attention, functions, q, k, v, rest)
+    with torch._C._AutoDispatchBelowAutograd():
+        return functions.forward(q, k, v, *rest)
+
+
+def without_second_derivative(backward: Callable[..., Gradients], *arguments: Any) -> Gradients:
+    """The autograd of a backward operator."""
+    if _needs_grad(*arguments[:6]):
+        return _once(_Gradients, backward, arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return backward(*arguments)
+
+
+def apply_plan(
+    backend: Backend, plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of checked arguments by one plan on one backend, with autograd and without operators."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return backend.forward(plan, q, k, v, softmax_scale)
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        return backend.backward(plan, dout, q, k, v, out, lse, softmax_scale)
+
+    return with_gradients(Differentiable(forward, backward, 0), q, k, v)
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    if forward_ad._current_level >= 0:
+        return True  # the functions below have no forward derivative and say so
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _attended(
+    form: type[_Attention], functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    lengths, options = rest[: functions.lengths], rest[functions.lengths :]
+    out, lse = form.apply(functions, lengths, options, q, k, v)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def _once(
+    form: type[_Gradients], backward: Callable[..., Gradients], arguments: tuple[Any, ...]
+) -> Gradients:
+    dq, dk, dv = form.apply(backward, *arguments)  # type: ignore[no-untyped-call]
+    return dq, dk, dv
+
+
+class _Attention(torch.autograd.Function):
+    """Autograd around a forward and a backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        functions: Differentiable,
+        lengths: tuple[Tensor, ...],
+        options: tuple[Any, ...],
+        *qkv: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = functions.forward(*qkv, *lengths, *options)
+        ctx.save_for_backward(*qkv, out, lse, *lengths)
+        ctx.mark_non_differentiable(lse)
+        ctx.backward_of, ctx.options = functions.backward, options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        arguments = (dout, *ctx.saved_tensors, *ctx.options)
+        return _wanted(ctx, without_second_derivative(ctx.backward_of, *arguments))
+
+
+def _wanted(ctx: Any, grads: Gradients) -> tuple[Tensor | None, ...]:
+    need = ctx.needs_input_grad[3:]
+    return (None, None, None, *(grad if needed else None for grad, needed in zip(grads, need)))
+
+
+class _Gradients(torch.autograd.Function):
+    """dq, dk and dv. A node of its own, so that a second derivative is an error and not a missing term:
+    ``once_differentiable`` says nothing when the gradient of the output is a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: Callable[..., Gradients], *arguments: Any) -> Gradients:
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError("dash_attn.attention has no second derivative")
+
+
+def _no_vmap(*_: Any) -> None:
+    raise RuntimeError("dash_attn.attention has no rule for torch.vmap; use its batch dimension")
+
+
+class _TransformedAttention(_Attention):
+    """The form that torch.func asks for. Its ``apply`` takes several times as long."""
+
+    vmap = staticmethod(_no_vmap)
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        functions: Differentiable, lengths: tuple[Tensor, ...], options: tuple[Any, ...], *qkv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return functions.forward(*qkv, *lengths, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        functions, lengths, options, *qkv = inputs
+        ctx.save_for_backward(*qkv, *output, *lengths)
+        ctx.mark_non_differentiable(output[1])
+        ctx.backward_of, ctx.options = functions.backward, options
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        arguments = (dout, *ctx.saved_tensors, *ctx.options)
+        return _wanted(ctx, _once(_TransformedGradients, ctx.backward_of, arguments))
+
+
+class _TransformedGradients(_Gradients):
+    """The form that torch.func asks for."""
+
+    vmap = staticmethod(_no_vmap)
+
+    @staticmethod
+    def forward(backward: Callable[..., Gradients], *arguments: Any) -> Gradients:  # type: ignore[override]
+        with torch._C._AutoDispatchBelowAutograd():
+            return backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        pass

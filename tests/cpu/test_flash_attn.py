@@ -1,0 +1,397 @@
+"""``flash_attn_func`` and ``flash_attn_varlen_func``: conventions, packed batches, and refused arguments."""
+
+from __future__ import annotations
+
+import gc
+import math
+
+import pytest
+import torch
+from attention_cases import SCALE, expected, packed_tensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dash_attn import attention, flash_attn_func, flash_attn_varlen_func, is_supported, plan_for
+from dash_attn.errors import InputError, UnsupportedMaskError
+from dash_attn.ops import backends, lengths
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import FA3, Shift
+from dash_attn.testing import assert_same_bytes, same_bytes
+
+
+def cu(*ends: int) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32)
+
+
+def dense(seqlen: int = 20, batch: int = 2) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, seqlen, heads, 8, generator=generator) for heads in (4, 2, 2)]
+
+
+def packed(total: int = 20) -> list[torch.Tensor]:
+    return [x[0] for x in dense(total, 1)]
+
+
+def gradients(function, tensors, *arguments, **options):
+    """out, lse, dq, dk, dv of the sum of squares."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out, lse = function(*leaves, *arguments, return_lse=True, **options)
+    out.square().sum().backward()
+    return [out.detach(), lse, *(x.grad for x in leaves)]
+
+
+# flash_attn_func
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [
+        ({}, {}),
+        ({"causal": True, "softmax_scale": 0.3}, {"causal": True, "softmax_scale": 0.3}),
+        ({"window_size": (5, 3)}, {"window": (5, 3)}),
+        ({"window_size": (None, None)}, {}),
+        ({"window_size": (5, -1), "causal": True}, {"window": (5, 0)}),
+        ({"policy": FA3()}, {"policy": "fa3"}),
+        ({"deterministic": False}, {}),
+    ],
+    ids=str,
+)
+def test_it_is_attention_under_other_names(options, same):
+    for a, b in zip(gradients(flash_attn_func, dense(), **options), gradients(attention, dense(), **same)):
+        assert_same_bytes(a, b)
+
+
+def test_arguments_that_ask_for_nothing_are_accepted():
+    q, k, v = dense()
+    for options in (
+        {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None, "return_attn_probs": False},
+        {"dropout_p": 0, "num_splits": 1, "pack_gqa": True, "qv": None, "sm_margin": 0, "attention_chunk": 0},
+        {"learnable_sink": None, "score_mod": None, "mask_mod": None, "s_aux": None},
+    ):
+        assert_same_bytes(flash_attn_func(q, k, v, **options), attention(q, k, v))
+        assert is_supported(q, k, v, **options)
+
+
+def test_other_layouts_of_lse():
+    q, k, v = packed()
+    assert flash_attn_varlen_func(q, k, v, cu(0, 5, 20), cu(0, 5, 20), return_lse=True)[1].shape == (4, 20)
+    assert flash_attn_func(q[None], k[None], v[None], return_lse=True)[1].shape == (1, 4, 20)
+
+
+# flash_attn_varlen_func
+
+LENGTHS = st.lists(st.tuples(st.integers(0, 200), st.integers(0, 200)), min_size=1, max_size=5)
+
+
+@settings(max_examples=25)
+@given(LENGTHS, st.booleans(), st.sampled_from([(-1, -1), (30, 10), (0, 0)]))
+def test_random_packed_batches_agree_with_the_oracle(pairs, causal, window):
+    left, right = (None if side < 0 else side for side in window)
+    mask = Mask(left, 0 if causal else right)
+    problem = Problem.varlen(pairs, heads=4, kv_heads=2, head_dim=4, mask=mask, dtype="float64")
+    dout, q, k, v = packed_tensors(problem)
+    ends = [cu(0, *torch.tensor([pair[side] for pair in pairs]).cumsum(0)) for side in (0, 1)]
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_varlen_func(
+        *leaves, *ends, softmax_scale=SCALE, causal=causal, window_size=window, return_lse=True
+    )
+    out.backward(dout)
+    results = {"out": out.detach(), "lse": lse, **{f"d{n}": x.grad for n, x in zip("qkv", leaves)}}
+    for name, exact in expected(problem, [dout, q.detach(), k.detach(), v.detach()]).items():
+        torch.testing.assert_close(results[name], exact, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (40, 9)}], ids=str)
+def test_a_sequence_has_the_bytes_it_has_alone(options):
+    ends = [0, 7, 7, 200, 333]
+    tensors = packed(333)
+    together = gradients(flash_attn_varlen_func, tensors, cu(*ends), cu(*ends), **options)
+    for start, end in zip(ends, ends[1:]):
+        alone = gradients(flash_attn_func, [x[None, start:end] for x in tensors], **options)
+        for index, (a, b) in enumerate(zip(together, alone)):
+            assert_same_bytes(a[:, start:end] if index == 1 else a[start:end], b[0])
+
+
+def test_another_packing_gives_other_bytes():
+    tensors = packed(333)
+    a, b = (gradients(flash_attn_varlen_func, tensors, ends, ends) for ends in (cu(0, 100, 333), cu(0, 333)))
+    assert not same_bytes(a[0], b[0])
+
+
+def test_slices_of_one_projection_are_fine():
+    qkv = torch.randn(30, 3, 2, 8, generator=torch.Generator().manual_seed(1))
+    ends = cu(0, 11, 30)
+    views = gradients(flash_attn_varlen_func, qkv.unbind(1), ends, ends)
+    copies = gradients(flash_attn_varlen_func, [x.contiguous() for x in qkv.unbind(1)], ends, ends)
+    for a, b in zip(views, copies):
+        assert_same_bytes(a, b)
+
+
+def test_longest_lengths_are_checked_and_not_trusted():
+    q, k, v = packed()
+    ends = cu(0, 5, 20)
+    expected_out = flash_attn_varlen_func(q, k, v, ends, ends)
+    for longest in (None, 15, 4096, torch.tensor(15), torch.tensor(3)):
+        assert_same_bytes(flash_attn_varlen_func(q, k, v, ends, ends, longest, longest), expected_out)
+
+
+# Lengths on the host
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The tensors of lengths that were read."""
+    found, read = [], lengths._lengths
+
+    def spy(name, ends):
+        found.append(name)
+        return read(name, ends)
+
+    monkeypatch.setattr(lengths, "_lengths", spy)
+    return found
+
+
+def test_all_layers_and_the_backward_share_one_read(reads):
+    q, k, v = (x.requires_grad_() for x in packed())
+    ends = cu(0, 5, 20)
+    x = q
+    for _ in range(3):
+        x = flash_attn_varlen_func(x, k, v, ends, ends, 20, 20, causal=True)
+    x.sum().backward()
+    assert is_supported(q, k, v, ends, ends, causal=True)
+    assert reads == ["cu_seqlens_q"]
+
+
+def test_a_tensor_that_was_changed_is_read_again(reads):
+    q, k, v = packed()
+    ends = cu(0, 5, 20)
+    flash_attn_varlen_func(q, k, v, ends, ends)
+    ends[1] = 9
+    assert_same_bytes(flash_attn_varlen_func(q, k, v, ends, ends)[:9], attention(*dense_of(q, k, v, 9))[0])
+    assert len(reads) == 2
+
+
+def dense_of(q, k, v, rows):
+    return q[None, :rows], k[None, :rows], v[None, :rows]
+
+
+def test_a_change_before_the_backward_is_an_error():
+    q, k, v = (x.requires_grad_() for x in packed())
+    ends = cu(0, 5, 20)
+    out = flash_attn_varlen_func(q, k, v, ends, ends)
+    ends[1] = 9
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_freed_tensors_are_forgotten():
+    q, k, v = packed()
+    known = len(lengths._KNOWN)
+    ends = [cu(0, i, 20) for i in range(10)]
+    for x in ends:
+        flash_attn_varlen_func(q, k, v, x, x)
+    assert len(lengths._KNOWN) == known + 10
+    del ends, x
+    gc.collect()
+    assert len(lengths._KNOWN) == known
+
+
+def test_inference_tensors_are_read_every_time(reads):
+    q, k, v = packed()
+    with torch.inference_mode():
+        ends = cu(0, 5, 20)
+        first = flash_attn_varlen_func(q, k, v, ends, ends)
+        ends[1] = 9
+        assert not same_bytes(flash_attn_varlen_func(q, k, v, ends, ends).clone(), first.clone())
+    assert len(reads) == 4
+
+
+def test_plans_of_packed_batches_are_cached():
+    q, k, v = packed()
+    plan = plan_for(q, k, v, cu(0, 5, 20), cu(0, 5, 20), causal=True)
+    assert plan_for(q, k, v, cu(0, 5, 20), cu(0, 5, 20), causal=True) is plan
+    assert plan_for(q, k, v, cu(0, 6, 20), cu(0, 6, 20), causal=True) is not plan
+    assert plan.problem.sequences == ((5, 5), (15, 15))
+
+
+# deterministic=False
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """A backend whose fast backward can be told apart: its dq is all NaN."""
+
+    def backward(*arguments):
+        dq, dk, dv = backends._CPU.backward(*arguments)
+        return dq * math.nan, dk, dv
+
+    monkeypatch.setattr(backends, "_CPU", backends._CPU._replace(fast_backward=backward))
+    for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "FLASH_ATTENTION_DETERMINISTIC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def fast_runs(**options) -> bool:
+    ends = cu(0, 5, 20)
+    dense_dq = gradients(flash_attn_func, dense(), **options)[2]
+    packed_dq = gradients(flash_attn_varlen_func, packed(), ends, ends, **options)[2]
+    assert dense_dq.isnan().all() == packed_dq.isnan().all()
+    return bool(dense_dq.isnan().all())
+
+
+@pytest.mark.usefixtures("fast")
+def test_it_permits_the_fast_backward_and_nothing_else_does():
+    assert fast_runs(deterministic=False)
+    assert not fast_runs(deterministic=True)
+    assert not fast_runs()
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize(
+    ("name", "value", "forbidden"),
+    [
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", True),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", False),
+        ("FLASH_ATTENTION_DETERMINISTIC", "1", True),
+        ("FLASH_ATTENTION_DETERMINISTIC", "0", False),
+    ],
+)
+def test_the_environment_can_forbid_it(monkeypatch, name, value, forbidden):
+    monkeypatch.setenv(name, value)
+    assert fast_runs(deterministic=False) != forbidden
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_deterministic_algorithms_forbid_it(warn_only):
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        assert not fast_runs(deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fast_runs(deterministic=False)
+
+
+# Policies as objects
+
+
+class Other(FA3):
+    """Another policy that prints like FA3."""
+
+
+def test_two_policies_of_one_name_are_refused():
+    q, k, v = dense()
+    with pytest.raises(InputError, match=r"policy Other\(\) has the name of another policy, FA3\(\)"):
+        flash_attn_func(q, k, v, policy=Other())
+
+
+def test_policies_with_parameters():
+    tensors = dense(400, 1)
+    by_two, by_three = (gradients(flash_attn_func, tensors, policy=Shift(ring=ring)) for ring in (2, 3))
+    assert not same_bytes(by_two[2], by_three[2])
+    assert_same_bytes(by_two[2], gradients(flash_attn_func, tensors, policy="shift(ring=2)")[2])
+
+
+# Refused
+
+Q, K, V = packed()
+DENSE = dense()
+ENDS = cu(0, 5, 20)
+
+
+FLASH = {
+    "dropout": ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported, only 0"),
+    "softcap": ({"softcap": 30.0}, "softcap=30.0 is not supported, only 0"),
+    "alibi": (
+        {"alibi_slopes": torch.ones(4)},
+        r"alibi_slopes=a tensor of shape \(4,\) is not supported, only None",
+    ),
+    "block table": ({"block_table": [1]}, r"block_table=\[1\] is not supported, only None"),
+    "probabilities": ({"return_attn_probs": True}, "return_attn_probs=True is .*; use return_lse"),
+    "sinks": ({"learnable_sink": torch.ones(4)}, "learnable_sink=a tensor"),
+    "splits": ({"num_splits": 4}, "num_splits=4 is not supported, only 0 or 1"),
+    "causal": ({"causal": None}, "causal must be True or False, got None"),
+    "deterministic": ({"deterministic": 1}, "deterministic must be True or False, got 1"),
+    "return_lse": ({"return_lse": 1}, "return_lse must be True or False, got 1"),
+    "window sign": ({"window_size": (-2, 0)}, r"window left must be .*, got \(-2, 0\)"),
+    "window right sign": ({"window_size": (3, -7)}, r"window right must be .*, got \(3, -7\)"),
+    "scale": ({"softmax_scale": math.nan}, "softmax_scale must be a finite number, got nan"),
+    "policy": ({"policy": "fa4"}, "unknown policy 'fa4'"),
+}
+
+
+@pytest.mark.parametrize("case", FLASH)
+def test_what_cannot_be_honoured_is_refused(case):
+    options, message = FLASH[case]
+    with pytest.raises(InputError, match=message) as error:
+        flash_attn_func(*DENSE, **options)
+    assert is_supported(*DENSE, **options).reason == str(error.value)
+    with pytest.raises(InputError, match=message):
+        flash_attn_varlen_func(Q, K, V, ENDS, ENDS, **options)
+    assert is_supported(Q, K, V, ENDS, ENDS, **options).reason == str(error.value)
+
+
+def test_what_comes_after_the_tensors_is_given_by_keyword():
+    with pytest.raises(InputError, match=r"by keyword; the next one, 0.0, would be dropout_p"):
+        flash_attn_func(*DENSE, 0.0, causal=True)
+    with pytest.raises(InputError, match=r"the next one, 0.5, would be"):
+        flash_attn_varlen_func(Q, K, V, ENDS, ENDS, 20, 20, 0.5)
+
+
+def test_unknown_arguments_are_type_errors():
+    for call in (
+        lambda: flash_attn_func(*DENSE, casual=True),
+        lambda: flash_attn_varlen_func(Q, K, V, ENDS, ENDS, casual=True),
+        lambda: is_supported(*DENSE, casual=True),
+    ):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
+            call()
+
+
+def varlen(q=Q, k=K, v=V, cu_q=ENDS, cu_k=ENDS, max_q=None, max_k=None):
+    return q, k, v, cu_q, cu_k, max_q, max_k
+
+
+PACKED = {
+    "dense tensors": (varlen(q=DENSE[0]), r"q must have 3 dimensions .* got shape \(2, 20, 4, 8\)"),
+    "list": (varlen(cu_q=[0, 20]), "cu_seqlens_q must be a torch.Tensor, got list"),
+    "int64": (varlen(cu_k=ENDS.long()), "cu_seqlens_k must be torch.int32, got torch.int64"),
+    "2-D": (varlen(cu_q=ENDS[None]), r"cu_seqlens_q must have shape \(batch \+ 1,\) .* got \(1, 3\)"),
+    "no sequence": (varlen(cu_q=ENDS[:1]), r"at least one sequence, got \(1,\)"),
+    "batch": (varlen(cu_k=cu(0, 20)), "cu_seqlens_k has 1 sequences, cu_seqlens_q has 2"),
+    "start": (varlen(cu_q=cu(1, 5, 20)), "cu_seqlens_q must start at 0, got 1"),
+    "decrease": (varlen(cu_k=cu(0, 25, 20)), "cu_seqlens_k must not decrease, got 25, 20 at 1, 2"),
+    "total": (varlen(cu_q=cu(0, 5, 19)), "cu_seqlens_q ends at 19, q has 20 rows"),
+    "total of k": (varlen(cu_k=cu(0, 5, 21)), "cu_seqlens_k ends at 21, k has 20 rows"),
+    "device": (varlen(cu_q=ENDS.to("meta")), "cu_seqlens_q is on meta, q is on cpu; it may be there or"),
+    "tensors' devices": (varlen(k=K.to("meta")), "k is on meta, q is on cpu"),
+    "dtypes": (varlen(v=V.half()), "v has dtype torch.float16, q has torch.float32"),
+    "head_dim": (varlen(k=K[..., :4]), "k has head_dim 4, q has 8"),
+    "k and v": (varlen(v=V[:, :1]), r"k has shape \(20, 2, 8\), v has \(20, 1, 8\)"),
+    "heads": (varlen(q=Q[:, :3]), r"heads \(3\) must be a multiple of kv_heads \(2\)"),
+    "short": (varlen(max_q=14), "max_seqlen_q is 14, the longest sequence has 15"),
+    "short k": (varlen(max_k=0), "max_seqlen_k is 0, the longest sequence has 15"),
+    "negative": (varlen(max_q=-1), "max_seqlen_q must be None, a tensor or an integer >= 0, got -1"),
+    "float": (varlen(max_k=15.0), "max_seqlen_k must be None, a tensor or an integer >= 0, got 15.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_refused_packed_batches_name_what_is_wrong(case):
+    arguments, message = PACKED[case]
+    with pytest.raises(InputError, match=message) as error:
+        flash_attn_varlen_func(*arguments)
+    support = is_supported(*arguments)
+    assert not support
+    assert support.reason == str(error.value)
+
+
+def test_the_two_ways_to_say_one_thing():
+    assert is_supported(*DENSE, window=(1, 0), window_size=(1, 0)).reason.startswith("give window or")
+    assert is_supported(Q, K, V, ENDS).reason.startswith("give cu_seqlens_q and cu_seqlens_k, or neither")
+
+
+def test_masks_a_policy_does_not_cover():
+    with pytest.raises(UnsupportedMaskError, match="shift needs a mask that leaves every task") as error:
+        flash_attn_varlen_func(*(x.expand(300, -1, -1) for x in (Q[:1], K[:1], V[:1])), cu(0, 300), cu(0, 300),
+                               causal=True, policy="shift")  # fmt: skip
+    assert "300" in str(error.value)

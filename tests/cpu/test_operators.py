@@ -1,0 +1,171 @@
+"""The torch operators: opcheck, torch.compile, autocast, checkpoints, and transforms of torch.func."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.ops import lengths
+from dash_attn.ops.operators import DENSE, VARLEN
+from dash_attn.schedule import Shift
+from dash_attn.testing import assert_same_bytes
+
+OPTIONS = (0.3, -1, 0, "auto", True)
+ENDS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
+
+
+def inputs(seqlen: int = 20, batch: int | None = 2, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """q, k, v; without a batch packed."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (seqlen,) if batch is None else (batch, seqlen)
+    tensors = [torch.randn(*shape, heads, 8, generator=generator) for heads in (4, 2, 2)]
+    return [x.to(dtype).requires_grad_() for x in tensors]
+
+
+def gradients(function, tensors, *arguments):
+    """out, dq, dk, dv of the sum of squares."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves, *arguments)
+    out.square().sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def assert_all_same(results, others):
+    for a, b in zip(results, others):
+        assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck(packed, dtype):
+    tensors = inputs(batch=None if packed else 2, dtype=dtype)
+    functions, extra = (VARLEN, (ENDS, ENDS)) if packed else (DENSE, ())
+    rest = (*extra, *OPTIONS, *((13, -1) if packed else ()))
+    # Gradients of bfloat16 leave the tolerance of float32 when they are compared through another graph.
+    opcheck(functions.forward, (*tensors, *rest), rtol=1e-2, atol=1e-2)
+    out, lse = functions.forward(*tensors, *rest)
+    saved = [x.detach() for x in (torch.ones_like(out), *tensors, out, lse)]
+    opcheck(functions.backward, (*saved, *rest), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("policy", ["auto", Shift(ring=2)], ids=str)
+def test_compiled_dense_calls_have_the_same_bytes(policy):
+    def run(q, k, v):
+        return flash_attn_func(2 * q, k, v, policy=policy, window_size=(-1, -1), dropout_p=0.0)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for seqlen in (33, 40, 51):  # the second length makes the shape dynamic
+        tensors = inputs(seqlen)
+        assert_all_same(gradients(compiled, tensors), gradients(run, tensors))
+
+
+def test_compiled_packed_calls_have_the_same_bytes(monkeypatch):
+    def run(q, k, v, cu_seqlens, longest):
+        for _ in range(2):
+            q = flash_attn_varlen_func(2 * q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        return q
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    reads, read = [], lengths._lengths
+    monkeypatch.setattr(lengths, "_lengths", lambda name, ends: reads.append(name) or read(name, ends))
+    for last in (20, 31, 44):
+        ends = torch.tensor([0, 7, 7, last], dtype=torch.int32)
+        tensors, arguments = inputs(last, None), (ends, last - 7)
+        assert_all_same(gradients(compiled, tensors, *arguments), gradients(run, tensors, *arguments))
+    assert len(reads) == 3  # one for each batch, whatever the layers, directions and modes
+
+
+def test_a_compiled_graph_has_one_operator_a_call():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def run(q, k, v):
+        return flash_attn_func(q, k, v, causal=True)
+
+    torch.compiler.reset()
+    torch.compile(run, fullgraph=True, backend=keep)(*inputs())
+    (graph,) = graphs
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert [name for name in calls if "dash_attn" in name] == ["dash_attn.forward.default"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_it_does_for_attention_of_pytorch(dtype):
+    q, k, v = inputs()
+    cast = [x.to(dtype) for x in (q, k, v)]
+    expected = flash_attn_func(*cast)
+    with torch.autocast("cpu", dtype=dtype):
+        out = flash_attn_func(q, cast[1], v)
+        packed = flash_attn_varlen_func(*(x[0] for x in (q, k, v)), ENDS, ENDS)
+        double = flash_attn_func(*(x.double() for x in (q, k, v)))
+    assert_same_bytes(out, expected)
+    assert packed.dtype == dtype
+    assert double.dtype == torch.float64
+    out.float().sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_have_the_same_bytes(use_reentrant):
+    def run(q, k, v):
+        return flash_attn_varlen_func(q, k, v, ENDS, ENDS)
+
+    def in_checkpoint(q, k, v):
+        return checkpoint(run, q, k, v, use_reentrant=use_reentrant)
+
+    tensors = inputs(batch=None)
+    assert_all_same(gradients(in_checkpoint, tensors), gradients(run, tensors))
+
+
+# torch.func and other derivatives
+
+
+def loss(q, k, v):
+    return flash_attn_func(q, k, v).square().sum()
+
+
+def test_func_grad_has_the_same_bytes():
+    tensors = [x.detach() for x in inputs()]
+    grads = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
+    assert_all_same(grads, gradients(flash_attn_func, tensors)[1:])
+    compiled = torch.func.vjp(flash_attn_func, *tensors)[1](2 * flash_attn_func(*tensors))
+    assert_all_same(compiled, grads)
+
+
+def test_autograd_outside_of_func_grad_is_not_cut():
+    q, k, v = inputs()
+    dq, value = torch.func.grad_and_value(lambda q: loss(q, k, v))(q.detach())
+    value.backward()
+    assert_same_bytes(k.grad, gradients(flash_attn_func, (q, k, v))[2])
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_second_derivatives_are_errors():
+    q, k, v = (x.detach() for x in inputs())
+    for of in (loss, lambda q, k, v: flash_attn_func(q, k, v).sum()):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.func.grad(lambda q: torch.func.grad(of)(q, k, v).sum())(q)
+
+
+def test_forward_derivatives_are_errors():
+    q, k, v = (x.detach() for x in inputs())
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda q: flash_attn_func(q, k, v), (q,), (q,))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        flash_attn_func(forward_ad.make_dual(q, q), k, v)
+
+
+def test_vmap_is_an_error():
+    q, k, v = (torch.stack([x.detach()] * 2) for x in inputs())
+    with pytest.raises(RuntimeError, match="no rule for torch.vmap; use its batch dimension"):
+        torch.vmap(flash_attn_func)(q, k, v)
