@@ -59,9 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     _example(demo, "dash-attn demo --steps 60 --output demo-out")
     demo.add_argument("--steps", type=int, help="optimizer steps of each run")
     demo.add_argument("--seqlen", type=int, help="tokens of a sequence")
+    demo.add_argument("--batch", type=int, help="sequences of a step")
     demo.add_argument("--layers", type=int, help="transformer blocks")
     demo.add_argument("--seed", type=int, help="seed of weights and data (default 0)")
     demo.add_argument("--dtype", choices=("bfloat16", "float32"), help="of attention (default bfloat16)")
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     demo.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for the pictures")
     demo.add_argument("--quiet", action="store_true", help="no progress bar")
 

@@ -28,7 +28,7 @@ LAYERS = {
     "api": {"errors", "schedule", "ops", "arguments"},
     "integrations": {"errors", "api", "arguments", "ops"},
     "verification": {"errors", "problem", "schedule", "api", "testing"},
-    "demo": {"errors", "problem", "schedule", "model", "reference", "api", "testing"},
+    "demo": {"__init__", "errors", "problem", "schedule", "model", "reference", "api", "testing"},
     "commands": {
         "errors",
         "problem",

@@ -66,7 +66,7 @@ def draw_drift(
     top, bottom = figure.subplots(2, 1, sharex=True)
     steps = range(1, len(losses) + 1)
     top.plot(steps, losses, color="#444444", linewidth=2.2, label="summed in the order of the plan")
-    top.plot(steps, shuffled_losses, color="#D55E00", linewidth=1.0, label="summed in shuffled order")
+    top.plot(steps, shuffled_losses, color="#D55E00", linewidth=1.0, label="summed in no fixed order")
     top.set_ylabel("loss (nats a byte)")
     top.legend(frameon=False)
     shown = {step: value for step, value in drift.items() if value > 0}

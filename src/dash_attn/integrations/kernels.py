@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..arguments import Packing, check_call
-from ..ops.operators import forward, varlen_forward
+from ..ops.autograd import Differentiable, Gradients
+from ..ops.operators import DENSE, VARLEN
 
 __all__ = ["Band", "run_backward", "run_forward"]
-
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Band(NamedTuple):
@@ -36,9 +34,8 @@ def run_forward(
     Raises:
         InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``.
     """
-    varlen, arguments = _call(q, k, v, band, softmax_scale, cu_seqlens)
-    out, lse = (varlen_forward if varlen else forward)(q, k, v, *arguments)
-    return out, lse
+    functions, arguments = _call(q, k, v, band, softmax_scale, cu_seqlens)
+    return functions.forward(q, k, v, *arguments)
 
 
 def run_backward(
@@ -52,10 +49,8 @@ def run_backward(
     Raises:
         InputError: as :func:`run_forward`.
     """
-    varlen, arguments = _call(*saved[1:4], band, softmax_scale, cu_seqlens)
-    run = torch.ops.dash_attn.varlen_backward if varlen else torch.ops.dash_attn.backward
-    dq, dk, dv = run(*saved, *arguments)
-    return dq, dk, dv
+    functions, arguments = _call(*saved[1:4], band, softmax_scale, cu_seqlens)
+    return functions.backward(*saved, *arguments)
 
 
 def _call(
@@ -65,11 +60,11 @@ def _call(
     band: Band,
     softmax_scale: float | None,
     cu_seqlens: tuple[Tensor, Tensor] | None,
-) -> tuple[bool, list[Any]]:
-    """Whether the batch is packed, and the arguments of the operator after the tensors."""
+) -> tuple[Differentiable, list[Any]]:
+    """The operators, and their arguments after the tensors."""
     packing = None if cu_seqlens is None else Packing(*cu_seqlens)
     window = (band.left, band.right)
     call = check_call(q, k, v, packing, band.causal, window, softmax_scale, "auto", True)
     if call.packing is None:
-        return False, [*call.options]
-    return True, [*call.packing[:2], *call.options, *call.packing[2:]]
+        return DENSE, [*call.options]
+    return VARLEN, [*call.packing[:2], *call.options, *call.packing[2:]]
