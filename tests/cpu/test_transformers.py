@@ -301,7 +301,7 @@ def test_packing_with_a_cache_and_for_cross_attention():
 
 def test_an_old_or_missing_transformers(monkeypatch):
     with monkeypatch.context() as old:
-        old.setattr(transformers, "__version__", "5.3.1")
+        old.setattr(sys.modules["transformers"], "__version__", "5.3.1")
         with pytest.raises(UnavailableError, match=r"transformers >= 5.4 is needed: .* \(found 5.3.1\)"):
             dash.register()
     monkeypatch.setitem(sys.modules, "transformers", None)
