@@ -188,28 +188,36 @@ def _verdict(result: DemoResult) -> list[str]:
     apart = abs(result.losses[-1] - result.shuffled_losses[-1])
     agree = "IDENTICAL, byte for byte" if result.identical else "DIFFERENT: this is a bug, please report it"
     rows = [f"  step {step:>5}  largest weight difference {d:.1e}" for step, d in result.drift.items()]
-    ordered = max(result.tokens_per_second[:2])
     return [
         f"\nfirst and second run: {agree}",
         "first run and the one without a fixed order:",
         *rows[:: max(len(rows) // 6, 1)][:-1],
         f"  step {last:>5}  largest weight difference {result.drift[last]:.1e}, loss apart by {apart:.1e}, "
         f"{result.changed:.1%} of the weights differ",
-        f"{ordered:,.0f} tokens/s with the order, {result.tokens_per_second[2]:,.0f} without",
+        _throughput(result),
         f"plan fingerprint {result.fingerprint}",
         f"{result.seconds:.0f} s in all",
     ]
 
 
+def _throughput(result: DemoResult) -> str:
+    ordered = max(result.tokens_per_second[:2])
+    return f"{ordered:,.0f} tokens/s with the order, {result.tokens_per_second[2]:,.0f} without"
+
+
 def _draw(folder: Path, plan: Plan, result: DemoResult, say: Callable[[str], None]) -> list[str]:
     """plan.* and drift.* in the folder, or a line that says why not."""
     folder.mkdir(parents=True, exist_ok=True)
+    caption = (
+        f"{result.parameters / 1e6:.3g} million weights on {result.device}, {_throughput(result)}.\n"
+        f"Two runs summed in the order of the plan: {'the same' if result.identical else 'other'} bytes."
+    )
     paths = []
     try:
         for kind in ("svg", "png"):
             paths.append(save_plan(plan, folder / f"plan.{kind}"))
             drift = folder / f"drift.{kind}"
-            paths.append(draw_drift(drift, result.losses, result.shuffled_losses, result.drift))
+            paths.append(draw_drift(drift, result.losses, result.shuffled_losses, result.drift, caption))
     except PlotsMissingError as error:
         say(f"no pictures: {error}")
     else:

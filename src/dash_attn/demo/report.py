@@ -50,7 +50,7 @@ class ProgressBar:
 
 @plotting
 def draw_drift(
-    path: Path, losses: list[float], shuffled_losses: list[float], drift: dict[int, float]
+    path: Path, losses: list[float], shuffled_losses: list[float], drift: dict[int, float], caption: str
 ) -> Path:
     """Write a picture of both losses, and of the weights drifting apart, over the steps.
 
@@ -58,6 +58,7 @@ def draw_drift(
         path: ends in .svg or .png.
         losses, shuffled_losses: nats a byte, one a step.
         drift: step -> largest absolute difference of a weight.
+        caption: stands below.
 
     Raises:
         PlotsMissingError: Matplotlib is not installed.
@@ -73,6 +74,6 @@ def draw_drift(
     if shown:
         bottom.semilogy(list(shown), list(shown.values()), "o-", color="#D55E00", markersize=3.5)
     bottom.set_ylabel("largest weight difference")
-    bottom.set_xlabel("step")
+    bottom.set_xlabel(f"step\n\n{caption}")
     figure.suptitle("One thing differs between these runs: the order in which dQ is summed", fontsize=12)
     return save_figure(figure, path)
