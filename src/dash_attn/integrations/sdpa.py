@@ -192,7 +192,8 @@ def _sdpa_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """aten::_scaled_dot_product_flash_attention_backward."""
-    return _sdpa_backward_cpu(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
+    grads = _sdpa_backward_cpu(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, scale=scale)
+    return tuple(_in_layout_of(x, grad) for x, grad in zip((query, key, value), grads))
 
 
 def _sdpa_forward_cpu(
@@ -255,7 +256,7 @@ def _flash_forward(
     _refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **other)
     band = Band(is_causal, window_size_left, window_size_right)
     out, lse = run_forward(query, key, value, band, scale, _packed(cum_seq_q, cum_seq_k))
-    return out, lse, *_auxiliary(query)
+    return _in_layout_of(query, out), lse, *_auxiliary(query)
 
 
 def _flash_backward(
@@ -282,7 +283,8 @@ def _flash_backward(
     _refuse(dropout_p=dropout_p)
     band = Band(is_causal, window_size_left, window_size_right)
     saved = grad_out, query, key, value, out, logsumexp
-    return run_backward(saved, band, scale, _packed(cum_seq_q, cum_seq_k))
+    grads = run_backward(saved, band, scale, _packed(cum_seq_q, cum_seq_k))
+    return tuple(_in_layout_of(x, grad) for x, grad in zip((query, key, value), grads))
 
 
 def _packed(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -298,6 +300,6 @@ def _auxiliary(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_layout_of(reference: Tensor, x: Tensor) -> Tensor:
-    """x with the strides that compiled code expects of an output: those of a copy of the query."""
+    """x with the strides that compiled code expects: those of ``empty_like(reference)``."""
     like = torch.empty_like(reference)
     return x if x.stride() == like.stride() else like.copy_(x)
