@@ -22,8 +22,18 @@ def bf16(*shape: int) -> torch.Tensor:
         bf16(2, 5, 3, 3, 64)[:, :, 1],
         bf16(4, 5, 3, 128)[::2, 1:, :, :64],
         bf16(1, 5, 3, 64),
+        bf16(7, 3, 64),
+        bf16(7, 3, 3, 64)[:, 1],
     ],
-    ids=["contiguous", "heads first", "one of packed q, k, v", "slices", "batch of one"],
+    ids=[
+        "contiguous",
+        "heads first",
+        "one of packed q, k, v",
+        "slices",
+        "batch of one",
+        "packed batch",
+        "packed batch of packed q, k, v",
+    ],
 )
 def test_read_in_place(x: torch.Tensor) -> None:
     assert _loadable(x) is x
@@ -70,3 +80,14 @@ def test_what_cudnn_covers(
     reason = forward.why_no_forward(Problem((lengths,), 2, 2, 64, mask))
     assert (reason == "") == covered
     assert covered or "needs FlashAttention-4: pip install flash-attn-4" in reason
+
+
+def test_packed_tensors_need_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.varlen([300, 300], heads=2, head_dim=64)
+    assert forward.why_no_forward(problem) == ""
+    monkeypatch.setattr(forward, "_has_fa4", lambda: False)
+    assert forward.why_no_forward(problem) == ""
+    reason = forward.why_no_forward(problem, packed=True)
+    assert reason == "the forward of packed tensors on a GPU needs FlashAttention-4: pip install flash-attn-4"
+    monkeypatch.setattr(forward, "_has_fa4", lambda: True)
+    assert forward.why_no_forward(problem, packed=True) == ""

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -65,16 +66,29 @@ def dense(mask: Mask = CAUSAL, **shape: Any) -> Problem:
     )
 
 
-def auto_plan(problem: Problem) -> Plan:
-    return build_plan(problem, *choose_policy(problem))
+def packed(
+    *lengths: int | tuple[int, int], mask: Mask = CAUSAL, heads: int = 4, kv_heads: int = 2, **how: Any
+) -> Problem:
+    """A small packed problem: 4 heads on 2, head dim 128."""
+    return Problem.varlen(lengths, mask=mask, heads=heads, kv_heads=kv_heads, **how)
+
+
+def auto_plan(problem: Problem, **how: Any) -> Plan:
+    return build_plan(problem, *choose_policy(problem), **how)
 
 
 def random_tensors(problem: Problem, seed: int = 0, outliers: bool = False) -> list[Tensor]:
-    """dout, q, k, v: normal; with outliers, one element in 2,000 is up to 30 times as large."""
-    generator = torch.Generator("cuda").manual_seed(seed)
+    """dout, q, k, v of a dense batch: normal; with outliers, one element in 2,000 is 30 times larger."""
     (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
-    q = (batch, seqlen_q, problem.heads, problem.head_dim)
-    k = (batch, seqlen_k, problem.kv_heads, problem.head_dim)
+    return _random(problem, (batch, seqlen_q), (batch, seqlen_k), seed, outliers)
+
+
+def _random(
+    problem: Problem, q_rows: tuple[int, ...], k_rows: tuple[int, ...], seed: int, outliers: bool
+) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    q = (*q_rows, problem.heads, problem.head_dim)
+    k = (*k_rows, problem.kv_heads, problem.head_dim)
     tensors = []
     for size in (q, q, k, k):
         x = torch.randn(size, generator=generator, device="cuda")
@@ -86,7 +100,7 @@ def random_tensors(problem: Problem, seed: int = 0, outliers: bool = False) -> l
 
 
 def make_case(problem: Problem, seed: int = 0, outliers: bool = False) -> Case:
-    """Random inputs; out and lse are the oracle's, rounded, so that no forward kernel is involved."""
+    """Random dense inputs; out and lse are the oracle's, rounded, so that no forward kernel is involved."""
     dout, q, k, v = random_tensors(problem, seed, outliers)
     scale = problem.head_dim**-0.5
     exact = oracle(problem.mask, dout, q, k, v, scale)
@@ -94,11 +108,51 @@ def make_case(problem: Problem, seed: int = 0, outliers: bool = False) -> Case:
     return Case(problem, Inputs(dout, q, k, v, out, lse), scale, exact)
 
 
+def make_packed_case(problem: Problem, seed: int = 0, outliers: bool = False) -> Case:
+    """The same with packed tensors: all rows of all sequences one after the other, lse (heads, total_q)."""
+    total_q, total_k = (sum(pair[side] for pair in problem.sequences) for side in (0, 1))
+    dout, q, k, v = _random(problem, (total_q,), (total_k,), seed, outliers)
+    scale = problem.head_dim**-0.5
+    found = [
+        oracle(problem.mask, *(x[None] for x in (dout[rows.q], q[rows.q], k[rows.k], v[rows.k])), scale)
+        for rows in sequence_rows(problem)
+    ]
+    exact = {
+        name: torch.cat([one[name][0] for one in found], 1 if name == "lse" else 0)
+        for name in ("out", "lse", *GRADS)
+    }
+    return Case(problem, Inputs(dout, q, k, v, exact["out"].to(q.dtype), exact["lse"].float()), scale, exact)
+
+
+class Rows(NamedTuple):
+    """Rows of one sequence in packed tensors."""
+
+    q: slice
+    k: slice
+
+
+def sequence_rows(problem: Problem) -> list[Rows]:
+    ends = [list(accumulate((pair[side] for pair in problem.sequences), initial=0)) for side in (0, 1)]
+    return [Rows(slice(*q), slice(*k)) for q, k in zip(pairwise(ends[0]), pairwise(ends[1]))]
+
+
+def take_sequence(case: Case, index: int) -> Inputs:
+    """One sequence of a packed case, as a dense batch of one."""
+    dout, q, k, v, out, lse = case.inputs
+    rows = sequence_rows(case.problem)[index]
+    tensors = (dout[rows.q], q[rows.q], k[rows.k], v[rows.k], out[rows.q], lse[:, rows.q])
+    return Inputs(*(x[None].contiguous() for x in tensors))
+
+
 def oracle(mask: Mask, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv in float64 on the GPU, one head of one sequence at a time."""
     group = q.shape[2] // k.shape[2]
     hidden = _hidden(q.shape[1], k.shape[1], mask, q.device)
     wide = {"dtype": torch.float64, "device": q.device}
+    if not q.shape[1] or not k.shape[1]:
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, **wide)
+        zeros = {n: torch.zeros(x.shape, **wide) for n, x in zip(("out", *GRADS), (q, q, k, v))}
+        return zeros | {"lse": lse}
     found = {
         name: torch.zeros(x.shape, **wide) for name, x in zip(("out", "dq", "dk", "dv"), (q, q, k, v))
     } | {"lse": torch.zeros(q.shape[0], q.shape[2], q.shape[1], **wide)}
@@ -152,14 +206,19 @@ def has_fa4() -> bool:
 def fa4_backward(case: Case) -> dict[str, Tensor]:
     """FlashAttention-4's deterministic gradients of the same inputs."""
     mask, (dout, q, k, v, out, lse) = case.problem.mask, case.inputs
-    window = {}
+    options: dict[str, Any] = {}
     if mask.name not in ("full", "causal"):
-        window = {"window_size_left": mask.left, "window_size_right": mask.right}
+        options = {"window_size_left": mask.left, "window_size_right": mask.right}
+    if q.dim() == 3:
+        starts = torch.tensor([[0, 0], *case.problem.sequences], device="cuda").cumsum(0, dtype=torch.int32)
+        longest = [max(pair[side] for pair in case.problem.sequences) for side in (0, 1)]
+        options |= {"cu_seqlens_q": starts[:, 0].contiguous(), "cu_seqlens_k": starts[:, 1].contiguous()}
+        options |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         interface = import_module("flash_attn.cute.interface")
         dq, dk, dv, *_ = interface._flash_attn_bwd(
-            q, k, v, out, dout, lse, case.scale, mask.name == "causal", deterministic=True, **window
+            q, k, v, out, dout, lse, case.scale, mask.name == "causal", deterministic=True, **options
         )
     return {"dq": dq, "dk": dk, "dv": dv}
 

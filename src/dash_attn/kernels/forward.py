@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,29 +17,42 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem import Mask, Problem
 
-__all__ = ["forward", "forward_name", "why_no_forward"]
+__all__ = ["PackedLengths", "forward", "forward_name", "why_no_forward"]
 
 
-def forward_name(problem: Problem) -> str:
-    """Which kernel runs the forward of a problem: "fa4" or "cudnn".
+class PackedLengths(NamedTuple):
+    """Where the sequences of packed tensors begin, in the form in which FlashAttention wants it.
+
+    cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32 on the device; the others the longest lengths.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def forward_name(problem: Problem, packed: bool = False) -> str:
+    """Which kernel runs the forward of a problem, given as packed or dense tensors: "fa4" or "cudnn".
 
     Raises:
         InputError: neither can.
     """
     if _has_fa4():
         return "fa4"
-    if reason := why_no_forward(problem):
+    if reason := why_no_forward(problem, packed):
         raise InputError(reason)
     return "cudnn"
 
 
-def why_no_forward(problem: Problem) -> str:
-    """Why no installed forward covers a problem; empty if one does."""
+def why_no_forward(problem: Problem, packed: bool = False) -> str:
+    """Why no installed forward covers a problem, given as packed or dense tensors; empty if one does."""
     mask = problem.mask
     square = all(seqlen_q == seqlen_k for seqlen_q, seqlen_k in problem.sequences)
-    if _has_fa4() or mask.name == "full" or (mask.name == "causal" and square):
+    if _has_fa4() or (not packed and (mask.name == "full" or (mask.name == "causal" and square))):
         return ""
-    return f"the forward of mask {mask.name} on a GPU needs FlashAttention-4: pip install flash-attn-4"
+    what = "packed tensors" if packed else f"mask {mask.name}"
+    return f"the forward of {what} on a GPU needs FlashAttention-4: pip install flash-attn-4"
 
 
 @cache
@@ -50,21 +63,37 @@ def _has_fa4() -> bool:
         return False
 
 
-def forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, heads, head_dim) and lse (batch, heads, seqlen_q) fp32, natural logarithm."""
-    if forward_name(problem) == "fa4":
-        return _fa4(problem.mask, q, k, v, softmax_scale)
+def forward(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    lengths: PackedLengths | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse (fp32, natural logarithm) of dense tensors, or with ``lengths`` of packed ones.
+
+    Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
+    (total_q, heads, head_dim), lse (heads, total_q).
+
+    Raises:
+        InputError: no installed forward covers the problem.
+    """
+    if forward_name(problem, lengths is not None) == "fa4":
+        return _fa4(problem.mask, q, k, v, softmax_scale, lengths)
     return _cudnn(problem, q, k, v, softmax_scale)
 
 
-def _fa4(mask: Mask, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def _fa4(
+    mask: Mask, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, lengths: PackedLengths | None
+) -> tuple[Tensor, Tensor]:
     interface: Any = import_module("flash_attn.cute.interface")
     causal = mask.name == "causal"
-    window: dict[str, int | None] = {}
+    options: dict[str, Any] = {} if lengths is None else lengths._asdict()
     if mask.name not in ("full", "causal"):
-        window = {"window_size_left": mask.left, "window_size_right": mask.right}
+        options |= {"window_size_left": mask.left, "window_size_right": mask.right}
     out, lse, *_ = interface._flash_attn_fwd(
-        q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True, **window
+        q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True, **options
     )
     return out, lse
 

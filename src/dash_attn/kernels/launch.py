@@ -1,14 +1,17 @@
 """Launching the Hopper kernels on PyTorch tensors: the GPU backend of :func:`dash_attn.attention`.
 
+Tensors of rank 4 are dense batches, (batch, seqlen, heads, head_dim). Those of rank 3, (total, heads,
+head_dim), are packed: the rows of all sequences of the plan's problem one after the other.
+
 Every call has a workspace of its own (fp32 dQ, row statistics, ticket counters), allocated on the current
-stream, so that calls on several streams share nothing. The plan's table is uploaded once a device.
+stream, so that calls on several streams share nothing. What a plan keeps on a device is uploaded once;
+a call that finds it there neither copies nor waits, and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,11 +19,11 @@ from torch import Tensor
 from ..errors import HandOverError
 from ..problem import Problem
 from ..schedule.plan import Plan
-from ..schedule.table import to_table
 from ..schedule.verify import check_workers
 from .compile import program
 from .forward import forward as any_forward
 from .forward import why_no_forward
+from .resident import OnDevice, on_device
 from .sm90.config import CONTROL_WORDS, BackwardConfig
 
 __all__ = [
@@ -74,8 +77,8 @@ class Result:
     trace: Tensor | None = None
 
 
-def why_not(problem: Problem, device: torch.device) -> str:
-    """Why a problem cannot run on a GPU; empty if it can."""
+def why_not(problem: Problem, device: torch.device, packed: bool = False) -> str:
+    """Why a problem, given as packed or dense tensors, cannot run on a GPU; empty if it can."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"{device} is sm_{major}{minor}; the kernels are for Hopper, sm_90"
@@ -83,21 +86,26 @@ def why_not(problem: Problem, device: torch.device) -> str:
         return f"dtype {problem.dtype} is not supported on a GPU; supported: {', '.join(_DTYPES)}"
     if problem.head_dim not in (64, 128):
         return f"head_dim {problem.head_dim} is not supported on a GPU; supported: 64, 128"
-    return why_no_forward(problem)
+    return why_no_forward(problem, packed)
 
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a dense batch; the forward has no schedule."""
+    """(out, lse); the forward has no schedule.
+
+    lse is (batch, heads, seqlen_q) of dense and (heads, total_q) of packed tensors, fp32, natural logarithm.
+    Rows that see no key: out 0, lse -inf.
+    """
     if not q.numel() or not k.numel():
-        batch, seqlen_q, heads, _ = q.shape
-        return torch.zeros_like(q), q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=torch.float32)
-    return any_forward(plan.problem, _loadable(q), _loadable(k), _loadable(v), softmax_scale)
+        *batch, seqlen_q, heads, _ = q.shape
+        return torch.zeros_like(q), q.new_full((*batch, heads, seqlen_q), -torch.inf, dtype=torch.float32)
+    lengths = on_device(plan, q.device).lengths if q.dim() == 3 else None
+    return any_forward(plan.problem, _loadable(q), _loadable(k), _loadable(v), softmax_scale, lengths)
 
 
 def backward(
     plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of a dense batch, bitwise the same on every call. See :func:`run_backward`."""
+    """(dq, dk, dv), bitwise the same on every call. See :func:`run_backward`."""
     result = run_backward(plan, dout, q, k, v, out, lse, softmax_scale)
     return result.dq, result.dk, result.dv
 
@@ -127,10 +135,11 @@ def run_backward(
     """One backward of a plan on a Hopper GPU.
 
     Args:
-        plan: a verified plan of one dense batch.
-        dout, q, out: (batch, seqlen_q, heads, head_dim) bf16 or fp16, CUDA, any strides.
-        k, v: (batch, seqlen_k, kv_heads, head_dim).
-        lse: (batch, heads, seqlen_q) fp32, natural logarithm.
+        plan: a verified plan of the sequences in the tensors.
+        dout, q, out: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim), bf16 or fp16,
+            CUDA, any strides.
+        k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
+        lse: (batch, heads, seqlen_q), or packed (heads, total_q), fp32, natural logarithm.
         softmax_scale: factor on Q K^T.
         ordered: False adds as contributions come, by atomics: the negative control.
         workers: thread blocks to launch, at most one a SM and by default so many.
@@ -149,19 +158,21 @@ def run_backward(
     workers = min(resident if workers is None else workers, resident)
     if ordered:
         check_workers(plan, workers)
-    grid = problem.grid(0)
-    tiles, tickets = len(problem.sequences) * problem.heads * grid.q_tiles, grid.kv_tiles
-    work = _Workspace(config, tiles, tickets, q.device)
-    tensors = [_loadable(x) for x in (q, k, v, out, dout)]
+    place = on_device(plan, q.device)
+    work = _Workspace(config, place, problem.heads, q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    tensors = [_loadable(x) for x in (q, k, v, out, dout)] + [lse.contiguous(), dq, dk, dv]
+    if q.dim() == 3:
+        tensors = [x.unsqueeze(0) for x in tensors]
     with torch.cuda.device(q.device):
         program(config)(
-            *tensors, lse.contiguous(), dq, dk, dv, _table(plan, q.device),
-            work.lse2, work.delta, work.dq, work.control, work.errors, work.partials, work.trace,
-            softmax_scale, workers,
+            *tensors, place.table,
+            work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
+            softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0, workers,
         )  # fmt: skip
     if debug.bounded:
         _check_hand_overs(work.errors)
+    tiles, tickets = problem.heads * place.q_tiles, place.tickets
     shape = (tiles, tickets, problem.tile_m, problem.head_dim)
     order = _accumulator_order(config.tile_m, config.head_dim).to(q.device) if debug.partials else None
     return Result(
@@ -187,47 +198,39 @@ def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug) -> BackwardC
 class _Workspace:
     """Buffers of one call. The kernels initialise what they read, so nothing is zeroed here."""
 
-    def __init__(self, config: BackwardConfig, tiles: int, tickets: int, device: torch.device) -> None:
+    def __init__(self, config: BackwardConfig, place: OnDevice, heads: int, device: torch.device) -> None:
         def empty(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
+        tiles = heads * place.q_tiles
         self.lse2, self.delta = empty(tiles * config.tile_m), empty(tiles * config.tile_m)
         self.dq = empty(tiles * config.dq_elements)
         self.control = empty(CONTROL_WORDS + tiles * config.ticket_stride, torch.int32)
-        # What only debugging variants write is a constant for the others.
-        self.errors, self.partials, self.trace = _unused(device)
+        # What only debugging variants or head groups need is a constant for the others.
+        self.errors, self.partials, self.trace, self.parts = _unused(device)
+        if place.partial_sums:
+            self.parts = empty(place.partial_sums * 2 * config.tile_n * config.head_dim)
         if config.spin_limit:
             self.errors = torch.zeros(8, dtype=torch.int32, device=device)
         if config.dump_partials:
-            self.partials = empty(tiles * tickets * config.dq_elements).view(tiles, -1)
+            self.partials = empty(tiles * place.tickets * config.dq_elements).view(tiles, -1)
         if config.trace:
-            self.trace = torch.zeros(tiles, 4 * tickets, dtype=torch.int64, device=device)
+            self.trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
 
 
 @cache
-def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         torch.zeros(8, dtype=torch.int32, device=device),
         torch.zeros(1, 4, device=device),
         torch.zeros(1, 4, dtype=torch.int64, device=device),
+        torch.zeros(32, device=device),
     )
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_TABLES: WeakKeyDictionary[Plan, dict[torch.device, Tensor]] = WeakKeyDictionary()
-
-
-def _table(plan: Plan, device: torch.device) -> Tensor:
-    """The plan's table on a device. It stays there as long as the plan lives, for all streams."""
-    tables = _TABLES.setdefault(plan, {})
-    if device not in tables:
-        tables[device] = torch.from_numpy(to_table(plan)).to(device)
-        torch.cuda.current_stream(device).synchronize()  # other streams may use it next
-    return tables[device]
 
 
 def _loadable(x: Tensor) -> Tensor:

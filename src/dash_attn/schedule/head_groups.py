@@ -12,34 +12,31 @@ from ..problem import SequenceGrid
 
 __all__ = ["default_head_groups", "group_heads"]
 
-EVEN_HEADS = 8
-"""q heads of an item where all items are equally long: enough items to fill a GPU is all that counts."""
+HEADS = 4
+"""q heads of an item where the mask cuts: more would make the longest item too long."""
 
-LEAST_HEADS, MOST_HEADS = 2, 4
-"""q heads of an item where items differ: the longest should be short beside what a worker does in all."""
+FULL_HEADS, FULL_HEADS_SHORT, SHORT = 1, 2, 64
+"""q heads of an item under a full mask, from SHORT q tiles on and below. The items of a ring stand on all q
+tiles at once; with several heads each, what they read and add to does not fit L2."""
 
-ENOUGH_TASKS = 64
-"""Tasks an item should have on average, within these limits, so that starting it stays cheap."""
-
-MOST_ITEMS = 512
-"""Items of one kv head beyond which further ones balance nothing."""
+MOST_ITEMS = 2048
+"""Items of one kv head at most: their partial sums of dK and dV take memory, and more balance nothing."""
 
 
 def default_head_groups(group: int, grid: SequenceGrid) -> int:
     """Head groups of a kv head with ``group`` q heads.
 
-    The constants come from simulation with the costs of an H200 (docs/design.md).
+    The constants were measured on an H200 (docs/design.md).
 
     >>> from dash_attn.problem import Mask
     >>> [default_head_groups(32, SequenceGrid(n, n, 64, 128, Mask.causal())) for n in (512, 4096, 65536)]
-    [8, 16, 1]
+    [8, 8, 4]
     """
     if not grid.tasks:
         return 1
+    heads = HEADS
     if grid.is_full:
-        heads = EVEN_HEADS
-    else:
-        heads = min(max(-(-ENOUGH_TASKS * grid.kv_tiles // grid.tasks), LEAST_HEADS), MOST_HEADS)
+        heads = FULL_HEADS_SHORT if grid.q_tiles < SHORT else FULL_HEADS
     heads = max(heads, -(-group * grid.kv_tiles // MOST_ITEMS))
     return -(-group // min(heads, group))
 

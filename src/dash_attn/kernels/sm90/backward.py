@@ -27,6 +27,7 @@ LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 
 MMA_WARPS = 4 * MMA_WARPGROUPS
 DS_BARRIER = 1
 UNBOUNDED = 1 << 30
+MAX_INT32 = (1 << 31) - 1
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
@@ -71,9 +72,11 @@ def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
 class Backward:
     """dQ partials, dK and dV of one plan.
 
-    Tensors: q, do (B, Sq, H, D), k, v (B, Sk, Hkv, D), any strides with D contiguous and rows of 16-byte multiples; lse2 and
+    Tensors: q, do (B, Sq, H, D), k, v (B, Sk, Hkv, D), any strides with D contiguous and rows of 16-byte multiples; with B = 1 the
+    sequences of the plan lie one after the other, otherwise one a batch. lse2 and
     delta fp32, tile_m values a dQ tile, in tile-index order (base-2 LSE, +inf for rows without keys; -rowsum(O dO));
-    dq_acc fp32, tile_m*D values a dQ tile; control int32, claim counter and tickets, zero at launch.
+    dq_acc fp32, tile_m*D values a dQ tile; parts fp32, 2*tile_n*D values an item that owns one of several head groups (dK, dV,
+    in accumulator order, unscaled); control int32, claim counter and tickets, zero at launch.
     Guarantee: for one plan the bits of dK, dV and dq_acc do not depend on timing, grid size or neighbours (ordered=True).
     """
 
@@ -137,9 +140,18 @@ class Backward:
 
         return Storage
 
-    def _tma(self, tensor, layout, rows):
-        """TMA load of (rows, head_dim) tiles from a (B, S, H, D) tensor seen as (S, D, H, B)."""
-        view = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, [1, 3, 2, 0]))
+    @cute.jit
+    def _tma(self, tensor, layout, rows: cutlass.Constexpr[int]):
+        """TMA load of (rows, head_dim) tiles from a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
+        batch_stride, row_stride, head_stride, _ = tensor.stride
+        row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
+        if tensor.shape[0] == 1:
+            row_extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
+            batch_stride = (1 << 34) - row_stride
+        batch_stride = cute.assume(batch_stride, divby=8)
+        shape = (row_extent, self.config.head_dim, tensor.shape[2], batches, shifts)
+        stride = (row_stride, 1, head_stride, batch_stride, row_stride)
+        view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
         op = cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(
             op, view, cute.select(layout, [0, 1]), (rows, self.config.head_dim)
@@ -157,6 +169,7 @@ class Backward:
         dq_acc,
         dk,
         dv,
+        parts,
         plan,
         control,
         errors,
@@ -180,7 +193,7 @@ class Backward:
         self.kernel(
             atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v,
             layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
-            lse2, delta, dq_acc, dk, dv, plan, control, errors, partials, trace, scale,
+            lse2, delta, dq_acc, dk, dv, parts, plan, control, errors, partials, trace, scale,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
 
     @cute.kernel
@@ -189,8 +202,8 @@ class Backward:
         mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, q_layout: cute.ComposedLayout,
         do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout,
         mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
-        mdQacc: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
-        mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
+        mdQacc: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
+        mControl: cute.Tensor, mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
     ):  # fmt: skip
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -226,7 +239,7 @@ class Backward:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_idx == LOAD_WARP:
                 tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
-                self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars)
+                self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, mdK.shape[0])
             if warp_idx == REDUCE_WARP:
                 reduce.reduce_role(c, mControl, mdQacc, mPartials, mTrace, sdQ, bars)
             if const_expr(c.has_release_warp):
@@ -250,7 +263,7 @@ class Backward:
                 sdQ,
                 mdK,
                 mdV,
-                mPlan,
+                mParts,
                 scale,
                 bars,
             )
@@ -269,27 +282,27 @@ class Backward:
         }  # fmt: skip
 
     @cute.jit
-    def load(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars):
+    def load(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, batches):
         """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
         c = self.config
         atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV = tma
         tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
         kv_bytes = 2 * c.tile_n * c.head_dim
-        header = plan_view.read_header(mPlan)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
-        item = reduce.claim_item(mPlan, header, mControl, bars, n_item)
-        while item.index >= 0:
-            low, high = self._mask_bounds(mPlan, item)
-            tQsQ, tQgQ = self._partition(atom_q, mQ, sQ, c.tile_m, item.sequence)
-            tOsO, tOgO = self._partition(atom_do, mdO, sdO, c.tile_m, item.sequence)
+        slot = reduce.claim_item(mPlan, mControl, bars, n_item, batches)
+        while slot[0] >= 0:
+            # Fields of the item are read from the mailbox where they are used: this warp has few registers.
+            low, high = self._mask_bounds(mPlan, plan_view.mailbox_item(slot))
             fresh = Int32(1)
-            for r in cutlass.range(item.run_count, unroll=1):
-                run = plan_view.read_run(mPlan, item.run_first, r)
+            for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
+                run = plan_view.read_run(mPlan, plan_view.mailbox_item(slot).run_first, r)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(item.q_head_count, unroll=1):
+                    for h in cutlass.range(plan_view.mailbox_item(slot).q_head_count, unroll=1):
+                        item = plan_view.mailbox_item(slot)
                         q_head = item.q_head_first + h
                         stat = Int64(plan_view.first_tile_of(item, q_head) + q_tile) * c.tile_m
+                        rows = (item.q_tma_row, item.tma_batch, item.q_tma_shift)
                         stage, phase = n_task % c.q_stages, (n_task // c.q_stages) & 1
                         cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
                         full = bars.q_full + stage
@@ -299,7 +312,7 @@ class Backward:
                             ptx.bulk_load(
                                 sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full
                             )
-                        cute.copy(atom_q, tQgQ[None, q_tile, q_head], tQsQ[None, stage], tma_bar_ptr=full)
+                        self._load_tile(atom_q, mQ, sQ[None, None, stage], rows, q_tile, q_head, full)
                         stage, phase = n_task % c.do_stages, (n_task // c.do_stages) & 1
                         cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
                         full = bars.do_full + stage
@@ -308,21 +321,17 @@ class Backward:
                             ptx.bulk_load(
                                 sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full
                             )
-                        cute.copy(atom_do, tOgO[None, q_tile, q_head], tOsO[None, stage], tma_bar_ptr=full)
+                        self._load_tile(atom_do, mdO, sdO[None, None, stage], rows, q_tile, q_head, full)
                         # K and V last: their buffers are the last ones the previous item lets go.
                         if fresh == 1:
+                            rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
                             for which, atom, mX, sX in ((0, atom_k, mK, sK), (1, atom_v, mV, sV)):
-                                tXsX, tXgX = self._partition(atom, mX, sX, c.tile_n, item.sequence)
                                 cute.arch.mbarrier_wait(bars.kv_empty + which, (n_kv & 1) ^ 1)
                                 full = bars.kv_full + which
                                 with cute.arch.elect_one():
                                     cute.arch.mbarrier_arrive_and_expect_tx(full, kv_bytes)
-                                cute.copy(
-                                    atom,
-                                    tXgX[None, item.kv_tile, item.kv_head],
-                                    tXsX[None, 0],
-                                    tma_bar_ptr=full,
-                                )
+                                tile = sX[None, None, 0]
+                                self._load_tile(atom, mX, tile, rows, item.kv_tile, item.kv_head, full)
                             n_kv += 1
                         fresh = Int32(0)
                         n_task += 1
@@ -330,7 +339,7 @@ class Backward:
             if fresh == 0:
                 # Only an item whose tickets are all granted no longer depends on other blocks: see reduce.py, Claiming.
                 cute.arch.mbarrier_wait(bars.item_granted, (n_kv & 1) ^ 1)
-            item = reduce.claim_item(mPlan, header, mControl, bars, n_item)
+            slot = reduce.claim_item(mPlan, mControl, bars, n_item, batches)
 
     def _put_q_info(self, bars, stage, item, q_tile: Int32, low: Int32, high: Int32) -> None:
         """Tell the MMA warps which scores of a task the mask hides."""
@@ -348,14 +357,16 @@ class Backward:
         """What the load warp tells the MMA warps about the mask of a task, (4, stage)."""
         return cute.make_tensor(bars.q_info, cute.make_layout((4, self.config.q_stages)))
 
-    def _partition(self, atom, tensor, shared, rows, sequence):
-        """TMA partition of one sequence: shared (TMA, stage) and global (TMA, tile, head)."""
-        tiles = cute.flat_divide(tensor[None, None, None, sequence], (rows, self.config.head_dim))[
-            None, None, None, 0, None
-        ]
-        return cpasync.tma_partition(
+    def _load_tile(self, atom, tensor, shared, rows, tile: Int32, head: Int32, barrier) -> None:
+        """Start the TMA load of one tile of a sequence; `rows`: (row, batch, shift) as `plan_view.tma_rows` defines them."""
+        row, batch, shift = rows
+        sequence = cute.domain_offset((row, 0), tensor[None, None, head, batch, shift])
+        tile_shape = (cute.size(shared, mode=[0]), self.config.head_dim)
+        tiles = cute.flat_divide(sequence, tile_shape)[None, None, None, 0]
+        target, source = cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
+        cute.copy(atom, source[None, tile], target, tma_bar_ptr=barrier)
 
     @cute.jit
     def _mask_bounds(self, mPlan, item):
@@ -368,7 +379,7 @@ class Backward:
 
     @cute.jit
     def mma(
-        self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, mdK, mdV, mPlan, scale, bars
+        self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, mdK, mdV, mParts, scale, bars
     ):  # fmt: skip
         """MMA warpgroups: all five products of every task of an item, then dK and dV of the item."""
         c = self.config
@@ -386,7 +397,7 @@ class Backward:
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
         ).get_slice(tidx)
         t = SimpleNamespace(
-            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, row=tidx // 32 * 16 + lane // 4, scale_log2=scale * math.log2(math.e),
+            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, thread=tidx % 128, row=tidx // 32 * 16 + lane // 4, scale_log2=scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
             tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(sV)),
@@ -419,7 +430,11 @@ class Backward:
                 self.task(t, n_task, bars, True)
                 n_task += 1
                 n_kv += 1
-            self.store_grads(t, mdK, mdV, plan_view.mailbox_item(slot), scale)
+            item = plan_view.mailbox_item(slot)
+            if item.partial_slot >= 0:
+                self.store_partial_grads(t, mParts, item.partial_slot)
+            else:
+                self.store_grads(t, mdK, mdV, item, scale)
             reduce.release_item(bars, n_item)
             n_item += 1
             slot = reduce.wait_item(bars, n_item)
@@ -569,6 +584,17 @@ class Backward:
                         pair = pair * factor
                     values[None, i].store(pair.to(self.dtype))
                 row = item.kv_tile * c.tile_n + t.row + 8 * half
-                registers.store_rows(
-                    values, target[item.sequence, row, item.kv_head, None], t.lane, row < item.seqlen_k
-                )
+                line = target[item.batch, item.k_row_first + row, item.kv_head, None]
+                registers.store_rows(values, line, t.lane, row < item.seqlen_k)
+
+    @cute.jit
+    def store_partial_grads(self, t, mParts, slot: Int32):
+        """Write this thread's fp32 dK (unscaled) and dV, for an item that owns one of several head groups, kept like the dQ tile."""
+        c = self.config
+        size = c.tile_n * c.head_dim
+        vectors = size // 1024
+        layout = cute.make_layout((4, vectors), stride=(1, 512))
+        for which, acc in ((0, t.acc_dK), (1, t.acc_dV)):
+            start = (Int64(slot) * 2 + which) * size + t.group * (512 * vectors) + t.thread * 4
+            target = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
+            cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, vectors))), target)

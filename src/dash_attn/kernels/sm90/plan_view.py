@@ -1,17 +1,24 @@
-"""Device-side reading of the plan table (int32): header, items, runs, sequences, totals.
+"""Device-side reading of the plan table (int32): header, items, runs, sequences, maps, totals.
 
-Word offsets follow the table's ABI version 1; every reader is one function, so that a new ABI touches this file only.
+Word offsets follow the table's ABI version 2; every reader is one function, so that a new ABI touches this file only.
+
+Rows of a sequence: tensors of batch extent 1 hold all sequences one after the other (packed), otherwise the batch index is the
+sequence: `first_rows` for plain pointers, `tma_rows` for the copy engine.
 """
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 ITEM_COUNT, SEQUENCE_COUNT, ITEM_OFFSET, RUN_OFFSET, SEQUENCE_OFFSET = 2, 4, 5, 6, 7
-HEADS, WINDOW_LEFT, WINDOW_RIGHT = 11, 14, 15
-ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 8, 4, 8
+HEADS, WINDOW_LEFT, WINDOW_RIGHT, Q_MAP_OFFSET, KV_MAP_OFFSET = 11, 14, 15, 16, 18
+ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 12, 4, 12
+ITEM_FIELDS = 9  # the words of an item that mean something
 RUN_FIRST = 5  # word of an item
+
+PACKED_ROWS = 1 << 30  # row extent of a packed tensor for the copy engine, see tma_rows
 
 
 class Item(NamedTuple):
@@ -26,14 +33,21 @@ class Item(NamedTuple):
     run_first: Int32  # word of the table where its runs begin
     run_count: Int32
     task_count: Int32
+    partial_slot: Int32  # -1: the item owns all q heads of its kv head
     seqlen_q: Int32
     seqlen_k: Int32
     q_tile_count: Int32
     q_tile_first: Int32  # dQ tiles of all heads of earlier sequences
-    total_first: Int32
+    batch: Int32
+    k_row_first: Int32
+    tma_batch: Int32  # see tma_rows, like what follows
+    q_tma_row: Int32
+    q_tma_shift: Int32
+    k_tma_row: Int32
+    k_tma_shift: Int32
 
 
-MAILBOX_WORDS = 16
+MAILBOX_WORDS = 24
 
 
 class Run(NamedTuple):
@@ -54,10 +68,13 @@ class Sequence(NamedTuple):
     k_row_first: Int32
     q_tile_first: Int32
     total_first: Int32
+    kv_tile_first: Int32
+    head_groups: Int32
+    partial_first: Int32
 
 
 class Header(NamedTuple):
-    """The header words that roles need again and again, kept in registers."""
+    """The header words that lead to an item."""
 
     item_count: Int32
     item_offset: Int32
@@ -71,24 +88,59 @@ def read_header(plan: cute.Tensor) -> Header:
 
 
 @cute.jit
-def read_item(plan: cute.Tensor, header: Header, index: Int32):
-    """Record `index` of the item list; beyond the list: some record with index -1, the sign to stop."""
-    beyond = index >= header.item_count
-    safe = Int32(0) if beyond else index
-    base = header.item_offset + safe * ITEM_WORDS
-    words = [plan[base + i] for i in range(ITEM_WORDS)]
-    seq = read_sequence(plan, header.sequence_offset, words[0])
-    first = seq.q_tile_first * header.heads
-    words[RUN_FIRST] = header.run_offset + words[RUN_FIRST] * RUN_WORDS
-    return Item(
-        Int32(-1) if beyond else index,
-        *words,
-        seq.seqlen_q,
-        seq.seqlen_k,
-        seq.q_tile_count,
-        first,
-        seq.total_first,
-    )
+def put_item(plan: cute.Tensor, header: Header, index: Int32, batches: Int32, slot: cute.Tensor) -> None:
+    """Write record `index` of the item list, as an Item, into a mailbox slot; beyond the list only index -1, the sign to stop.
+
+    Field by field, because the warp that does it has few registers.
+    """
+    if index >= header.item_count:
+        slot[0] = Int32(-1)
+    else:
+        slot[0] = index
+        base = header.item_offset + index * ITEM_WORDS
+        for i in cutlass.range_constexpr(ITEM_FIELDS):
+            word = plan[base + i]
+            slot[1 + i] = header.run_offset + word * RUN_WORDS if i == RUN_FIRST else word
+        sequence = slot[1]
+        seq = read_sequence(plan, header.sequence_offset, sequence)
+        batch, q_row_first, k_row_first = first_rows(seq, sequence, batches)
+        values = (
+            seq.seqlen_q,
+            seq.seqlen_k,
+            seq.q_tile_count,
+            seq.q_tile_first * header.heads,
+            batch,
+            k_row_first,
+            Int32(PACKED_ROWS) if batches == 1 else batch,
+            *tma_rows(seq.seqlen_q, q_row_first, batches),
+            *tma_rows(seq.seqlen_k, k_row_first, batches),
+        )
+        for i, value in enumerate(values):
+            slot[1 + ITEM_FIELDS + i] = value
+
+
+@cute.jit
+def first_rows(seq: Sequence, index: Int32, batches: Int32):
+    """(batch, q row, k row) where sequence `index` begins in tensors of `batches` batches."""
+    batch, q_row, k_row = index, Int32(0), Int32(0)
+    if batches == 1:
+        batch, q_row, k_row = Int32(0), seq.q_row_first, seq.k_row_first
+    return batch, q_row, k_row
+
+
+@cute.jit
+def tma_rows(length: Int32, row_first: Int32, batches: Int32):
+    """(row, shift) where a sequence begins in a copy-engine view, which ends where the sequence ends.
+
+    The view has modes (row, head_dim, head, batch, shift). Of a dense tensor it is (S, D, H, B, 1). Of a packed one with row
+    stride s it is (2^30, D, H, 2^31 - 1, 2^31 - 1) with strides (s, 1, h, 2^34 - s, s) elements, and row r of a sequence is
+    (2^30 - length + r, ., ., 2^30, row_first + length). Its address is that of row row_first + r plus 2^64 elements, which is
+    nothing modulo 2^64, and rows r >= length lie beyond the extent: they are read as zeros.
+    """
+    row, shift = Int32(0), Int32(0)
+    if batches == 1:
+        row, shift = PACKED_ROWS - length, row_first + length
+    return row, shift
 
 
 @cute.jit
@@ -105,7 +157,14 @@ def read_run(plan: cute.Tensor, run_first: Int32, index: Int32):
 def read_sequence(plan: cute.Tensor, sequence_offset: Int32, index: Int32):
     """Record of sequence `index`."""
     base = sequence_offset + index * SEQUENCE_WORDS
-    return Sequence(*[plan[base + i] for i in range(SEQUENCE_WORDS)])
+    return Sequence(*[plan[base + i] for i in range(len(Sequence._fields))])
+
+
+@cute.jit
+def sequence_of_tile(plan: cute.Tensor, map_offset: cutlass.Constexpr[int], tile: Int32):
+    """(index, record) of the sequence that owns a q or kv tile, counted over all sequences."""
+    index = plan[plan[map_offset] + tile]
+    return index, read_sequence(plan, plan[SEQUENCE_OFFSET], index)
 
 
 def mailbox_item(slot: cute.Tensor) -> Item:

@@ -15,17 +15,17 @@ THREADS = 256
 class Preprocess:
     """delta = -rowsum(O dO) (the value dP starts from), base-2 LSE, tickets and claim counter reset.
 
-    Tensors: o, do (B, Sq, H, D); lse (B, H, Sq) fp32, natural logarithm; lse2, delta fp32, tile_m values a dQ tile, in
-    tile-index order. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
+    Tensors: o, do (B, Sq, H, D); lse (B, H, Sq) fp32, natural logarithm; B = 1: sequences one after the other; lse2, delta fp32,
+    tile_m values a dQ tile, in tile-index order. One block a q tile and head. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
     """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
 
     @cute.jit
-    def __call__(self, o, do, lse, lse2, delta, dq_acc, plan, control, grid, stream):
+    def __call__(self, o, do, lse, lse2, delta, dq_acc, plan, control, q_tiles, stream):
         self.kernel(o, do, lse, lse2, delta, dq_acc, plan, control).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream
+            grid=(q_tiles, o.shape[2], 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
@@ -34,101 +34,157 @@ class Preprocess:
         mdQacc: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
     ):  # fmt: skip
         c = self.config
-        q_tile, q_head, sequence = cute.arch.block_idx()
+        index, q_head, _ = cute.arch.block_idx()
         tidx = cute.arch.thread_idx()[0]
-        if (tidx == 0) & (q_tile + q_head + sequence == 0):
+        if (tidx == 0) & (index + q_head == 0):
             mControl[0] = Int32(0)
-        seq = plan_view.read_sequence(mPlan, mPlan[plan_view.SEQUENCE_OFFSET], sequence)
-        if q_tile < seq.q_tile_count:
-            tile = seq.q_tile_first * mPlan[plan_view.HEADS] + q_head * seq.q_tile_count + q_tile
-            if tidx == 0:
-                mControl[CONTROL_WORDS + tile * c.ticket_stride] = Int32(0)
-            stat = Int64(tile) * c.tile_m
-            if tidx < c.tile_m:
-                row = q_tile * c.tile_m + tidx
-                value = Float32.inf
-                if row < seq.seqlen_q:
-                    natural = mLse[sequence, q_head, row]
-                    if natural != -Float32.inf:
-                        value = natural * math.log2(math.e)
-                mLse2[stat + tidx] = value
-            lanes = c.head_dim // 8  # threads a row, 16 bytes each
-            rows = THREADS // lanes
-            # All loads first, so that a block has them in flight together; rows beyond the sequence repeat its last one.
-            left, right = [], []
-            for n in cutlass.range_constexpr(c.tile_m // rows):
-                row = q_tile * c.tile_m + n * rows + tidx // lanes
-                row = row if row < seq.seqlen_q else seq.seqlen_q - 1
-                left.append(self._chunk(mO[sequence, row, q_head, None], tidx % lanes))
-                right.append(self._chunk(mdO[sequence, row, q_head, None], tidx % lanes))
-            for n in cutlass.range_constexpr(c.tile_m // rows):
-                local = n * rows + tidx // lanes
-                product = left[n].to(Float32) * right[n].to(Float32)
-                total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                total = cute.arch.warp_reduction(total, lambda x, y: x + y, threads_in_group=lanes)
-                if tidx % lanes == 0:
-                    inside = q_tile * c.tile_m + local < seq.seqlen_q
-                    mDelta[stat + local] = -total if inside else Float32(0.0)
-            if const_expr(not c.ordered):
-                acc = cute.make_tensor(
-                    mdQacc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
-                )
-                for n in cutlass.range_constexpr(c.dq_elements // THREADS):
-                    acc[n * THREADS + tidx] = Float32(0.0)
+        sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.Q_MAP_OFFSET, index)
+        batch, first, _ = plan_view.first_rows(seq, sequence, mO.shape[0])
+        q_tile = index - seq.q_tile_first
+        tile = seq.q_tile_first * mPlan[plan_view.HEADS] + q_head * seq.q_tile_count + q_tile
+        if tidx == 0:
+            mControl[CONTROL_WORDS + tile * c.ticket_stride] = Int32(0)
+        stat = Int64(tile) * c.tile_m
+        if tidx < c.tile_m:
+            row = q_tile * c.tile_m + tidx
+            value = Float32.inf
+            if row < seq.seqlen_q:
+                natural = mLse[batch, q_head, first + row]
+                if natural != -Float32.inf:
+                    value = natural * math.log2(math.e)
+            mLse2[stat + tidx] = value
+        lanes = c.head_dim // 8  # threads a row, 16 bytes each
+        rows = THREADS // lanes
+        # All loads first, so that a block has them in flight together; rows beyond the sequence repeat its last one.
+        left, right = [], []
+        for n in cutlass.range_constexpr(c.tile_m // rows):
+            row = q_tile * c.tile_m + n * rows + tidx // lanes
+            row = first + (row if row < seq.seqlen_q else seq.seqlen_q - 1)
+            left.append(self._chunk(mO[batch, row, q_head, None], tidx % lanes))
+            right.append(self._chunk(mdO[batch, row, q_head, None], tidx % lanes))
+        for n in cutlass.range_constexpr(c.tile_m // rows):
+            local = n * rows + tidx // lanes
+            product = left[n].to(Float32) * right[n].to(Float32)
+            total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            total = cute.arch.warp_reduction(total, lambda x, y: x + y, threads_in_group=lanes)
+            if tidx % lanes == 0:
+                inside = q_tile * c.tile_m + local < seq.seqlen_q
+                mDelta[stat + local] = -total if inside else Float32(0.0)
+        if const_expr(not c.ordered):
+            acc = cute.make_tensor(
+                mdQacc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
+            )
+            for n in cutlass.range_constexpr(c.dq_elements // THREADS):
+                acc[n * THREADS + tidx] = Float32(0.0)
 
     def _chunk(self, line, index):
         return cute.local_tile(line, (8,), (index,)).load()
 
 
 class Convert:
-    """dQ = softmax scale * fp32 dQ, in the output dtype; tiles that nobody contributes to become zero."""
+    """dQ = softmax scale * fp32 dQ, in the output dtype; tiles that nobody contributes to become zero.
+
+    One block a q tile and head. Where kv heads have several head groups, `kv_tiles` more blocks a head sum the groups' dK
+    and dV of a kv tile, in ascending order, and finish them like dQ (dV unscaled).
+    """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
 
     @cute.jit
-    def __call__(self, dq_acc, dq, plan, scale, grid, stream):
-        self.kernel(dq_acc, dq, plan, scale).launch(
-            grid=grid, block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    def __call__(self, dq_acc, parts, dq, dk, dv, plan, scale, q_tiles, kv_tiles, stream):
+        self.kernel(dq_acc, parts, dq, dk, dv, plan, scale, q_tiles).launch(
+            grid=(q_tiles + kv_tiles, dq.shape[2], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
-    def kernel(self, mdQacc: cute.Tensor, mdQ: cute.Tensor, mPlan: cute.Tensor, scale: Float32):
-        c = self.config
-        q_tile, q_head, sequence = cute.arch.block_idx()
-        tidx = cute.arch.thread_idx()[0]
-        seq = plan_view.read_sequence(mPlan, mPlan[plan_view.SEQUENCE_OFFSET], sequence)
-        cute.arch.griddepcontrol_wait()
-        if q_tile < seq.q_tile_count:
-            tile = seq.q_tile_first * mPlan[plan_view.HEADS] + q_head * seq.q_tile_count + q_tile
-            missing = Boolean(False)
-            if const_expr(c.ordered):
-                missing = mPlan[seq.total_first + q_tile] == 0  # then nobody has written the fp32 tile either
-            vectors = c.dq_elements // 1024
-            layout = cute.make_layout((4, 128, vectors, 2), stride=(1, 4, 512, 512 * vectors))
-            acc = cute.make_tensor(mdQacc.iterator + Int64(tile) * c.dq_elements, layout)
-            # Each of the eight warps takes the rows of one MMA warp: the same values in the same lanes.
-            group, lane = tidx // 128, tidx % 32
-            mine = cute.make_rmem_tensor((2, 2, vectors), Float32)
-            for v in cutlass.range_constexpr(vectors):
-                cute.autovec_copy(
-                    acc[None, tidx % 128, v, group], cute.make_tensor(mine[None, None, v].iterator, 4)
-                )
-            first = tidx % 128 // 32 * 16 + lane // 4
-            first_column = 0
-            if const_expr(c.tile_m == 64):
-                first_column = group * (c.head_dim // 2)
+    def kernel(
+        self, mdQacc: cute.Tensor, mParts: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor,
+        mPlan: cute.Tensor, scale: Float32, q_tiles: Int32,
+    ):  # fmt: skip
+        index, y, _ = cute.arch.block_idx()
+        if index < q_tiles:
+            self.convert_dq(mdQacc, mdQ, mPlan, scale, index, y)
+        elif y // 2 < mdK.shape[2]:  # a kv head of two head groups has two q heads at least
+            if y % 2 == 0:
+                self.sum_parts(mParts, 0, mdK, mPlan, scale, index - q_tiles, y // 2)
             else:
-                first += group * 64
-            for half in cutlass.range_constexpr(2):
-                values = cute.make_rmem_tensor((2, vectors), mdQ.element_type)
-                for v in cutlass.range_constexpr(vectors):
-                    pair = mine[None, half, v].load() * scale
-                    values[None, v].store(pair.to(mdQ.element_type))
-                words = cute.recast_tensor(values, Int32)
-                for i in cutlass.range_constexpr(cute.size(words)):
-                    words[i] = Int32(0) if missing else words[i]
-                row = q_tile * c.tile_m + first + 8 * half
-                line = mdQ[sequence, row, q_head, None]
-                part = cute.local_tile(line, (8 * vectors,), (first_column // (8 * vectors),))
-                registers.store_rows(values, part, lane, row < seq.seqlen_q)
+                self.sum_parts(mParts, 1, mdV, mPlan, Float32(1.0), index - q_tiles, y // 2)
+
+    @cute.jit
+    def convert_dq(self, mdQacc, mdQ, mPlan, scale: Float32, index: Int32, q_head: Int32):
+        c = self.config
+        tidx = cute.arch.thread_idx()[0]
+        sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.Q_MAP_OFFSET, index)
+        batch, first_row, _ = plan_view.first_rows(seq, sequence, mdQ.shape[0])
+        q_tile = index - seq.q_tile_first
+        tile = seq.q_tile_first * mPlan[plan_view.HEADS] + q_head * seq.q_tile_count + q_tile
+        missing = Boolean(False)
+        if const_expr(c.ordered):
+            missing = mPlan[seq.total_first + q_tile] == 0  # then nobody has written the fp32 tile either
+        cute.arch.griddepcontrol_wait()
+        vectors = c.dq_elements // 1024
+        layout = cute.make_layout((4, 128, vectors, 2), stride=(1, 4, 512, 512 * vectors))
+        acc = cute.make_tensor(mdQacc.iterator + Int64(tile) * c.dq_elements, layout)
+        # Each of the eight warps takes the rows of one MMA warp: the same values in the same lanes.
+        group, lane = tidx // 128, tidx % 32
+        mine = cute.make_rmem_tensor((2, 2, vectors), Float32)
+        for v in cutlass.range_constexpr(vectors):
+            cute.autovec_copy(
+                acc[None, tidx % 128, v, group], cute.make_tensor(mine[None, None, v].iterator, 4)
+            )
+        first = tidx % 128 // 32 * 16 + lane // 4
+        first_column = 0
+        if const_expr(c.tile_m == 64):
+            first_column = group * (c.head_dim // 2)
+        else:
+            first += group * 64
+        for half in cutlass.range_constexpr(2):
+            values = cute.make_rmem_tensor((2, vectors), mdQ.element_type)
+            for v in cutlass.range_constexpr(vectors):
+                pair = mine[None, half, v].load() * scale
+                values[None, v].store(pair.to(mdQ.element_type))
+            words = cute.recast_tensor(values, Int32)
+            for i in cutlass.range_constexpr(cute.size(words)):
+                words[i] = Int32(0) if missing else words[i]
+            row = q_tile * c.tile_m + first + 8 * half
+            line = mdQ[batch, first_row + row, q_head, None]
+            part = cute.local_tile(line, (8 * vectors,), (first_column // (8 * vectors),))
+            registers.store_rows(values, part, lane, row < seq.seqlen_q)
+
+    @cute.jit
+    def sum_parts(
+        self, mParts, which: cutlass.Constexpr[int], mdX, mPlan, scale: Float32, index: Int32, kv_head: Int32
+    ):
+        """dK (`which` 0) or dV (1) of one kv tile: the sum of its parts, 32 columns at a time."""
+        c = self.config
+        tidx = cute.arch.thread_idx()[0]
+        sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.KV_MAP_OFFSET, index)
+        batch, _, first_row = plan_view.first_rows(seq, sequence, mdX.shape[0])
+        cute.arch.griddepcontrol_wait()
+        if seq.head_groups > 1:
+            kv_tile = index - seq.kv_tile_first
+            slot = seq.partial_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
+            size = c.tile_n * c.head_dim
+            vectors = size // 1024
+            group, lane = tidx // 128, tidx % 32
+            start = (Int64(slot) * 2 + which) * size + group * (512 * vectors) + tidx % 128 * 4
+            layout = cute.make_layout((4, 4, vectors // 4), stride=(1, 512, 2048))
+            for chunk in cutlass.range_constexpr(vectors // 4):
+                total = cute.make_rmem_tensor((4, 4), Float32)
+                added = cute.make_rmem_tensor((4, 4), Float32)
+                source = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
+                cute.autovec_copy(source[None, None, chunk], total)
+                for p in cutlass.range(1, seq.head_groups, unroll=1):
+                    offset = cute.assume(start + Int64(p) * (2 * size), divby=4)
+                    source = cute.make_tensor(mParts.iterator + offset, layout)
+                    cute.autovec_copy(source[None, None, chunk], added)
+                    total.store(total.load() + added.load())
+                pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, 4)))
+                for half in cutlass.range_constexpr(2):
+                    values = cute.make_rmem_tensor((2, 4), mdX.element_type)
+                    for v in cutlass.range_constexpr(4):
+                        values[None, v].store((pairs[None, half, v].load() * scale).to(mdX.element_type))
+                    row = kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
+                    line = cute.local_tile(mdX[batch, first_row + row, kv_head, None], (32,), (chunk,))
+                    registers.store_rows(values, line, lane, row < seq.seqlen_k)

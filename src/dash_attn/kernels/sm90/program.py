@@ -20,12 +20,11 @@ class Program:
     def __call__(
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
         dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, plan: cute.Tensor, lse2: cute.Tensor, delta: cute.Tensor,
-        dq_acc: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor, trace: cute.Tensor,
-        scale: Float32, grid: Int32, stream,
+        dq_acc: cute.Tensor, parts: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor,
+        trace: cute.Tensor, scale: Float32, q_tiles: Int32, kv_tiles: Int32, grid: Int32, stream,
     ):  # fmt: skip
-        batch, seqlen, heads, _ = q.shape
-        tiles = (cute.ceil_div(seqlen, self.config.tile_m), heads, batch)
-        self.preprocess(o, do, lse, lse2, delta, dq_acc, plan, control, tiles, stream)
+        """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group."""
+        self.preprocess(o, do, lse, lse2, delta, dq_acc, plan, control, q_tiles, stream)
         self.backward(
             q,
             k,
@@ -36,6 +35,7 @@ class Program:
             dq_acc,
             dk,
             dv,
+            parts,
             plan,
             control,
             errors,
@@ -45,7 +45,7 @@ class Program:
             grid,
             stream,
         )
-        self.convert(dq_acc, dq, plan, scale, tiles, stream)
+        self.convert(dq_acc, parts, dq, dk, dv, plan, scale, q_tiles, kv_tiles, stream)
 
 
 def fake_arguments(config: BackwardConfig, env_stream: bool):
@@ -74,8 +74,8 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
     matrices = [matrix() for _ in range(5)]
     return [
         *matrices, lse, matrix(), matrix(), matrix(), vector(Int32, 16), vector(Float32, 128), vector(Float32, 128),
-        vector(Float32, 128), vector(Int32, 128), vector(Int32, 16), table(Float32), table(Int64), Float32(1.0), Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=env_stream),
+        vector(Float32, 128), vector(Float32, 128), vector(Int32, 128), vector(Int32, 16), table(Float32), table(Int64),
+        Float32(1.0), Int32(1), Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=env_stream),
     ]  # fmt: skip
 
 

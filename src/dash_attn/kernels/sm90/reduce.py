@@ -49,20 +49,20 @@ def _mailbox(bars):
 
 
 @cute.jit
-def claim_item(mPlan: cute.Tensor, header, mControl: cute.Tensor, bars, n_item: Int32):
-    """Claim the next item and put it into the mailbox, by one warp; its index is -1 at the end."""
+def claim_item(mPlan: cute.Tensor, mControl: cute.Tensor, bars, n_item: Int32, batches: Int32):
+    """Claim the next item and put it into the mailbox, by one warp; returns its slot, where the index is -1 at the end."""
+    header = plan_view.read_header(mPlan)
     index = Int32(0)
     if cute.arch.lane_idx() == 0:
         index = ptx.claim(mControl.iterator)
     index = cute.arch.shuffle_sync(index, 0)
-    item = plan_view.read_item(mPlan, header, index)
     cute.arch.mbarrier_wait(bars.item_empty + n_item % 2, ((n_item // 2) & 1) ^ 1)
+    slot = _mailbox(bars)[None, n_item % 2]
     with cute.arch.elect_one():
-        slot = _mailbox(bars)[None, n_item % 2]
-        for i, value in enumerate(item):
-            slot[i] = value
+        plan_view.put_item(mPlan, header, index, batches, slot)
         cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)
-    return item
+    cute.arch.sync_warp()
+    return slot
 
 
 @cute.jit
