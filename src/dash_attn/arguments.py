@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .ops.backends import backend_for
+from .ops.backends import check_device
 from .ops.plans import DTYPE_NAMES, policy_key
 from .problem import DTYPES
 from .schedule import Policy
@@ -173,7 +173,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
             )
         if x.device != q.device:
             raise InputError(f"{name} is on {x.device}, q is on {q.device}")
-    backend_for(q.device)
+    check_device(q.device)
 
 
 def _autocast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
@@ -267,6 +267,6 @@ def _scale(scale: float | None, head_dim: int) -> float:
         value = math.nan if isinstance(scale, bool) or not isinstance(scale, int | float) else float(scale)
     except OverflowError:
         value = math.inf
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # torch.compile cannot trace isfinite
         raise InputError(f"softmax_scale must be a finite number, got {scale!r:.40}")
     return value

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
 
 import pytest
 import torch
@@ -106,7 +109,7 @@ def test_a_sequence_has_the_bytes_it_has_alone(options):
     ends = [0, 7, 7, 200, 333]
     tensors = packed(333)
     together = gradients(flash_attn_varlen_func, tensors, cu(*ends), cu(*ends), **options)
-    for start, end in zip(ends, ends[1:]):
+    for start, end in pairwise(ends):
         alone = gradients(flash_attn_func, [x[None, start:end] for x in tensors], **options)
         for index, (a, b) in enumerate(zip(together, alone)):
             assert_same_bytes(a[:, start:end] if index == 1 else a[start:end], b[0])
@@ -274,14 +277,47 @@ def test_deterministic_algorithms_forbid_it(warn_only):
 # Policies as objects
 
 
-class Other(FA3):
+class LikeFA3(FA3):
     """Another policy that prints like FA3."""
+
+
+@dataclass(frozen=True)
+class Mine(FA3):
+    """A policy of a user, under a name of its own."""
+
+    name: ClassVar[str] = "mine"
+    marks: tuple[int, ...] = ()
+
+
+def test_a_policy_of_ones_own():
+    tensors = dense(400, 1)
+    a, b = (gradients(flash_attn_func, tensors, policy=policy) for policy in (Mine(), "fa3"))
+    for x, y in zip(a, b):
+        assert_same_bytes(x, y)
+    assert plan_for(*tensors, policy=Mine((1,))).policy == "mine(marks=(1,))"
 
 
 def test_two_policies_of_one_name_are_refused():
     q, k, v = dense()
-    with pytest.raises(InputError, match=r"policy Other\(\) has the name of another policy, FA3\(\)"):
-        flash_attn_func(q, k, v, policy=Other())
+    with pytest.raises(InputError, match=r"policy LikeFA3\(\) prints as 'fa3', like another policy"):
+        flash_attn_func(q, k, v, policy=LikeFA3())
+
+    @dataclass(frozen=True)
+    class Mine(FA3):
+        name: ClassVar[str] = "mine"
+
+    flash_attn_func(q, k, v, policy=globals()["Mine"](None))
+    with pytest.raises(InputError, match=r"prints as 'mine', like another policy"):
+        flash_attn_func(q, k, v, policy=Mine())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fa4", "shift(", "shift(ring=x)", "shift(ring=2, )", "shift(rung=2)", "shift(ring=02)", "auto()", ""],
+)
+def test_names_of_no_policy(name):
+    with pytest.raises(InputError, match=r"unknown policy .*; known: auto, fa3, .* shift\(ring=64\)"):
+        flash_attn_func(*dense(), policy=name)
 
 
 def test_policies_with_parameters():
@@ -391,7 +427,7 @@ def test_the_two_ways_to_say_one_thing():
 
 
 def test_masks_a_policy_does_not_cover():
-    with pytest.raises(UnsupportedMaskError, match="shift needs a mask that leaves every task") as error:
-        flash_attn_varlen_func(*(x.expand(300, -1, -1) for x in (Q[:1], K[:1], V[:1])), cu(0, 300), cu(0, 300),
-                               causal=True, policy="shift")  # fmt: skip
-    assert "300" in str(error.value)
+    q, k, v = packed(300)
+    ends = cu(0, 300)
+    with pytest.raises(UnsupportedMaskError, match="shift needs a mask that .* causal of 300 x 300"):
+        flash_attn_varlen_func(q, k, v, ends, ends, causal=True, policy="shift")

@@ -52,7 +52,7 @@ def test_opcheck(packed, dtype):
     opcheck(functions.backward, (*saved, *rest), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("policy", ["auto", Shift(ring=2)], ids=str)
+@pytest.mark.parametrize("policy", ["auto", Shift(ring=2), "shift(ring=2, stride=1)"], ids=str)
 def test_compiled_dense_calls_have_the_same_bytes(policy):
     def run(q, k, v):
         return flash_attn_func(2 * q, k, v, policy=policy, window_size=(-1, -1), dropout_p=0.0)
@@ -62,6 +62,17 @@ def test_compiled_dense_calls_have_the_same_bytes(policy):
     for seqlen in (33, 40, 51):  # the second length makes the shape dynamic
         tensors = inputs(seqlen)
         assert_all_same(gradients(compiled, tensors), gradients(run, tensors))
+
+
+def test_every_size_and_the_scale_may_be_dynamic():
+    def run(q, k, v, scale):
+        return flash_attn_func(q, k, v, softmax_scale=scale, causal=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for batch, seqlen, scale in ((2, 20, 0.1), (3, 31, 0.2), (5, 17, 0.4)):
+        tensors = inputs(seqlen, batch)
+        assert_all_same(gradients(compiled, tensors, scale), gradients(run, tensors, scale))
 
 
 def test_compiled_packed_calls_have_the_same_bytes(monkeypatch):
@@ -137,8 +148,8 @@ def test_func_grad_has_the_same_bytes():
     tensors = [x.detach() for x in inputs()]
     grads = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)
     assert_all_same(grads, gradients(flash_attn_func, tensors)[1:])
-    compiled = torch.func.vjp(flash_attn_func, *tensors)[1](2 * flash_attn_func(*tensors))
-    assert_all_same(compiled, grads)
+    _, backward = torch.func.vjp(flash_attn_func, *tensors)
+    assert_all_same(backward(2 * flash_attn_func(*tensors)), grads)
 
 
 def test_autograd_outside_of_func_grad_is_not_cut():
@@ -150,18 +161,19 @@ def test_autograd_outside_of_func_grad_is_not_cut():
         dq.sum().backward()
 
 
-def test_second_derivatives_are_errors():
+@pytest.mark.parametrize("of", [loss, lambda *qkv: flash_attn_func(*qkv).sum()])
+def test_second_derivatives_are_errors(of):
     q, k, v = (x.detach() for x in inputs())
-    for of in (loss, lambda q, k, v: flash_attn_func(q, k, v).sum()):
-        with pytest.raises(RuntimeError, match="no second derivative"):
-            torch.func.grad(lambda q: torch.func.grad(of)(q, k, v).sum())(q)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(lambda q: torch.func.grad(of)(q, k, v).sum())(q)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # PyTorch's own jvp does it
 def test_forward_derivatives_are_errors():
     q, k, v = (x.detach() for x in inputs())
-    with pytest.raises(NotImplementedError, match="jvp"):
+    with pytest.raises(RuntimeError, match="attention has no forward derivative"):
         torch.func.jvp(lambda q: flash_attn_func(q, k, v), (q,), (q,))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="attention has no forward derivative"):
         flash_attn_func(forward_ad.make_dual(q, q), k, v)
 
 

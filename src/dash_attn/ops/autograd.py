@@ -132,6 +132,10 @@ class _Attention(torch.autograd.Function):
         arguments = (dout, *ctx.saved_tensors, *ctx.options)
         return _wanted(ctx, without_second_derivative(ctx.backward_of, *arguments))
 
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise RuntimeError("dash_attn.attention has no forward derivative")
+
 
 def _wanted(ctx: Any, grads: Gradients) -> tuple[Tensor | None, ...]:
     need = ctx.needs_input_grad[3:]

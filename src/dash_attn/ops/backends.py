@@ -16,7 +16,7 @@ from ..problem import Problem
 from ..reference import dense
 from ..schedule import Plan
 
-__all__ = ["Backend", "BackwardFunction", "backend_for"]
+__all__ = ["Backend", "BackwardFunction", "backend_for", "check_device"]
 
 BackwardFunction = Callable[
     [Plan, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
@@ -28,7 +28,7 @@ class Backend(NamedTuple):
 
     Attributes:
         name: "cpu" or "sm90".
-        why_not: why a problem cannot run on a device, empty if it can.
+        why_not: (problem, device, packed) to why they cannot run, empty if they can.
         forward, backward: (plan, q, k, v, scale) and (plan, dout, q, k, v, out, lse, scale).
         fast_backward: what ``deterministic=False`` allows: on a GPU dQ summed by atomics. It is
             ``backward`` where giving up the order gains nothing.
@@ -36,7 +36,7 @@ class Backend(NamedTuple):
     """
 
     name: str
-    why_not: Callable[[Problem, torch.device], str]
+    why_not: Callable[[Problem, torch.device, bool], str]
     forward: Callable[[Plan, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     backward: BackwardFunction
     fast_backward: BackwardFunction
@@ -45,7 +45,7 @@ class Backend(NamedTuple):
 
 _CPU = Backend(
     "cpu",
-    lambda problem, device: "",
+    lambda problem, device, packed: "",
     dense.forward,
     dense.backward,
     dense.backward,
@@ -61,14 +61,19 @@ def _gpu() -> Backend:
     return Backend("sm90", launch.why_not, launch.forward, launch.backward, unordered, lambda rng: unordered)
 
 
+def check_device(device: torch.device) -> None:
+    """Raise InputError if the device has no backend. It loads nothing, so that torch.compile can trace it."""
+    if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
+        raise InputError(
+            f"device {str(device)!r} is not supported; supported: cpu, and cuda where there is one"
+        )
+
+
 def backend_for(device: torch.device) -> Backend:
     """The backend of a device.
 
     Raises:
         InputError: there is none.
     """
-    if device.type == "cpu":
-        return _CPU
-    if device.type == "cuda" and torch.cuda.is_available():
-        return _gpu()
-    raise InputError(f"device {str(device)!r} is not supported; supported: cpu, and cuda where there is one")
+    check_device(device)
+    return _CPU if device.type == "cpu" else _gpu()

@@ -22,7 +22,7 @@ from ..schedule import Plan
 from .autograd import Differentiable, Gradients, with_gradients, without_second_derivative
 from .backends import backend_for
 from .lengths import Lengths, host_lengths
-from .plans import find_plan, keep_plan
+from .plans import find_plan
 
 __all__ = ["DENSE", "VARLEN", "dense_plan", "varlen_plan"]
 
@@ -62,7 +62,9 @@ def dense_plan(q: Tensor, k: Tensor, left: int, right: int, policy: str) -> Plan
     batch, seqlen_q, heads, head_dim = q.shape
     _, seqlen_k, kv_heads, _ = k.shape
     seqlens_q, seqlens_k = (seqlen_q,) * batch, (seqlen_k,) * batch
-    return find_plan(q.device, q.dtype, seqlens_q, seqlens_k, heads, kv_heads, head_dim, left, right, policy)
+    return find_plan(
+        q.device, False, q.dtype, seqlens_q, seqlens_k, heads, kv_heads, head_dim, left, right, policy
+    )
 
 
 def varlen_plan(
@@ -84,10 +86,10 @@ def varlen_plan(
     lengths_q = _lengths("q", q, cu_seqlens_q, max_seqlen_q)
     lengths_k = _lengths("k", k, cu_seqlens_k, max_seqlen_k)
     _, heads, head_dim = q.shape
+    seqlens_q, seqlens_k = lengths_q.seqlens, lengths_k.seqlens
     return find_plan(
-        q.device, q.dtype, lengths_q.seqlens, lengths_k.seqlens, heads, k.shape[1], head_dim, left, right,
-        policy,
-    )  # fmt: skip
+        q.device, True, q.dtype, seqlens_q, seqlens_k, heads, k.shape[1], head_dim, left, right, policy
+    )
 
 
 def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Lengths:
@@ -100,7 +102,7 @@ def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Lengt
 
 
 def _run_forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    with _on(q, plan):
+    with _on(q.device):
         out, lse = backend_for(q.device).forward(plan, q, k, v, softmax_scale)
     return out.contiguous(), lse
 
@@ -109,18 +111,16 @@ def _run_backward(plan: Plan, saved: tuple[Tensor, ...], softmax_scale: float, o
     dout, q, k, v, out, lse = saved
     backend = backend_for(q.device)
     run = backend.backward if ordered or _order_is_required() else backend.fast_backward
-    with _on(q, plan):
+    with _on(q.device):
         dq, dk, dv = run(plan, dout, q, k, v, out, lse, softmax_scale)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _on(q: Tensor, plan: Plan) -> Any:
-    """The tensors' GPU as the current one. A plan that is captured into a CUDA graph is kept."""
-    if not q.is_cuda:
+def _on(device: torch.device) -> Any:
+    """The tensors' GPU as the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
-    if torch.cuda.is_current_stream_capturing():
-        keep_plan(plan)
-    return nullcontext() if q.device.index == torch.cuda.current_device() else torch.cuda.device(q.device)
+    return torch.cuda.device(device)
 
 
 def _order_is_required() -> bool:

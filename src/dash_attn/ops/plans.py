@@ -11,17 +11,15 @@ from ..problem import DTYPES, Mask, Problem
 from ..schedule import POLICIES, Plan, Policy, build_plan, choose_policy
 from .backends import backend_for
 
-__all__ = ["DTYPE_NAMES", "find_plan", "keep_plan", "policy_key"]
+__all__ = ["DTYPE_NAMES", "find_plan", "policy_key"]
 
 _PLANS = 64
 """Plans kept for reuse; a model uses one for each of its attention shapes."""
 
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 
-_POLICIES: dict[str, Policy] = {name: policy() for name, policy in POLICIES.items()}
-"""Policies by their string, the built-in ones and every one that was passed to :func:`policy_key`."""
-
-_KEPT: set[Plan] = set()
+_OWN_POLICIES: dict[str, Policy] = {}
+"""Policies of users by their string. The built-in ones are made from it."""
 
 
 def policy_key(policy: str | Policy) -> str:
@@ -32,24 +30,54 @@ def policy_key(policy: str | Policy) -> str:
             like another policy.
     """
     if isinstance(policy, str):
-        if policy != "auto" and policy not in _POLICIES:
-            raise InputError(f"unknown policy {policy!r}; known: auto, {', '.join(POLICIES)}")
+        if policy != "auto" and policy not in POLICIES:
+            _policy(policy)
         return policy
     if not isinstance(policy, Policy):
         raise InputError(f"policy must be a name or a Policy, got {policy!r}")
     name = str(policy)
+    if POLICIES.get(policy.name) is not type(policy):
+        _remember(name, policy)
+    return name
+
+
+def _remember(name: str, policy: Policy) -> None:
+    """Keep a user's policy for the operator, which knows only its name."""
     try:
         hash(policy)
     except TypeError as error:
         raise InputError(f"policy {name} cannot be hashed, give it immutable fields") from error
-    if _POLICIES.setdefault(name, policy) != policy:
-        raise InputError(f"policy {policy!r} has the name of another policy, {_POLICIES[name]!r}")
-    return name
+    known = _OWN_POLICIES.setdefault(name, policy)
+    if known != policy or name.partition("(")[0] in POLICIES:
+        raise InputError(f"policy {policy!r} prints as {name!r}, like another policy")
+
+
+def _policy(name: str) -> Policy:
+    """The policy that prints as this name, such as "spt" or "shift(ring=64)".
+
+    Raises:
+        InputError: there is none.
+    """
+    if name in _OWN_POLICIES:
+        return _OWN_POLICIES[name]
+    kind, _, fields = name.removesuffix(")").partition("(")
+    try:
+        pairs = (field.split("=") for field in fields.split(", ") if field)
+        policy = POLICIES[kind](**{key: int(value) for key, value in pairs})
+    except (KeyError, TypeError, ValueError):
+        policy = None
+    if policy is None or name not in (kind, str(policy)):
+        raise InputError(
+            f"unknown policy {name!r}; known: auto, {', '.join(POLICIES)}, those with parameters such as "
+            "shift(ring=64), and a Policy of your own that a call outside of torch.compile has used"
+        )
+    return policy
 
 
 @lru_cache(maxsize=_PLANS)
 def find_plan(
     device: torch.device,
+    packed: bool,
     dtype: torch.dtype,
     seqlens_q: tuple[int, ...],
     seqlens_k: tuple[int, ...],
@@ -77,7 +105,7 @@ def find_plan(
         )
     except ProblemError as error:
         raise InputError(str(error)) from error
-    if reason := backend_for(device).why_not(problem, device):
+    if reason := backend_for(device).why_not(problem, device, packed):
         raise InputError(reason)
     return _plan(problem, policy)
 
@@ -86,9 +114,4 @@ def find_plan(
 def _plan(problem: Problem, policy: str) -> Plan:
     if policy == "auto":
         return build_plan(problem, *choose_policy(problem))
-    return build_plan(problem, _POLICIES[policy])
-
-
-def keep_plan(plan: Plan) -> None:
-    """Keep a plan for the life of the process: a captured CUDA graph holds the address of its table."""
-    _KEPT.add(plan)
+    return build_plan(problem, _policy(policy))

@@ -1,0 +1,269 @@
+"""The public functions as training code meets them: operators, compilation, graphs, streams, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from gpu_cases import has_fa4, same_bits
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
+
+from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
+from dash_attn.errors import InputError
+from dash_attn.ops.operators import DENSE, VARLEN
+
+ENDS = [0, 300, 300, 301, 700, 1200]
+
+needs_fa4 = pytest.mark.skipif(not has_fa4(), reason="packed tensors need FlashAttention-4's forward")
+BOTH_LAYOUTS = pytest.mark.parametrize("layout", ["dense", pytest.param("packed", marks=needs_fa4)])
+
+
+@pytest.fixture(autouse=True)
+def _no_old_graphs():
+    torch.compiler.reset()
+
+
+def cu(*ends: int) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device="cuda")
+
+
+def inputs(
+    layout: str, seqlen: int = 600, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """q, k, v; packed ones have the rows of ENDS."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shape = (ENDS[-1],) if layout == "packed" else (2, seqlen)
+    tensors = [torch.randn(*shape, h, 64, generator=generator, device="cuda") for h in (4, 2, 2)]
+    return [x.to(dtype).requires_grad_() for x in tensors]
+
+
+def causal(layout: str) -> Callable[..., Tensor]:
+    """Causal attention of q, k, v in a layout."""
+    if layout == "dense":
+        return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
+    ends = cu(*ENDS)
+    return lambda q, k, v: flash_attn_varlen_func(q, k, v, ends, ends, causal=True)
+
+
+def gradients(function: Callable[..., Tensor], tensors: list[Tensor], *rest: object) -> list[Tensor]:
+    """out, dq, dk, dv of the sum of squares."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves, *rest)
+    out.float().square().sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+def all_same(results: list[Tensor], others: list[Tensor]) -> bool:
+    return all(same_bits(a, b) for a, b in zip(results, others))
+
+
+@BOTH_LAYOUTS
+def test_opcheck(layout):
+    tensors = inputs(layout)
+    functions, ends = (VARLEN, [cu(*ENDS)] * 2) if layout == "packed" else (DENSE, [])
+    rest = (*ends, 0.1, -1, 0, "auto", True, *((500, -1) if layout == "packed" else ()))
+    opcheck(functions.forward, (*tensors, *rest))
+    out, lse = functions.forward(*tensors, *rest)
+    saved = [x.detach() for x in (torch.ones_like(out), *tensors, out, lse)]
+    opcheck(functions.backward, (*saved, *rest))
+
+
+def test_compiled_dense_calls_have_the_same_bytes():
+    def run(q, k, v):
+        return flash_attn_func(2 * q, k, v, causal=True)
+
+    compiled = torch.compile(run, fullgraph=True)
+    for seqlen in (600, 700, 801):  # the second length makes the shape dynamic
+        tensors = inputs("dense", seqlen)
+        assert all_same(gradients(compiled, tensors), gradients(run, tensors))
+
+
+@needs_fa4
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_compiled_packed_calls_have_the_same_bytes(mode, where):
+    """Under "reduce-overhead" too, where a replayed graph would hold the lengths of another batch."""
+
+    def run(q, k, v, ends):
+        return flash_attn_varlen_func(2 * q, k, v, ends, ends, causal=True)
+
+    compiled = torch.compile(run, fullgraph=True, mode=mode)
+    for middle in (300, 500, 300, 900, 17):
+        ends = cu(0, middle, ENDS[-1]).to(where)
+        tensors = inputs("packed", seed=middle)
+        assert all_same(gradients(compiled, tensors, ends), gradients(run, tensors, ends))
+
+
+def test_compiled_graphs_of_pytorch_have_the_same_bytes():
+    def run(q, k, v):
+        return flash_attn_func(2 * q, k, v, causal=True)
+
+    compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        tensors = inputs("dense", seed=seed)
+        assert all_same(gradients(compiled, tensors), gradients(run, tensors))
+
+
+@BOTH_LAYOUTS
+def test_a_captured_graph_replays_the_same_bytes(layout):
+    leaves, run = inputs(layout), causal(layout)
+    first, other = (inputs(layout, seed=seed) for seed in (0, 1))
+    expected = [gradients(run, tensors) for tensors in (first, other)]
+
+    def step() -> list[Tensor]:
+        out = run(*leaves)
+        return [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    assert not same_bits(expected[0][1], expected[1][1])
+    for replay in range(100):
+        with torch.no_grad():
+            for leaf, x in zip(leaves, (first, other)[replay % 2]):
+                leaf.copy_(x)
+        graph.replay()
+        assert all_same([x.detach() for x in results], expected[replay % 2]), f"replay {replay}"
+
+
+@needs_fa4
+def test_lengths_that_were_not_read_are_an_error_in_a_capture():
+    q, k, v = (x.detach() for x in inputs("packed"))
+    ends = cu(*ENDS)
+    flash_attn_varlen_func(q, k, v, ends, ends)
+    others = ends.clone()
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(
+            InputError, match="cu_seqlens_q on cuda:0 cannot be read while a CUDA graph is captured"
+        ),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        flash_attn_varlen_func(q, k, v, others, others)
+    torch.cuda.synchronize()
+    flash_attn_varlen_func(q, k, v, others, others)
+
+
+@BOTH_LAYOUTS
+def test_a_repeated_call_does_not_wait_for_the_device(layout):
+    tensors, run = inputs(layout), causal(layout)
+    gradients(run, tensors)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(run, tensors)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_fa4
+def test_a_sequence_has_the_bytes_it_has_alone():
+    tensors = inputs("packed")
+    together = gradients(causal("packed"), tensors)
+    for start, end in pairwise(ENDS):
+        if start < end:
+            alone = gradients(causal("dense"), [x[None, start:end] for x in tensors])
+            assert all_same([x[start:end] for x in together], [x[0] for x in alone])
+
+
+@BOTH_LAYOUTS
+def test_streams_share_nothing(layout):
+    run = causal(layout)
+    tensors = [inputs(layout, seed=seed) for seed in range(3)]
+    expected = [gradients(run, x) for x in tensors]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in tensors]
+    results = []
+    for _ in range(10):
+        for stream, x, wanted in zip(streams, tensors, expected):
+            with torch.cuda.stream(stream):
+                results.append((gradients(run, x), wanted))
+    torch.cuda.synchronize()
+    assert all(all_same(found, wanted) for found, wanted in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    tensors = inputs("dense", dtype=torch.float32)
+    expected = gradients(causal("dense"), [x.to(dtype) for x in tensors])
+    with torch.autocast("cuda", dtype=dtype):
+        found = gradients(causal("dense"), tensors)
+    assert all_same([found[0], *(x.to(dtype) for x in found[1:])], expected)
+    assert not is_supported(*tensors)
+
+
+@BOTH_LAYOUTS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_have_the_same_bytes(layout, use_reentrant):
+    tensors, run = inputs(layout), causal(layout)
+    found = gradients(lambda *x: checkpoint(run, *x, use_reentrant=use_reentrant), tensors)
+    assert all_same(found, gradients(run, tensors))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+@BOTH_LAYOUTS
+def test_another_device_than_the_current_one(layout):
+    tensors = inputs(layout)
+    expected = gradients(causal(layout), tensors)
+    with torch.cuda.device(1):
+        run = causal(layout) if layout == "dense" else None
+    if run is None:
+        ends = cu(*ENDS).to("cuda:1")
+        run = lambda q, k, v: flash_attn_varlen_func(q, k, v, ends, ends, causal=True)  # noqa: E731
+    there = gradients(run, [x.detach().to("cuda:1") for x in tensors])
+    assert all(x.device.index == 1 for x in there)
+    assert all_same([x.to("cuda:0") for x in there], expected)
+
+
+# deterministic=False
+
+CONTROL_RUNS = 10
+
+
+def repeats(**options: object) -> bool:
+    """Whether all of a few backwards, long enough to race, have the same bytes as the default."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 4096, 16, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for _ in range(3)
+    )
+    wanted = gradients(lambda *x: flash_attn_func(*x, causal=True), [q, k, v])
+    found = [
+        gradients(lambda *x: flash_attn_func(*x, causal=True, **options), [q, k, v])
+        for _ in range(CONTROL_RUNS)
+    ]
+    return all(all_same(wanted, other) for other in found)
+
+
+def test_without_order_bytes_differ(monkeypatch):
+    monkeypatch.delenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", raising=False)
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC", raising=False)
+    assert repeats()
+    assert repeats(deterministic=True)
+    assert not repeats(deterministic=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0"), ("FLASH_ATTENTION_DETERMINISTIC", "1")]
+)
+def test_the_environment_keeps_the_order(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    assert repeats(deterministic=False)
+
+
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_deterministic_algorithms_keep_the_order(warn_only):
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        assert repeats(deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
