@@ -193,6 +193,25 @@ def test_two_training_runs_end_in_the_same_bytes():
     assert not all(same_bytes(weight, other[name]) for name, weight in first.items())
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
+@pytest.mark.parametrize("side", ["left", None])
+def test_checkpointing_and_compiling_change_no_byte(side):
+    mask, model = None if side is None else padding_of(side), model_of(sliding)
+    logits, grads = run(model, tokens_of(), mask)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, again_grads = run(model, tokens_of(), mask)
+    assert_same_bytes(logits, again)
+    for name, grad in grads.items():
+        assert_same_bytes(grad, again_grads[name], name)
+    model.gradient_checkpointing_disable()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled_logits = compiled(tokens_of(), attention_mask=mask, use_cache=False).logits
+    if mask is not None:
+        compiled_logits = compiled_logits * mask[..., None]
+    assert_same_bytes(compiled_logits.detach(), logits)
+
+
 def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
     q, k, v = (torch.randn(2, heads, 200, 16) for heads in (4, 2, 2))
     module = torch.nn.Module()

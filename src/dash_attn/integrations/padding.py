@@ -33,6 +33,7 @@ _KNOWN: Any = WeakTensorKeyDictionary()
 """Mask -> {(seqlen_q, keep_queries, version): Packing}; all layers of a step see the same mask."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packing_of(mask: Tensor, seqlen_q: int, *, keep_queries: bool = False) -> Packing:
     """The packing of a mask, read once from the device and kept as long as the mask lives.
 

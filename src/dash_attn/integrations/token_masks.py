@@ -20,6 +20,7 @@ _PLAIN = {"causal_mask_function": True, "bidirectional_mask_function": False}
 """Mask functions of transformers that hide nothing but the future, or nothing."""
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def token_mask(
     batch_size: int,
     q_length: int,

@@ -8,6 +8,9 @@ Causal, sliding-window, chunked and bidirectional masks, padding on either side,
 ``position_ids`` or ``cu_seq_lens_q``) and growing key caches work; padded and packed batches run without
 their padding, so that a sequence's bytes do not depend on its neighbours. Everything else (masks with four
 dimensions, mask functions of users, dropout, softcap, sinks, biases, attention weights as an output) raises.
+
+Under ``torch.compile`` there is a graph break where the mask is made, and one a layer if it has padding:
+plans are made from lengths, which are read on the host.
 """
 
 from __future__ import annotations
