@@ -1,7 +1,8 @@
 """The command line: ``dash-attn`` or ``python -m dash_attn``.
 
 Every command has ``--help`` with an example and ``--json`` for one JSON object on standard output.
-Errors go to standard error and end with exit code 2; ``demo`` ends with 1 when runs differ.
+Errors go to standard error and end with exit code 2; ``demo`` and ``verify`` end with 1 when
+bytes differ.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .commands import (
     run_plan,
     run_simulate,
     run_trace,
+    run_verify,
 )
 from .errors import DashError
 from .problem import DTYPES
@@ -57,9 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     _example(demo, "dash-attn demo --steps 60 --output demo-out")
     demo.add_argument("--steps", type=int, help="optimizer steps of each run")
     demo.add_argument("--seqlen", type=int, help="tokens of a sequence")
+    demo.add_argument("--batch", type=int, help="sequences of a step")
     demo.add_argument("--layers", type=int, help="transformer blocks")
     demo.add_argument("--seed", type=int, help="seed of weights and data (default 0)")
     demo.add_argument("--dtype", choices=("bfloat16", "float32"), help="of attention (default bfloat16)")
+    demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     demo.add_argument("--output", type=Path, default=Path("demo-out"), help="folder for the pictures")
     demo.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -109,6 +113,17 @@ def _parser() -> argparse.ArgumentParser:
     _example(kernels, "dash-attn kernels --only backward-d128-bf16")
     kernels.add_argument("--only", metavar="VARIANT", help="one variant by name")
 
+    verify = _add(
+        subparsers,
+        "verify",
+        run_verify,
+        "check on your shapes that results are accurate and repeat bit for bit",
+    )
+    _example(verify, "dash-attn verify --mask causal --seqlen 400 --heads 4 --kv-heads 2 --head-dim 64")
+    _shape_flags(verify)
+    verify.add_argument("--replays", type=int, help="runs to compare (default: 100 on a GPU, 3 on a CPU)")
+    verify.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if it is a Hopper one")
+
     doctor = _add(subparsers, "doctor", run_doctor, "what is installed here, what is supported, and why not")
     _example(doctor, "dash-attn doctor")
     return parser
@@ -148,6 +163,31 @@ def _problem_flags(parser: argparse.ArgumentParser, *, policy: bool = True) -> N
         group.add_argument("--placement", choices=PLACEMENTS, help="order in which items are claimed")
         group.add_argument("--ring", type=int, help="shift: kv tiles of a ring")
         group.add_argument("--stride", type=int, help="shift: q tiles between the starts of two members")
+
+
+def _shape_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("shape (default: a dense and a packed one)")
+    group.add_argument(
+        "--shapes",
+        type=Path,
+        metavar="FILE",
+        help="JSON: an object, or a list, with the names of these flags",
+    )
+    group.add_argument("--mask", choices=("full", "causal"), default="full")
+    group.add_argument(
+        "--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="sliding window, -1: unbounded"
+    )
+    group.add_argument("--batch", type=int, help="sequences of a dense batch (default 2)")
+    group.add_argument("--seqlen", type=int, help="length of each of them")
+    group.add_argument("--seqlen-k", type=int, help="key length, if another than --seqlen")
+    group.add_argument("--seqlens", type=int, nargs="+", metavar="N", help="lengths of a packed batch")
+    group.add_argument("--seqlens-k", type=int, nargs="+", metavar="N", help="key lengths, if other ones")
+    group.add_argument("--heads", type=int, help="default 8")
+    group.add_argument("--kv-heads", type=int, help="default: as many as heads")
+    group.add_argument("--head-dim", type=int, help="default 128")
+    group.add_argument("--dtype", choices=DTYPES, help="default bfloat16")
+    group.add_argument("--policy", choices=("auto", *POLICIES), help="default auto")
+    group.add_argument("--seed", type=int, help="of the random tensors (default 0)")
 
 
 def _cost_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from .errors import DashError
@@ -22,6 +23,7 @@ __all__ = [
     "run_plan",
     "run_simulate",
     "run_trace",
+    "run_verify",
 ]
 
 GRID_TILE = 128
@@ -241,10 +243,38 @@ def run_kernels(args: argparse.Namespace) -> int:
     return 1 if any(row["stack"] for row in rows) else 0
 
 
+def run_verify(args: argparse.Namespace) -> int:
+    from .verification import Settings, chosen_device, chosen_shapes, verify_shape
+
+    device = chosen_device(args.device)
+    replays = args.replays if args.replays is not None else 100 if device == "cuda" else 3
+    settings = Settings(device, replays)
+    shapes = chosen_shapes(vars(args), device)
+    say = _silent if args.json else partial(print, flush=True)
+    reports = [verify_shape(shape, settings, say) for shape in shapes]
+    passed = all(report.passed for report in reports)
+    if args.json:
+        print(json.dumps({"passed": passed, "shapes": [report.as_json() for report in reports]}))
+    else:
+        print(f"\n{'PASSED' if passed else 'FAILED'}: {len(reports)} shapes on {device}")
+    return 0 if passed else 1
+
+
+def _silent(text: str) -> None:
+    pass
+
+
 def run_doctor(args: argparse.Namespace) -> int:
     from .doctor import examine
 
-    _emit(args, examine())
+    facts = examine()
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    for name, value in facts.items():
+        lines = value if isinstance(value, dict) else {"": value}
+        for number, (what, answer) in enumerate(lines.items()):
+            print(f"{'' if number else name:<18}{what:<{28 if what else 0}}{answer}")
     return 0
 
 

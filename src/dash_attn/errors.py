@@ -16,6 +16,7 @@ __all__ = [
     "TableError",
     "TicketError",
     "TooFewWorkersError",
+    "UnavailableError",
     "UnsupportedMaskError",
 ]
 
@@ -30,6 +31,10 @@ class ProblemError(DashError, ValueError):
 
 class InputError(DashError, ValueError):
     """A tensor that was passed in cannot be used; the message names it and its value."""
+
+
+class UnavailableError(DashError, RuntimeError):
+    """Something that this call needs is not installed here, or is too old."""
 
 
 class CostError(DashError, ValueError):

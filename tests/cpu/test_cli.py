@@ -119,7 +119,7 @@ def test_usage_errors(line: str) -> None:
     assert caught.value.code == 2
 
 
-COMMANDS = ["demo", "plan", "simulate", "trace", "bounds", "figures", "kernels", "doctor"]
+COMMANDS = ["demo", "plan", "simulate", "trace", "bounds", "figures", "kernels", "verify", "doctor"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -14,8 +14,9 @@ from dash_attn import demo
 from dash_attn.cli import main
 from dash_attn.demo import DemoSettings, run_demo
 from dash_attn.demo.gpt import GPT, GPTShape, batch_of, python_manual
-from dash_attn.demo.repeatable import THREADS, deterministic_torch, weights_sha256
+from dash_attn.demo.repeatable import THREADS, deterministic_torch, optimizer_sha256, weights_sha256
 from dash_attn.demo.report import ProgressBar, sparkline
+from dash_attn.demo.settings import demo_device, typical_settings
 from dash_attn.errors import InputError
 
 # Three kv tiles of 128: fewer than three contributions to a q tile would commute. In float32: bfloat16 often
@@ -43,6 +44,11 @@ def test_two_runs_agree_and_the_shuffled_one_does_not(tiny):
     assert "IDENTICAL, byte for byte" in text
     assert result.fingerprint in text
     assert result.device == "cpu"
+    first, second, shuffled = result.optimizer_sha256
+    assert first == second != shuffled
+    assert result.parameters == sum(w.numel() for w in GPT(TINY.shape, None, 0).parameters())
+    assert min(result.tokens_per_second) > 0
+    assert "tokens/s with the order" in text
 
 
 def test_training_learns(tiny):
@@ -66,7 +72,7 @@ def test_bfloat16(tiny):
 
 def test_differing_runs_are_reported_and_end_with_1(monkeypatch):
     hashes = iter("abc")
-    monkeypatch.setattr(demo, "weights_sha256", lambda model: next(hashes))
+    monkeypatch.setattr(demo.training, "weights_sha256", lambda model: next(hashes))
     lines = []
     result = run_demo(replace(TINY, steps=1), say=lines.append)
     assert result.exit_code == 1
@@ -99,7 +105,7 @@ def test_without_matplotlib_it_says_so_and_finishes(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_one_json_object(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(demo, "GPTShape", lambda **given: replace(TINY.shape, **given))
+    monkeypatch.setattr(demo, "typical_settings", lambda device: TINY)
     line = "demo --steps 1 --seqlen 130 --layers 1 --dtype float32 --seed 3 --json --output"
     assert main([*line.split(), str(tmp_path)]) == 0
     out, err = capsys.readouterr()
@@ -127,6 +133,42 @@ def test_bad_settings(change, message):
 def test_a_device_without_a_backend():
     with pytest.raises(InputError, match="device 'meta' is not supported"):
         run_demo(replace(TINY, device="meta"))
+
+
+def test_another_optimizer_state_alone_is_reported(monkeypatch):
+    hashes = iter("abc")
+    monkeypatch.setattr(demo.training, "optimizer_sha256", lambda optimizer: next(hashes))
+    result = run_demo(replace(TINY, steps=1), say=lambda line: None)
+    assert result.sha256[0] == result.sha256[1]
+    assert not result.identical
+
+
+def test_typical_settings():
+    gpu = typical_settings(torch.device("cuda"))
+    weights = 12 * gpu.shape.layers * gpu.shape.width**2
+    assert 90e6 < weights < 110e6
+    assert typical_settings(torch.device("cpu")) == DemoSettings()
+    assert demo_device("cpu") == torch.device("cpu")
+
+
+def test_large_models_are_sampled(monkeypatch):
+    whole = run_demo(TINY, say=lambda line: None)
+    monkeypatch.setattr(demo.training, "SAMPLE", 500)
+    sampled = run_demo(TINY, say=lambda line: None)
+    assert sampled.identical
+    assert sampled.sha256 == whole.sha256
+    assert 0 < sampled.drift[3] <= whole.drift[3]
+
+
+def test_optimizer_sha256_sees_every_bit():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    before = optimizer_sha256(optimizer)
+    moment = optimizer.state[weight]["exp_avg"]
+    moment[1] = torch.nextafter(moment[1], torch.tensor(2.0))
+    assert optimizer_sha256(optimizer) != before
 
 
 def test_weights_sha256_sees_every_bit():

@@ -50,7 +50,7 @@ class ProgressBar:
 
 @plotting
 def draw_drift(
-    path: Path, losses: list[float], shuffled_losses: list[float], drift: dict[int, float]
+    path: Path, losses: list[float], shuffled_losses: list[float], drift: dict[int, float], caption: str
 ) -> Path:
     """Write a picture of both losses, and of the weights drifting apart, over the steps.
 
@@ -58,6 +58,7 @@ def draw_drift(
         path: ends in .svg or .png.
         losses, shuffled_losses: nats a byte, one a step.
         drift: step -> largest absolute difference of a weight.
+        caption: stands below.
 
     Raises:
         PlotsMissingError: Matplotlib is not installed.
@@ -66,13 +67,13 @@ def draw_drift(
     top, bottom = figure.subplots(2, 1, sharex=True)
     steps = range(1, len(losses) + 1)
     top.plot(steps, losses, color="#444444", linewidth=2.2, label="summed in the order of the plan")
-    top.plot(steps, shuffled_losses, color="#D55E00", linewidth=1.0, label="summed in shuffled order")
+    top.plot(steps, shuffled_losses, color="#D55E00", linewidth=1.0, label="summed in no fixed order")
     top.set_ylabel("loss (nats a byte)")
     top.legend(frameon=False)
     shown = {step: value for step, value in drift.items() if value > 0}
     if shown:
         bottom.semilogy(list(shown), list(shown.values()), "o-", color="#D55E00", markersize=3.5)
     bottom.set_ylabel("largest weight difference")
-    bottom.set_xlabel("step")
+    bottom.set_xlabel(f"step\n\n{caption}")
     figure.suptitle("One thing differs between these runs: the order in which dQ is summed", fontsize=12)
     return save_figure(figure, path)

@@ -1,0 +1,7 @@
+"""Other libraries' attention, served by this one: :mod:`.sdpa` for PyTorch, :mod:`.transformers`.
+
+Importing changes nothing. Each module has a function that the user calls to switch it on.
+"""
+
+OLDEST_TRANSFORMERS = (5, 4)
+"""The first release that tells mask functions where the queries start."""

@@ -1,0 +1,93 @@
+"""From a mask over tokens to the rows and bounds of a packed batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..errors import InputError
+
+__all__ = ["Packing", "packing_of"]
+
+
+class Packing(NamedTuple):
+    """Which rows of a padded batch are tokens, and where their sequences begin.
+
+    Attributes:
+        rows_q, rows_k: (total,) int64, rows of the flattened batch, on the mask's device.
+        cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the CPU, where plans are made.
+        holes: there is padding between two tokens of a sequence, so that columns are not distances.
+    """
+
+    rows_q: Tensor
+    rows_k: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    holes: bool
+
+
+_KNOWN: Any = WeakTensorKeyDictionary()
+"""Mask -> {(seqlen_q, keep_queries, version): Packing}; all layers of a step see the same mask."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def packing_of(mask: Tensor, seqlen_q: int, *, keep_queries: bool = False) -> Packing:
+    """The packing of a mask, read once from the device and kept as long as the mask lives.
+
+    Args:
+        mask: (batch, seqlen_k) bool or integers; 0 is padding, another number names a sequence of its row.
+        seqlen_q: number of queries of a row. They belong to its last columns: with a key cache they are
+            fewer than the columns.
+        keep_queries: queries have nothing to do with columns; all of a row's see all of its tokens.
+
+    Raises:
+        InputError: the mask is too short, or packed sequences meet a key cache or ``keep_queries``.
+
+    >>> packing = packing_of(torch.tensor([[0, 1, 1], [1, 1, 2]]), 3)
+    >>> packing.rows_k.tolist(), packing.cu_seqlens_k.tolist()
+    ([1, 2, 3, 4, 5], [0, 2, 4, 5])
+    """
+    version = 0 if mask.is_inference() else mask._version
+    known: dict[tuple[int, bool, int], Packing] = _KNOWN.setdefault(mask, {})
+    key = (seqlen_q, keep_queries, version)
+    if key not in known:
+        numbers = mask.cpu().long()
+        if numbers.numel() and int(numbers.max()) > 1 and (keep_queries or seqlen_q != mask.shape[1]):
+            raise InputError(f"packed sequences of {mask.shape[1]} keys with {seqlen_q} other queries")
+        packing = _every_query(numbers, seqlen_q) if keep_queries else _tokens(numbers, seqlen_q)
+        rows_q, rows_k = (rows.to(mask.device) for rows in packing[:2])
+        known[key] = packing._replace(rows_q=rows_q, rows_k=rows_k)
+    return known[key]
+
+
+def _tokens(numbers: Tensor, seqlen_q: int) -> Packing:
+    """Queries and keys of every token."""
+    seqlen_k = numbers.shape[1]
+    if seqlen_q > seqlen_k:
+        raise InputError(f"attention_mask covers {seqlen_k} keys, fewer than the {seqlen_q} queries")
+    row, column = numbers.nonzero(as_tuple=True)
+    names = torch.stack([row, numbers[row, column]])
+    _, sequence, counts_k = names.unique_consecutive(dim=1, return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
+    has_query = column >= seqlen_k - seqlen_q
+    counts_q = torch.bincount(sequence[has_query], minlength=len(counts_k))
+    rows_q = row * seqlen_q + column - (seqlen_k - seqlen_q)
+    gaps = (column.diff() != 1) & (sequence.diff() == 0)
+    return Packing(
+        rows_q[has_query], row * seqlen_k + column, _bounds(counts_q), _bounds(counts_k), bool(gaps.any())
+    )
+
+
+def _every_query(numbers: Tensor, seqlen_q: int) -> Packing:
+    """Keys of every token, and all queries."""
+    batch = len(numbers)
+    rows_k = numbers.flatten().nonzero().squeeze(1)
+    counts_q, counts_k = torch.full((batch,), seqlen_q), (numbers != 0).sum(1)
+    return Packing(torch.arange(batch * seqlen_q), rows_k, _bounds(counts_q), _bounds(counts_k), False)
+
+
+def _bounds(counts: Tensor) -> Tensor:
+    counts = counts if len(counts) else counts.new_zeros(1)  # at least one sequence, if only an empty one
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()

@@ -1,0 +1,19 @@
+"""``dash-attn verify``: does this machine keep the promise, on the user's own shapes?"""
+
+from __future__ import annotations
+
+from .checks import CHECKS, Settings, verify_shape
+from .report import Check, Report, Status
+from .shapes import Shape, chosen_device, chosen_shapes
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "Report",
+    "Settings",
+    "Shape",
+    "Status",
+    "chosen_device",
+    "chosen_shapes",
+    "verify_shape",
+]

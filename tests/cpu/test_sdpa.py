@@ -1,0 +1,161 @@
+"""The SDPA hook, end to end on the CPU: what runs here, what raises, and what is left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import attention as registry
+from torch.nn import functional as F
+
+from dash_attn import attention
+from dash_attn.errors import InputError, UnavailableError
+from dash_attn.integrations import sdpa
+from dash_attn.testing import assert_same_bytes, same_bytes
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(registry, "register_flash_attention_impl"),
+    reason=f"torch {torch.__version__} has no registry of flash implementations",
+)
+
+
+def leaves(heads=4, kv_heads=2, seqlen_q=300, seqlen_k=300, dtype=torch.bfloat16, seed=0):
+    """q, k, v: (batch, heads, seqlen, head_dim), as SDPA takes them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [(2, heads, seqlen_q, 16), *[(2, kv_heads, seqlen_k, 16)] * 2]
+    return [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
+
+
+def run(function, tensors, **how):
+    """out, dq, dk, dv."""
+    for x in tensors:
+        x.grad = None
+    out = function(*tensors, **how)
+    out.backward(torch.ones_like(out) * 0.1)
+    return [out.detach(), *(x.grad for x in tensors)]
+
+
+def ours(q, k, v, **how):
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), **how).transpose(1, 2)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    q, k, v = leaves(kv_heads=4)
+    before = F.scaled_dot_product_attention(q, k, v)
+    yield
+    assert registry.current_flash_attention_impl() is None
+    assert same_bytes(F.scaled_dot_product_attention(q, k, v), before)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_calls_inside_give_the_bytes_of_attention(is_causal, dtype):
+    tensors = leaves(dtype=dtype)
+    expected = run(ours, tensors, causal=is_causal)
+    with sdpa.enabled():
+        found = run(F.scaled_dot_product_attention, tensors, is_causal=is_causal, enable_gqa=True)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected):
+        assert_same_bytes(a, b, name)
+    outside = run(F.scaled_dot_product_attention, tensors, is_causal=is_causal, enable_gqa=True)
+    for a, b in zip(found, outside):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    # Other bytes outside: the calls inside did not run on PyTorch's own kernels.
+    assert not all(same_bytes(a, b) for a, b in zip(found, outside))
+
+
+def test_scale_and_strides():
+    q, k, v = (x.detach().transpose(1, 2).contiguous().transpose(1, 2) for x in leaves())
+    with sdpa.enabled():
+        found = F.scaled_dot_product_attention(q, k, v, scale=0.5, enable_gqa=True)
+    assert found.stride() == q.stride()
+    assert_same_bytes(found, ours(q, k, v, softmax_scale=0.5))
+
+
+def test_compiled_calls_take_the_same_kernels():
+    tensors = leaves()
+    torch._dynamo.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    with sdpa.enabled():
+        found = run(compiled, tensors, is_causal=True, enable_gqa=True)
+    for a, b in zip(found, run(ours, tensors, causal=True)):
+        assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "message"),
+    [
+        ({"attn_mask": torch.ones(300, 300, dtype=torch.bool)}, InputError, "attn_mask is not supported"),
+        ({"dropout_p": 0.1}, RuntimeError, "No available kernel"),
+    ],
+)
+def test_what_cannot_be_honoured_raises(how, error, message):
+    tensors = leaves(kv_heads=4)
+    with sdpa.enabled(), pytest.raises(error, match=message):
+        F.scaled_dot_product_attention(*tensors, **how)
+
+
+def test_causal_of_unequal_lengths_raises():
+    q, k, v = leaves(kv_heads=4, seqlen_k=310)
+    with sdpa.enabled(), pytest.raises(InputError, match="seqlen_q 300 and seqlen_k 310"):
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_activation_is_explicit_and_taken_back():
+    assert sdpa.NAME not in (registry.current_flash_attention_impl(),)
+    sdpa.restore()  # nothing to do
+    sdpa.activate()
+    try:
+        assert registry.current_flash_attention_impl() == sdpa.NAME
+        tensors = leaves()
+        expected = run(ours, tensors)
+        for a, b in zip(run(F.scaled_dot_product_attention, tensors, enable_gqa=True), expected):
+            assert_same_bytes(a, b)
+        with sdpa.enabled():
+            pass
+        assert registry.current_flash_attention_impl() == sdpa.NAME  # as before
+    finally:
+        sdpa.restore()
+
+
+def test_an_error_inside_takes_it_back_too():
+    with pytest.raises(ZeroDivisionError), sdpa.enabled():
+        _ = 1 / 0
+
+
+def test_the_flash_entry_points_behind_varlen_and_nested_tensors():
+    q, k, v = (x.detach().transpose(1, 2) for x in leaves())
+    out, lse, *_ = sdpa._flash_forward(
+        q, k, v, None, None, 300, 300, 0.0, True, False, window_size_left=50, window_size_right=-1
+    )
+    expected, expected_lse = attention(q, k, v, causal=True, window=(50, -1), return_lse=True)
+    assert_same_bytes(out, expected)
+    assert_same_bytes(lse, expected_lse)
+    leaf = [x.clone().requires_grad_() for x in (q, k, v)]
+    attention(*leaf, causal=True, window=(50, -1)).backward(out)
+    grads = sdpa._flash_backward(
+        out, q, k, v, out, lse, None, None, 300, 300, 0.0, True, lse, lse,
+        window_size_left=50, window_size_right=-1,
+    )  # fmt: skip
+    for found, x in zip(grads, leaf):
+        assert_same_bytes(found, x.grad)
+    bounds = torch.tensor([0, 300, 600], dtype=torch.int32)
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    packed, packed_lse, *_ = sdpa._flash_forward(*rows, bounds, bounds, 300, 300, 0.0, True, False)
+    assert_same_bytes(packed.view(q.shape), attention(q, k, v, causal=True))
+    packed_grads = sdpa._flash_backward(
+        packed, *rows, packed, packed_lse, bounds, bounds, 300, 300, 0.0, True, lse, lse
+    )
+    for x in leaf:
+        x.grad = None
+    attention(*leaf, causal=True).backward(packed.view(q.shape))
+    for found, x in zip(packed_grads, leaf):
+        assert_same_bytes(found.view(x.shape), x.grad)
+    slopes = torch.ones(4)
+    with pytest.raises(InputError, match="alibi_slopes is not supported by dash-attn, got a tensor"):
+        sdpa._flash_forward(q, k, v, None, None, 300, 300, 0.0, True, False, alibi_slopes=slopes)
+
+
+def test_a_torch_without_the_registry(monkeypatch):
+    monkeypatch.delattr(registry, "register_flash_attention_impl")
+    with pytest.raises(UnavailableError, match="has no torch.nn.attention.register_flash_attention_impl"):
+        sdpa.activate()

@@ -1,0 +1,328 @@
+"""Small models of transformers, built from a config, with ``attn_implementation="dash"`` on the CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn import attention
+from dash_attn.errors import InputError, UnavailableError
+from dash_attn.integrations.padding import packing_of
+from dash_attn.integrations.token_masks import token_mask
+from dash_attn.testing import assert_same_bytes, same_bytes
+
+transformers = pytest.importorskip("transformers")
+
+from dash_attn.integrations import transformers as dash  # noqa: E402
+
+dash.register()
+
+SMALL = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def llama(**change):
+    return transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4, **change})
+
+
+def qwen(**change):
+    return transformers.Qwen3Config(**SMALL, head_dim=16, **change)
+
+
+def sliding(**change):
+    return transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=7, max_window_layers=1, **change
+    )
+
+
+CONFIGS = pytest.mark.parametrize("config", [llama, qwen, sliding])
+
+
+def model_of(config, implementation="dash", **change):
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config(**change), attn_implementation=implementation)
+    assert made.config._attn_implementation == implementation
+    return made.train()
+
+
+def tokens_of(batch=3, length=33, seed=1):
+    return torch.randint(61, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padding_of(side, batch=3, length=33):
+    """Rows of 33, 20 and 5 tokens."""
+    mask = torch.zeros(batch, length, dtype=torch.long)
+    for row, tokens in enumerate((33, 20, 5)):
+        mask[row, slice(0, tokens) if side == "right" else slice(length - tokens, None)] = 1
+    return mask
+
+
+def run(model, tokens, mask=None, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits (zero in padded rows) and the gradient of every weight."""
+    model.zero_grad()
+    logits = model(tokens, attention_mask=mask, use_cache=False, **inputs).logits
+    if mask is not None and mask.ndim == 2:
+        logits = logits * mask[..., None]
+    logits.square().mean().backward()
+    return logits.detach(), {name: w.grad for name, w in model.named_parameters()}
+
+
+def assert_close_to_sdpa(config, tokens, mask=None, **inputs):
+    logits, grads = run(model_of(config), tokens, mask, **inputs)
+    expected, expected_grads = run(model_of(config, "sdpa"), tokens, mask, **inputs)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    for name, grad in grads.items():
+        assert torch.allclose(grad, expected_grads[name], atol=2e-6, rtol=1e-3), name
+
+
+@CONFIGS
+def test_logits_and_gradients_are_those_of_sdpa(config):
+    assert_close_to_sdpa(config, tokens_of())
+
+
+@CONFIGS
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batches(config, side):
+    assert_close_to_sdpa(config, tokens_of(), padding_of(side))
+
+
+@CONFIGS
+def test_packed_sequences_by_position_ids(config):
+    positions = torch.cat([torch.arange(n) for n in (20, 1, 12)])[None].expand(3, -1)
+    assert_close_to_sdpa(config, tokens_of(), position_ids=positions)
+
+
+def test_packed_sequences_by_cu_seq_lens():
+    tokens, lengths = tokens_of(1), (20, 1, 12)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    bounds = torch.tensor([0, 20, 21, 33], dtype=torch.int32)
+    how = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 20, "max_length_k": 20}
+    model = model_of(qwen)
+    logits, grads = run(model, tokens, position_ids=positions, **how)
+    again, expected = run(model, tokens, position_ids=positions)
+    assert_same_bytes(logits, again)
+    for name, grad in grads.items():
+        assert_same_bytes(grad, expected[name], name)
+
+
+def test_a_fully_padded_row():
+    mask = padding_of("right")
+    mask[1] = 0
+    logits, grads = run(model_of(qwen), tokens_of(), mask)
+    assert not logits[1].any()
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+def test_chunks():
+    text = {**SMALL, "head_dim": 16, "num_local_experts": 1, "intermediate_size_mlp": 96,
+            "attention_chunk_size": 8, "no_rope_layers": [1, 1], "interleave_moe_layer_step": 3}  # fmt: skip
+
+    def config(**change):
+        return transformers.Llama4TextConfig(**text, **change)
+
+    assert_close_to_sdpa(config, tokens_of())
+    assert_close_to_sdpa(config, tokens_of(), padding_of("right"))
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_encoders(side):
+    def outputs(implementation):
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+        )
+        model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
+        mask = None if side is None else padding_of(side)
+        return model(tokens_of(), attention_mask=mask).last_hidden_state
+
+    torch.testing.assert_close(outputs("dash"), outputs("sdpa"), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_encoders_with_a_window(side):
+    def outputs(implementation):
+        torch.manual_seed(0)
+        config = transformers.ModernBertConfig(
+            vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+            local_attention=8, global_attn_every_n_layers=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            cls_token_id=1, sep_token_id=2,
+        )  # fmt: skip
+        model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
+        mask = None if side is None else padding_of(side)
+        out = model(tokens_of(), attention_mask=mask).last_hidden_state
+        return out if mask is None else out * mask[..., None]
+
+    torch.testing.assert_close(outputs("dash"), outputs("sdpa"), atol=2e-5, rtol=1e-4)
+
+
+@CONFIGS
+def test_generation_with_a_growing_cache(config):
+    tokens, mask = tokens_of(), padding_of("left")
+
+    def generated(implementation):
+        model = model_of(config, implementation).eval()
+        return model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
+
+    assert torch.equal(generated("dash"), generated("sdpa"))
+
+
+def trained(implementation, steps=3):
+    """Weights after a few steps of AdamW on padded batches."""
+    model, mask = model_of(qwen, implementation), padding_of("right")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        tokens = tokens_of(seed=step)
+        labels = tokens.masked_fill(mask == 0, -100)
+        loss = model(tokens, attention_mask=mask, labels=labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_two_training_runs_end_in_the_same_bytes():
+    first, second, other = trained("dash"), trained("dash"), trained("sdpa")
+    for name, weight in first.items():
+        assert_same_bytes(weight, second[name], name)
+    # The control: another attention gives other bytes, so it was ours that ran.
+    assert not all(same_bytes(weight, other[name]) for name, weight in first.items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
+@pytest.mark.parametrize("side", ["left", None])
+def test_checkpointing_and_compiling_change_no_byte(side):
+    mask, model = None if side is None else padding_of(side), model_of(sliding)
+    logits, grads = run(model, tokens_of(), mask)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, again_grads = run(model, tokens_of(), mask)
+    assert_same_bytes(logits, again)
+    for name, grad in grads.items():
+        assert_same_bytes(grad, again_grads[name], name)
+    model.gradient_checkpointing_disable()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled_logits = compiled(tokens_of(), attention_mask=mask, use_cache=False).logits
+    if mask is not None:
+        compiled_logits = compiled_logits * mask[..., None]
+    assert_same_bytes(compiled_logits.detach(), logits)
+
+
+def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
+    q, k, v = (torch.randn(2, heads, 200, 16) for heads in (4, 2, 2))
+    module = torch.nn.Module()
+    alone = attention(*(x[1:, :, :150].transpose(1, 2) for x in (q, k, v)), causal=True)
+    mask = torch.ones(2, 200, dtype=torch.bool)
+    mask[1, 150:] = False
+    out, weights = dash.attention_forward(module, q, k, v, mask)
+    assert weights is None
+    assert_same_bytes(out[1:, :150], alone)
+    assert not out[1, 150:].any()
+    rolled = [x.clone() for x in (q, k, v)]
+    for x in rolled:
+        x[1] = x[1].roll(50, 1)
+    out, _ = dash.attention_forward(module, *rolled, torch.cat([mask[:1], mask[1:].roll(50, 1)]))
+    assert_same_bytes(out[1:, 50:], alone)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"dropout": 0.1}, "dropout is not supported by 'dash' attention, got 0.1"),
+        ({"softcap": 30.0}, "softcap is not supported by 'dash' attention, got 30.0"),
+        (
+            {"s_aux": torch.zeros(4)},
+            r"s_aux is not supported .*, got a tensor of shape \(4,\)",
+        ),
+        ({"output_attentions": True}, "output_attentions is not supported"),
+        (
+            {"attention_mask": torch.zeros(2, 1, 9, 9)},
+            r"must be None or .*, got \(2, 1, 9, 9\)",
+        ),
+        ({"sliding_window": 0}, "sliding_window must be None or >= 1, got 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "must be given together"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 9]), "cu_seq_lens_k": torch.tensor([0, 9])},
+            "cu_seq_lens_q needs a batch of 1, got 2",
+        ),
+        (
+            {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1]] * 2), "sliding_window": 3},
+            "sliding_window 3 over padding between the tokens",
+        ),
+        ({"attention_mask": torch.ones(2, 5)}, "covers 5 keys, fewer than the 9 queries"),
+    ],
+)
+def test_what_cannot_be_honoured_raises(how, message):
+    q = torch.randn(2, 4, 9, 16)
+    with pytest.raises(InputError, match=message):
+        dash.attention_forward(torch.nn.Module(), q, q, q, **{"attention_mask": None, **how})
+
+
+def test_dropout_of_a_model_in_training_raises_and_in_evaluation_does_not():
+    model = model_of(qwen, attention_dropout=0.1)
+    with pytest.raises(InputError, match="dropout is not supported"):
+        model(tokens_of())
+    model.eval()(tokens_of())
+
+
+def test_models_with_sinks_or_masks_of_their_own_raise():
+    def gpt_oss(**change):
+        return transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+
+    with pytest.raises((InputError, ValueError), match="s_aux|not supported"):
+        model_of(gpt_oss)(tokens_of())
+    with pytest.raises(InputError, match=r"attention_mask must be None"):
+        model_of(qwen)(tokens_of(), attention_mask=torch.zeros(3, 1, 33, 33))
+
+
+def test_a_static_cache_raises():
+    model = model_of(qwen).eval()
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(InputError, match="key caches of a fixed length"):
+        model(tokens_of(), past_key_values=cache)
+
+
+def see_prefix(batch, head, row, column):
+    return (column <= row) | (column < 5)
+
+
+def see_every_other(batch, head, row, column):
+    return (column <= row) & (row - column != 1)
+
+
+@pytest.mark.parametrize("see", [see_prefix, see_every_other])
+def test_other_mask_functions_are_refused(see):
+    with pytest.raises(InputError, match="mask"):
+        token_mask(2, 20, 20, mask_function=see)
+    with pytest.raises(InputError, match="or_mask_function"):
+        token_mask(2, 20, 20, mask_function=see, use_vmap=True)
+
+
+def test_packing_with_a_cache_and_for_cross_attention():
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
+    packing = packing_of(mask, 1)
+    assert packing.rows_q.tolist() == [0]
+    assert packing.cu_seqlens_q.tolist() == [0, 1, 1]
+    assert packing.cu_seqlens_k.tolist() == [0, 3, 6]
+    every = packing_of(mask, 3, keep_queries=True)
+    assert every.rows_q.tolist() == list(range(6))
+    assert every.cu_seqlens_q.tolist() == [0, 3, 6]
+    assert packing_of(mask, 1) is packing
+    mask[0, 0] = 1
+    assert packing_of(mask, 1).cu_seqlens_k.tolist() == [0, 4, 7]
+    with pytest.raises(InputError, match="packed sequences of 4 keys with 2 other queries"):
+        packing_of(mask + 1, 2)
+
+
+def test_an_old_or_missing_transformers(monkeypatch):
+    with monkeypatch.context() as old:
+        old.setattr(sys.modules["transformers"], "__version__", "5.3.1")
+        with pytest.raises(UnavailableError, match=r"transformers >= 5.4 is needed: .* \(found 5.3.1\)"):
+            dash.register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnavailableError, match="transformers >= 5.4 is needed"):
+        dash.register()

@@ -1,0 +1,216 @@
+"""``dash-attn verify`` on the CPU: what passes, that every check can fail, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dash_attn.cli import main
+from dash_attn.errors import InputError
+from dash_attn.problem import Mask
+from dash_attn.reference import oracle_backward, oracle_forward
+from dash_attn.verification import CHECKS, Settings, Shape, Status, checks, oracle, verify_shape
+from dash_attn.verification.batch import Batch, random_inputs
+from dash_attn.verification.shapes import read_shapes
+
+SMALL = Shape(seqlen=400, heads=2, kv_heads=1, head_dim=16, causal=True, dtype="float32")
+PACKED = Shape(seqlens=(290, 0, 40), heads=2, head_dim=16, window=(100, 50), dtype="float32")
+CPU = Settings("cpu", 2)
+
+
+@pytest.fixture(autouse=True)
+def _no_new_process(request, monkeypatch):
+    """A new process costs seconds; only the tests that name it start one."""
+    if "process" not in request.node.name:
+        monkeypatch.setitem(checks.CHECKS, "fresh process", lambda subject: "not asked for")
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def verified(shape=SMALL, settings=CPU):
+    return verify_shape(shape, settings, quiet)
+
+
+def outcome(report):
+    return {check.name: check.status.value for check in report.checks}
+
+
+GOOD = {
+    "accuracy": "passed",
+    "replays": "passed",
+    "neighbours": "passed",
+    "fresh process": "passed",
+    "CUDA graph": "skipped",
+    "negative control": "passed",
+}
+
+
+@pytest.mark.parametrize("shape", [SMALL, PACKED], ids=str)
+def test_the_cpu_backend_passes_in_this_and_another_process(shape):
+    lines = []
+    report = verify_shape(shape, CPU, lines.append)
+    assert outcome(report) == GOOD
+    assert report.passed
+    assert set(report.hashes) == {"out", "lse", "dq", "dk", "dv"}
+    assert report.facts["backend"] == "cpu"
+    assert len(lines) == 1 + len(GOOD) + 5
+    assert next(check for check in report.checks if check.name == "CUDA graph").detail == "no GPU"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_dtypes_are_as_accurate_as_they_can_be(dtype):
+    report = verified(Shape(batch=1, seqlen=700, heads=1, head_dim=16, dtype=dtype))
+    assert outcome(report) == GOOD
+
+
+def broken(monkeypatch, change):
+    """Batch.run with its results changed: change(calls so far, results)."""
+    honest, calls = Batch.run, []
+
+    def run(self):
+        calls.append(self)
+        return change(len(calls), honest(self))
+
+    monkeypatch.setattr(Batch, "run", run)
+
+
+def nudged(results, name="dq", factor=1 + 2**-20):
+    at = ("out", "lse", "dq", "dk", "dv").index(name)
+    return tuple(x * factor if i == at else x for i, x in enumerate(results))
+
+
+def test_one_different_replay_fails(monkeypatch):
+    broken(monkeypatch, lambda call, results: nudged(results, "dv") if call == 3 else results)
+    report = verified()
+    assert outcome(report) == {**GOOD, "replays": "FAILED"}
+    assert "replay 1: dv have other bytes" in str(report.checks[1])
+    assert not report.passed
+
+
+def test_dependence_on_the_batch_fails(monkeypatch):
+    broken(monkeypatch, lambda call, results: nudged(results) if len(results[0]) == 3 else results)
+    report = verified()
+    assert outcome(report) == {**GOOD, "neighbours": "FAILED"}
+    assert "sequence 1 at place 0 of 3: dq" in str(report.checks[2])
+
+
+@pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
+def test_wrong_numbers_fail(monkeypatch, name):
+    broken(monkeypatch, lambda call, results: nudged(results, name, 1.01))
+    report = verified()
+    assert outcome(report)["accuracy"] == "FAILED"
+    assert f"{name} of sequence 0: error norm" in report.checks[0].detail
+
+
+def test_bfloat16_errors_are_held_to_a_few_roundings(monkeypatch):
+    broken(monkeypatch, lambda call, results: nudged(results, "dk", 1.01))
+    report = verified(Shape(seqlen=300, heads=1, head_dim=64))
+    assert outcome(report)["accuracy"] == "FAILED"
+
+
+def test_nan_fails(monkeypatch):
+    broken(monkeypatch, lambda call, results: nudged(results, "dk", float("nan")))
+    assert "dk of sequence 0: error norm inf" in verified().checks[0].detail
+
+
+def test_a_blind_control_fails(monkeypatch):
+    monkeypatch.setattr(Batch, "unordered_dq", lambda self, seed: self.run()[2])
+    report = verified(SMALL, Settings("cpu", 1))
+    assert outcome(report)["negative control"] == "FAILED"
+    assert "prove nothing" in report.checks[-1].detail
+
+
+def test_other_hashes_of_a_fresh_process_fail(monkeypatch):
+    inputs = random_inputs(Shape(seqlen=400, heads=2, kv_heads=1, head_dim=16, seed=1), torch.device("cpu"))
+    wide = [type(x)(*(tensor.float() for tensor in x)) for x in inputs]
+    monkeypatch.setattr(checks, "random_inputs", lambda shape, device: wide)
+    report = verified()
+    assert outcome(report) == {**GOOD, "fresh process": "FAILED"}
+    assert "out, lse, dq, dk, dv have other bytes in a new process" in report.checks[3].detail
+
+
+def test_a_sum_of_two_has_no_order():
+    report = verified(Shape(seqlen=200, heads=1, head_dim=16))
+    assert report.checks[-1].status is Status.SKIPPED
+    assert report.checks[-1].detail == "dq sums 2 contributions at most, which have no order"
+
+
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(20, 3)], ids=lambda m: m.name)
+def test_the_sliced_oracle_is_the_oracle(mask, monkeypatch):
+    monkeypatch.setattr(oracle, "SLICE", 7 * 60)
+    shape = Shape(seqlens=(50,), seqlens_k=(60,), heads=4, kv_heads=2, head_dim=8, dtype="float32")
+    (inputs,) = random_inputs(shape, torch.device("cpu"))
+    found = oracle.plain_attention(inputs, mask, 0.3, torch.float64)
+    dout, *qkv = (x[None] for x in inputs)
+    expected = (*oracle_forward(*qkv, mask, 0.3), *oracle_backward(dout, *qkv, mask, 0.3))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_command(capsys, tmp_path):
+    line = "verify --device cpu --replays 1 --seqlen 140 --heads 1 --head-dim 8 --dtype float32"
+    assert main(line.split()) == 0
+    text = capsys.readouterr().out
+    assert "PASSED: 1 shapes on cpu" in text
+    assert all(name in text for name in CHECKS)
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps([{"seqlens": [3, 0, 9], "heads": 1, "head_dim": 8, "window": [2, -1]}]))
+    assert main(["verify", "--device", "cpu", "--replays", "1", "--json", "--shapes", str(path)]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["passed"] is True
+    (shape,) = facts["shapes"]
+    assert shape["shape"]["seqlens"] == [3, 0, 9]
+    assert shape["facts"]["plan"]
+    assert {check["name"]: check["status"] for check in shape["checks"]}["CUDA graph"] == "skipped"
+
+
+def test_a_failure_ends_with_one(capsys, monkeypatch):
+    monkeypatch.setitem(checks.CHECKS, "accuracy", lambda subject: checks._compare("it", *subject.first[:2]))
+    broken(monkeypatch, lambda call, results: nudged(results) if call == 2 else results)
+    line = "verify --device cpu --replays 1 --seqlen 140 --heads 1 --head-dim 8 --dtype float32 --json"
+    assert main(line.split()) == 1
+    assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--seqlen 4 --seqlens 4", "give either seqlen or seqlens"),
+        ("--heads 2", "give either seqlen or seqlens"),
+        ("--seqlen 4 --heads 3 --kv-heads 2", "heads (3) must be a multiple of kv_heads (2)"),
+        ("--seqlen 4 --window -2 0", "window must be (left, right), -1: unbounded; got (-2, 0)"),
+        ("--seqlen 4 --replays 0", "replays must be >= 1, got 0"),
+        ("--seqlens 4 5 --seqlens-k 4", "2 seqlens, but 1 seqlens_k"),
+        ("--seqlen 4 --batch 0", "there must be one sequence at least"),
+        ("--seqlen 400 --policy shift --mask causal", "shift needs a mask"),
+        ("--shapes missing.json", "missing.json"),
+        ("--shapes missing.json --seqlen 4", "give one of them"),
+    ],
+)
+def test_errors_name_the_value_and_end_with_two(capsys, line, message):
+    assert main(["verify", "--device", "cpu", *line.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has no shapes"),
+        ("[3]", "a shape must be a JSON object, got 3"),
+        ('{"seqlen": 4, "hats": 2}', "unknown field 'hats'; known: batch, seqlen,"),
+        ('{"seqlens": 4}', "seqlens must be a list of integers, got 4"),
+        ('{"seqlen": 4, "heads": "2"}', "heads must be an integer, got '2'"),
+        ('{"seqlen": "4"}', "seqlen must be an integer, got '4'"),
+        ('{"seqlen": 4, "causal": 1}', "causal must be true or false, got 1"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    path = tmp_path / "shapes.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_shapes(path)

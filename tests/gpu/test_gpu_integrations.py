@@ -1,0 +1,235 @@
+"""SDPA, transformers, ``dash-attn verify`` and the demo on a Hopper GPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import attention as registry
+from torch.nn import functional as F
+
+from dash_attn import attention, doctor
+from dash_attn.cli import main
+from dash_attn.demo import DemoSettings, run_demo
+from dash_attn.demo.gpt import GPTShape
+from dash_attn.demo.repeatable import deterministic_torch
+from dash_attn.errors import InputError
+from dash_attn.integrations import sdpa
+from dash_attn.testing import assert_same_bytes, same_bytes
+
+HAS_REGISTRY = hasattr(registry, "register_flash_attention_impl")
+needs_registry = pytest.mark.skipif(not HAS_REGISTRY, reason=f"torch {torch.__version__} has no registry")
+
+
+def sdpa_leaves(seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    sizes = [(2, 8, 1000, 64), *[(2, 2, 1000, 64)] * 2]
+    made = (torch.randn(size, generator=generator, device="cuda") for size in sizes)
+    return [x.bfloat16().requires_grad_() for x in made]
+
+
+def run(function, tensors, **how):
+    out = function(*tensors, **how)
+    return [out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out) * 0.1)]
+
+
+def ours(q, k, v, **how):
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), **how).transpose(1, 2)
+
+
+@needs_registry
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_sdpa_gives_the_bytes_of_attention(is_causal):
+    tensors = sdpa_leaves()
+    expected = run(ours, tensors, causal=is_causal)
+    outside = run(F.scaled_dot_product_attention, tensors, is_causal=is_causal, enable_gqa=True)
+    with sdpa.enabled():
+        for _ in range(5):
+            found = run(F.scaled_dot_product_attention, tensors, is_causal=is_causal, enable_gqa=True)
+            for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected):
+                assert_same_bytes(a, b, name)
+    for a, b in zip(found, outside):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+    assert registry.current_flash_attention_impl() is None
+
+
+@needs_registry
+def test_sdpa_under_compile():
+    tensors = sdpa_leaves()
+    expected = run(ours, tensors, causal=True)
+    torch._dynamo.reset()
+
+    def scaled(q, k, v):
+        return F.scaled_dot_product_attention(q * 2, k, v, is_causal=True, enable_gqa=True)
+
+    compiled = torch.compile(scaled, fullgraph=True)
+    doubled = [tensors[0].detach().div(2).requires_grad_(), *tensors[1:]]
+    with sdpa.enabled():
+        found = run(compiled, doubled)
+    assert_same_bytes(found[0], expected[0], "out")
+    assert_same_bytes(found[3], expected[3], "dv")
+
+
+@needs_registry
+def test_sdpa_refuses_what_it_cannot_honour():
+    q = sdpa_leaves()[0]
+    with sdpa.enabled():
+        with pytest.raises(RuntimeError, match="No available kernel"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(1000, 1000, device="cuda").bool())
+        with pytest.raises(InputError, match="dropout_p"):
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        with pytest.raises(InputError, match="head_dim 32"):
+            F.scaled_dot_product_attention(q[..., :32], q[..., :32], q[..., :32])
+
+
+@needs_registry
+def test_varlen_attn_of_torch():
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).detach().requires_grad_() for x in sdpa_leaves())
+    k, v = (x.repeat_interleave(4, 1).detach().requires_grad_() for x in (k, v))
+    bounds = torch.tensor([0, 300, 2000], dtype=torch.int32, device="cuda")
+
+    def call(q, k, v):
+        return varlen.varlen_attn(q, k, v, bounds, bounds, 1700, 1700)
+
+    expected = [run(attention, [x[None, a:b] for x in (q, k, v)]) for a, b in ((0, 300), (300, 2000))]
+    sdpa.activate()
+    try:
+        found = run(call, [q, k, v])
+    finally:
+        sdpa.restore()
+    for x, *parts in zip(found, *expected):
+        assert_same_bytes(x, torch.cat([part[0] for part in parts]))
+
+
+def llama(transformers, **change):
+    return transformers.LlamaConfig(**{**SMALL, "num_key_value_heads": 4}, **change)
+
+
+def qwen(transformers, **change):
+    return transformers.Qwen3Config(**SMALL, head_dim=64, **change)
+
+
+def sliding(transformers, **change):
+    return transformers.Qwen2Config(
+        **SMALL, use_sliding_window=True, sliding_window=100, max_window_layers=1, **change
+    )
+
+
+SMALL = {
+    "vocab_size": 211, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+}  # fmt: skip
+CONFIGS = pytest.mark.parametrize("config", [llama, qwen, sliding])
+LENGTHS = (500, 311, 40)
+
+
+@pytest.fixture
+def transformers():
+    package = pytest.importorskip("transformers")
+    from dash_attn.integrations.transformers import register
+
+    register()
+    return package
+
+
+def model_of(transformers, config, implementation):
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(
+        config(transformers), attn_implementation=implementation, dtype=torch.bfloat16
+    )
+    return made.cuda().train()
+
+
+def tokens_of(seed=1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(211, (3, 500), generator=generator).cuda()
+
+
+def padding_of(side) -> Tensor | None:
+    if side is None:
+        return None
+    mask = torch.zeros(3, 500, dtype=torch.long, device="cuda")
+    for row, tokens in enumerate(LENGTHS):
+        mask[row, slice(0, tokens) if side == "right" else slice(500 - tokens, None)] = 1
+    return mask
+
+
+def logits_and_gradients(model, mask):
+    model.zero_grad()
+    logits = model(tokens_of(), attention_mask=mask, use_cache=False).logits.float()
+    if mask is not None:
+        logits = logits * mask[..., None]
+    logits.square().mean().backward()
+    return [logits.detach(), *(w.grad for w in model.parameters())]
+
+
+@CONFIGS
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_models_agree_with_sdpa(transformers, config, side):
+    mask = padding_of(side)
+    found = logits_and_gradients(model_of(transformers, config, "dash"), mask)
+    with deterministic_torch():
+        expected = logits_and_gradients(model_of(transformers, config, "sdpa"), mask)
+    for a, b in zip(found, expected):
+        error = float((a.double() - b.double()).norm() / b.double().norm())
+        assert error < 0.03, error
+
+
+def trained(transformers, config, implementation, steps=4):
+    model, mask = model_of(transformers, config, implementation), padding_of("right")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        tokens = tokens_of(step)
+        labels = tokens.masked_fill(mask == 0, -100)
+        loss = model(tokens, attention_mask=mask, labels=labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+@CONFIGS
+def test_two_training_runs_end_in_the_same_bytes(transformers, config):
+    with deterministic_torch():
+        first, second = (trained(transformers, config, "dash") for _ in range(2))
+        other = trained(transformers, config, "sdpa")
+    for name, weight in first.items():
+        assert_same_bytes(weight, second[name], name)
+    assert not all(same_bytes(weight, other[name]) for name, weight in first.items())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--seqlen 1100 --heads 8 --kv-heads 2 --mask causal",
+        "--seqlens 700 0 31 1100 --heads 4 --head-dim 64 --window 300 0 --dtype float16",
+    ],
+)
+def test_verify(capsys, line):
+    code = main(["verify", "--device", "cuda", "--json", "--replays", "50", *line.split()])
+    facts = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in facts["shapes"][0]["checks"]}
+    assert code == 0, checks
+    assert {check["status"] for check in checks.values()} == {"passed"}
+    assert facts["shapes"][0]["facts"]["backend"] == "sm90"
+
+
+def test_doctor():
+    facts = doctor.examine()
+    assert facts["gpu"].startswith("yes")
+    assert facts["supported_on_gpu"]["variable lengths"] == "yes"
+    assert "float32" in facts["supported_on_gpu"]["fp32"]
+
+
+def test_the_demo_repeats_and_its_control_drifts():
+    shape = GPTShape(layers=2, width=256, head_dim=64, seqlen=1024)
+    settings = DemoSettings(steps=20, batch=8, shape=shape, device="cuda")
+    result = run_demo(settings, say=lambda line: None)
+    assert result.identical
+    assert result.sha256[0] != result.sha256[2]
+    assert result.drift[20] > 0
+    assert run_demo(replace(settings, steps=3), say=lambda line: None).losses == result.losses[:3]
