@@ -117,6 +117,7 @@ class Backward:
             do_empty: cute.struct.MemRange[Int64, c.do_stages]
             kv_full: cute.struct.MemRange[Int64, 2]
             kv_empty: cute.struct.MemRange[Int64, 2]
+            ds_full: cute.struct.MemRange[Int64, c.ds_stages]
             ds_empty: cute.struct.MemRange[Int64, c.ds_stages]
             dq_full: cute.struct.MemRange[Int64, c.dq_stages]
             dq_empty: cute.struct.MemRange[Int64, c.dq_stages]
@@ -275,7 +276,7 @@ class Backward:
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, MMA_WARPS),
             "do_full": (c.do_stages, 1), "do_empty": (c.do_stages, MMA_WARPS),
             "kv_full": (2, 1), "kv_empty": (2, MMA_WARPS),
-            "ds_empty": (c.ds_stages, MMA_WARPS),
+            "ds_full": (c.ds_stages, MMA_WARPS), "ds_empty": (c.ds_stages, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 1), "item_empty": (2, 1 + MMA_WARPS),
             "item_granted": (1, 1), "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
@@ -397,7 +398,7 @@ class Backward:
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
         ).get_slice(tidx)
         t = SimpleNamespace(
-            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, thread=tidx % 128, row=tidx // 32 * 16 + lane // 4, scale_log2=scale * math.log2(math.e),
+            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, scale_log2=scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
             tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(sV)),
@@ -422,12 +423,19 @@ class Backward:
                 self.start_s(t, n_task, bars)
                 cute.arch.mbarrier_wait(bars.kv_full + 1, n_kv & 1)
                 warpgroup.wait_group(0)
-                if const_expr(c.early_exp2):
+                if const_expr(c.delayed_dq):
                     self.probabilities(t, 0, n_task % c.q_stages)
-                for _ in cutlass.range(tasks - 1, unroll=1):
-                    self.task(t, n_task, bars, False)
-                    n_task += 1
-                self.task(t, n_task, bars, True)
+                    first = n_task
+                    for _ in cutlass.range(tasks - 1, unroll=1):
+                        self.wide_task(t, n_task, first, bars, False)
+                        n_task += 1
+                    self.wide_task(t, n_task, first, bars, True)
+                    self.last_dq(t, n_task, bars)
+                else:
+                    for _ in cutlass.range(tasks - 1, unroll=1):
+                        self.task(t, n_task, bars, False)
+                        n_task += 1
+                    self.task(t, n_task, bars, True)
                 n_task += 1
                 n_kv += 1
             item = plan_view.mailbox_item(slot)
@@ -456,70 +464,134 @@ class Backward:
 
     @cute.jit
     def task(self, t, n_task: Int32, bars, is_last: cutlass.Constexpr[bool]):
-        """One (kv tile, q tile): expects S^T in acc_S, and leaves the next task's there unless it is the last.
+        """One (kv tile, q tile) with 64 query rows: expects S^T in acc_S, and leaves the next task's there unless it is the last.
 
-        Tensor-core order: dP, dV, next S, dQ, dK; dS beside dV, its trip through shared memory beside the next S, the dQ
-        write-out beside dK. exp2 of a tile of 64 query rows runs beside dP. A tile of 128 (`early_exp2`) has twice the exp2 for
-        the same products: half of it, for the first 64 query columns, is done beside dQ and dK of the task before, the
-        other half beside dP and the first half of dV. acc_S then holds P in its first 64 columns when a task begins.
+        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS beside dV, its trip through shared memory beside the next
+        S, the dQ write-out beside dK.
         """
         c = self.config
         q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
         ds_stage, dq_stage = n_task % c.ds_stages, n_task % c.dq_stages
         cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
         acc_dP = self.start_dp(t, do_stage)
-        if const_expr(not c.early_exp2):
-            self.probabilities(t, 0, q_stage)
-        rP = as_operand_a(part(t.acc_S, 0), self.dtype)
+        self.probabilities(t, 0, q_stage)
+        rP = as_operand_a(t.acc_S, self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
-        for h in cutlass.range_constexpr(1, c.tile_m // 64):
-            self.probabilities(t, h, q_stage)
-            warpgroup.wait_group(0)  # so that the operands of both products can share registers
-            rP = as_operand_a(part(t.acc_S, h), self.dtype)
-            multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4 * h)
         warpgroup.wait_group(1)
-        if const_expr(c.early_exp2):
-            rdS = cute.make_rmem_tensor(acc_dP.layout, self.dtype)
-            rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
-            rdS = as_operand_a(rdS, self.dtype)
-        else:
-            # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P gives its
-            # registers to dS. The tensor cores hardly notice, dS takes less time than dV.
-            for i in cutlass.range_constexpr(cute.size(acc_dP)):
-                acc_dP[i] = t.acc_S[i] * acc_dP[i]
-            warpgroup.wait_group(0)
-            self._arrive(t, bars.do_empty + do_stage)
+        # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P gives its
+        # registers to dS. The tensor cores hardly notice, dS takes less time than dV.
+        for i in cutlass.range_constexpr(cute.size(acc_dP)):
+            acc_dP[i] = t.acc_S[i] * acc_dP[i]
+        warpgroup.wait_group(0)
+        self._arrive(t, bars.do_empty + do_stage)
         if const_expr(not is_last):
             self.start_s(t, n_task + 1, bars)
-        if const_expr(not c.early_exp2):
-            rdS = as_operand_a(acc_dP, self.dtype)
-        flat = cute.make_tensor(rdS.iterator, acc_dP.layout)
+        rdS = as_operand_a(acc_dP, self.dtype)
         cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
-        cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[None, None, None, ds_stage])
+        self.store_ds(t, rdS, acc_dP.layout, ds_stage)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
-
-        acc_dQ = cute.make_rmem_tensor(t.dq.get_slice(0).partition_shape_C((c.tile_m, c.head_dim)), Float32)
-        multiply(t.dq, acc_dQ, t.tQrdS[None, None, None, ds_stage], t.tQrK[None, None, None, 0], False)
+        acc_dQ = self.start_dq(t, ds_stage)
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
-        if const_expr(c.early_exp2):
-            warpgroup.wait_group(2)
-            self._arrive(t, bars.do_empty + do_stage)
-            if const_expr(not is_last):
-                self.probabilities(t, 0, (n_task + 1) % c.q_stages)
         cute.arch.mbarrier_wait(bars.dq_empty + dq_stage, ((n_task // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(1)
         self._arrive(t, bars.ds_empty + ds_stage)
         if const_expr(is_last):
             self._arrive(t, bars.kv_empty)
             self._arrive(t, bars.kv_empty + 1)
-        vectors = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, cute.size(acc_dQ) // 4)))
-        cute.autovec_copy(vectors, t.tdQsdQ[None, None, dq_stage])
+        self.store_dq(t, acc_dQ, dq_stage)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self._arrive(t, bars.dq_full + dq_stage)
         warpgroup.wait_group(0)
         self._arrive(t, bars.q_empty + q_stage)
+
+    @cute.jit
+    def wide_task(self, t, n_task: Int32, first: Int32, bars, is_last: cutlass.Constexpr[bool]):
+        """One (kv tile, q tile) with 128 query rows: expects S^T in acc_S with exp2 done for its first 64 columns, and
+        leaves the next task's like that unless it is the last.
+
+        A tile of 128 rows has twice the exp2 of one of 64 for the same products, so elementwise work limits, and the two
+        warpgroups should not do it at the same time. Nothing keeps them in step: dQ needs the dS of both, and is therefore
+        computed a task later (`last_dq` for the last task of an item, `first`: its first task). Tensor-core order: dP, dV,
+        next S, dQ of the task before, dK; one half of exp2 beside dP, the other, of the next task, beside dQ and dK.
+        """
+        c = self.config
+        q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
+        ds_stage = n_task % c.ds_stages
+        cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
+        acc_dP = self.start_dp(t, do_stage)
+        rP = as_operand_a(part(t.acc_S, 0), self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
+        self.probabilities(t, 1, q_stage)
+        # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up behind dP.
+        cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
+        warpgroup.wait_group(0)  # so that the operands of both products can share registers
+        rP = as_operand_a(part(t.acc_S, 1), self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4)
+        cute.arch.sync_warp()  # ptxas moves nothing across: the products are issued before dS is computed
+        rdS = cute.make_rmem_tensor(acc_dP.layout, self.dtype)
+        rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
+        rdS = as_operand_a(rdS, self.dtype)
+        if const_expr(not is_last):
+            self.start_s(t, n_task + 1, bars)
+        self.store_ds(t, rdS, acc_dP.layout, ds_stage)
+
+        # Before the first task there is no dQ: the product is computed from old values, put into the buffer that the first
+        # task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas serialise the products.
+        last = n_task - 1
+        cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
+        acc_dQ = self.start_dq(t, last % c.ds_stages)
+        multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
+        warpgroup.wait_group(2)
+        self._arrive(t, bars.do_empty + do_stage)
+        if const_expr(not is_last):
+            self.probabilities(t, 0, (n_task + 1) % c.q_stages)
+        into = cutlass.max(last, first)
+        cute.arch.mbarrier_wait(bars.dq_empty + into % c.dq_stages, ((into // c.dq_stages) & 1) ^ 1)
+        warpgroup.wait_group(1)
+        self.store_dq(t, acc_dQ, into % c.dq_stages)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self._arrive(t, bars.ds_full + ds_stage)
+        if last >= first:
+            self._arrive(t, bars.ds_empty + last % c.ds_stages)
+            self._arrive(t, bars.dq_full + last % c.dq_stages)
+        warpgroup.wait_group(0)
+        self._arrive(t, bars.q_empty + q_stage)
+
+    @cute.jit
+    def last_dq(self, t, last: Int32, bars):
+        """dQ of the last task of an item, when K is needed for the last time."""
+        c = self.config
+        cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
+        acc_dQ = self.start_dq(t, last % c.ds_stages)
+        cute.arch.mbarrier_wait(bars.dq_empty + last % c.dq_stages, ((last // c.dq_stages) & 1) ^ 1)
+        warpgroup.wait_group(0)
+        for barrier in (bars.ds_empty + last % c.ds_stages, bars.kv_empty, bars.kv_empty + 1):
+            self._arrive(t, barrier)
+        self.store_dq(t, acc_dQ, last % c.dq_stages)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self._arrive(t, bars.dq_full + last % c.dq_stages)
+
+    def start_dq(self, t, stage):
+        """Issue dQ = dS K of the dS in a stage."""
+        c = self.config
+        acc_dQ = cute.make_rmem_tensor(t.dq.get_slice(0).partition_shape_C((c.tile_m, c.head_dim)), Float32)
+        multiply(t.dq, acc_dQ, t.tQrdS[None, None, None, stage], t.tQrK[None, None, None, 0], False)
+        return acc_dQ
+
+    @cute.jit
+    def store_dq(self, t, acc_dQ, stage):
+        """Put a finished dQ into its buffer."""
+        vectors = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, cute.size(acc_dQ) // 4)))
+        cute.autovec_copy(vectors, t.tdQsdQ[None, None, stage])
+
+    def store_ds(self, t, rdS, layout, stage) -> None:
+        """Put dS^T, an accumulator of layout `layout` converted in place, into a stage as dS."""
+        flat = cute.make_tensor(rdS.iterator, layout)
+        cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[None, None, None, stage])
 
     @cute.jit
     def start_s(self, t, n_task: Int32, bars):
@@ -544,7 +616,7 @@ class Backward:
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score."""
         acc = part(t.acc_S, h)
         if t.info[0, stage] == 1:
-            self._mask(acc, t.info[None, stage], t.row, t.lane % 4 * 2 + 64 * h)
+            self._mask(acc, t.info[None, stage], 64 * h)
         for column in cutlass.range_constexpr(8):
             lse2 = cute.make_rmem_tensor(2, Float32)
             cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
@@ -554,12 +626,18 @@ class Backward:
 
     @cute.jit
     def _arrive(self, t, barrier):
-        if t.lane == 0:
+        with cute.arch.elect_one():  # comparing the lane would keep it in a register
             cute.arch.mbarrier_arrive(barrier)
 
+    def _first_row(self):
+        """Row of the kv tile of this thread's first accumulator value. Not kept in a register: the main loop has none to spare."""
+        tidx = ptx.thread_index() - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+        return tidx // 32 * 16 + tidx % 32 // 4
+
     @cute.jit
-    def _mask(self, acc, info, row: Int32, column: Int32):
-        """Set invisible scores to -inf; `row`, `column`: of this thread's first accumulator value in the S^T tile."""
+    def _mask(self, acc, info, first_column: cutlass.Constexpr[int]):
+        """Set invisible scores of the S^T tile to -inf, `acc` beginning at query column `first_column`."""
+        row, column = self._first_row(), ptx.thread_index() % 4 * 2 + first_column
         for half in cutlass.range_constexpr(2):
             first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
             if info[3] <= row + 8 * half:
@@ -583,9 +661,9 @@ class Backward:
                     if const_expr(factor is not None):
                         pair = pair * factor
                     values[None, i].store(pair.to(self.dtype))
-                row = item.kv_tile * c.tile_n + t.row + 8 * half
+                row = item.kv_tile * c.tile_n + self._first_row() + 8 * half
                 line = target[item.batch, item.k_row_first + row, item.kv_head, None]
-                registers.store_rows(values, line, t.lane, row < item.seqlen_k)
+                registers.store_rows(values, line, ptx.thread_index() % 32, row < item.seqlen_k)
 
     @cute.jit
     def store_partial_grads(self, t, mParts, slot: Int32):
@@ -594,7 +672,9 @@ class Backward:
         size = c.tile_n * c.head_dim
         vectors = size // 1024
         layout = cute.make_layout((4, vectors), stride=(1, 512))
+        tidx = ptx.thread_index() - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+        place = tidx // 128 * (512 * vectors) + tidx % 128 * 4
         for which, acc in ((0, t.acc_dK), (1, t.acc_dV)):
-            start = (Int64(slot) * 2 + which) * size + t.group * (512 * vectors) + t.thread * 4
+            start = (Int64(slot) * 2 + which) * size + place
             target = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
             cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, vectors))), target)

@@ -51,8 +51,8 @@ class BackwardConfig:
     ticket_stride: int = 1
     q_stages: int = 3  # with two, the next Q has only half a task to arrive
     do_stages: int = 2
-    ds_stages: int = 1
-    dq_stages: int = 2
+    ds_stages: int = 0
+    dq_stages: int = 0
 
     def __post_init__(self) -> None:
         if self.head_dim not in (64, 128):
@@ -61,6 +61,10 @@ class BackwardConfig:
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
         if self.tile_m == 0:
             object.__setattr__(self, "tile_m", 64 if self.head_dim == 128 else 128)
+        if self.ds_stages == 0:
+            object.__setattr__(self, "ds_stages", 2 if self.delayed_dq else 1)
+        if self.dq_stages == 0:
+            object.__setattr__(self, "dq_stages", 1 if self.delayed_dq else 2)
         if self.tile_n != 128:
             raise ValueError(f"tile_n must be 128 (64 rows a warpgroup), got {self.tile_n}")
         if self.tile_m not in (64, 128):
@@ -71,8 +75,8 @@ class BackwardConfig:
             )
 
     @property
-    def early_exp2(self) -> bool:
-        """Whether half of a task's exp2 is computed beside the last products of the task before it."""
+    def delayed_dq(self) -> bool:
+        """Whether dQ is computed a task later (needs two dS buffers): q tiles of 128 rows."""
         return self.tile_m == 128
 
     @property

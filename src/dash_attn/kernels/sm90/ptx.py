@@ -97,8 +97,8 @@ def bulk_load(
 
 @dsl_user_op
 def fence_proxy_async(*, loc=None, ip=None) -> None:
-    """fence.proxy.async over all state spaces."""
-    _asm(None, [], "fence.proxy.async;", "~{memory}", loc, ip)
+    """fence.proxy.async of global memory: over all state spaces it would also wait like a membar."""
+    _asm(None, [], "fence.proxy.async.global;", "~{memory}", loc, ip)
 
 
 @dsl_user_op
@@ -111,3 +111,9 @@ def nanoseconds(*, loc=None, ip=None) -> Int64:
 def multiprocessor(*, loc=None, ip=None) -> Int32:
     """%smid."""
     return Int32(_asm(T.i32(), [], "mov.u32 $0, %smid;", "=r", loc, ip))
+
+
+@dsl_user_op
+def thread_index(*, loc=None, ip=None) -> Int32:
+    """%tid.x, read here: what is computed from it takes no registers before."""
+    return Int32(_asm(T.i32(), [], "mov.u32 $0, %tid.x;", "=r", loc, ip))
