@@ -156,6 +156,8 @@ def _short(value: object) -> str:
     return f"{value!r:.40}"
 
 
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
 _LAYOUTS = {4: "(batch, seqlen, heads, head_dim)", 3: "(total, heads, head_dim)"}
 
 
@@ -255,18 +257,19 @@ def _sides(causal: bool, window: Window) -> tuple[int, int]:
 def _side(name: str, value: int | None, window: Window) -> int:
     if value is None:
         return -1
-    if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -1 <= value < 2**31:
         raise InputError(f"window {name} must be None, -1 or an integer in 0..2**31-1, got {window!r}")
-    return value
+    return int(value)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5 if head_dim else 1.0
     try:
-        value = math.nan if isinstance(scale, bool) or not isinstance(scale, int | float) else float(scale)
+        number = isinstance(scale, int | float | np.floating | np.integer) and not isinstance(scale, bool)
+        value = float(scale) if number else math.nan
     except OverflowError:
         value = math.inf
-    if not -math.inf < value < math.inf:  # torch.compile cannot trace isfinite
-        raise InputError(f"softmax_scale must be a finite number, got {scale!r:.40}")
+    if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
+        raise InputError(f"softmax_scale must be a finite float32, got {scale!r:.40}")
     return value

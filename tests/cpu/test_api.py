@@ -316,9 +316,9 @@ REFUSED = {
     "policy name": (bad(policy="fa4"), "unknown policy 'fa4'; known: auto, fa3, "),
     "policy type": (bad(policy=FA3), "policy must be a name or a Policy, got <class"),
     "policy hash": (bad(policy=Unhashable([1])), r"policy fa3\(marks=\[1\]\) cannot be hashed"),
-    "scale nan": (bad(softmax_scale=math.nan), "softmax_scale must be a finite number, got nan"),
-    "scale inf": (bad(softmax_scale=-math.inf), "softmax_scale must be a finite number, got -inf"),
-    "scale type": (bad(softmax_scale="1"), "softmax_scale must be a finite number, got '1'"),
+    "scale nan": (bad(softmax_scale=math.nan), "softmax_scale must be a finite float32, got nan"),
+    "scale inf": (bad(softmax_scale=-math.inf), "softmax_scale must be a finite float32, got -inf"),
+    "scale type": (bad(softmax_scale="1"), "softmax_scale must be a finite float32, got '1'"),
 }  # fmt: skip
 
 

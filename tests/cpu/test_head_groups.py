@@ -80,7 +80,7 @@ def test_default_bounds(mask: Mask, seqlen: int) -> None:
 
 
 def test_numbers_that_cannot_be() -> None:
-    for value in (0, 7):
+    for value in (0, 7, 2.0, True):
         with pytest.raises(PlacementError, match=f"head_groups must be in 1..6, got {value}"):
             build_plan(SIX_ON_ONE, Descending(), head_groups=value)
     plan = build_plan(SIX_ON_ONE, Descending())

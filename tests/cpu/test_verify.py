@@ -345,3 +345,27 @@ def test_an_error_in_a_plan_of_blocks_is_exact() -> None:
     runs[2][0] = runs[2][0]._replace(t_first=1)
     with pytest.raises(TicketError, match=r"q tile \d+: "):
         verify(with_runs(plan, runs))
+
+
+def test_a_pattern_of_another_mask_or_length_is_refused() -> None:
+    full = Problem.dense(seqlen=256, head_dim=64)
+    causal = build_plan(Problem.dense(seqlen=256, head_dim=64, mask=Mask.causal()), Descending())
+    with pytest.raises(CoverageError, match="the pattern is for SequenceGrid.*right=0"):
+        verify(Plan(full, "of another mask", causal.patterns, causal.items))
+    longer = build_plan(Problem.dense(seqlen=512, head_dim=64), Descending())
+    shorter = Problem.dense(seqlen=500, head_dim=64)
+    with pytest.raises(CoverageError, match="the pattern is for SequenceGrid.seqlen_q=512"):
+        verify(Plan(shorter, "of another length", {(500, 500): longer.pattern(0)}, longer.items))
+
+
+def test_what_a_pattern_was_made_of_can_be_written_and_the_pattern_cannot() -> None:
+    """A proof is kept, so nothing may change what was proven."""
+    pattern = causal_plan().pattern(0)
+    runs = pattern.runs.copy()
+    mine = HeadPattern(pattern.grid, pattern.offsets, runs)
+    runs[0, 3] = 99
+    assert np.array_equal(mine.runs, pattern.runs)
+    for array in (mine.runs, mine.offsets):
+        assert array.base is None
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0

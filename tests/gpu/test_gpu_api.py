@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -14,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.errors import InputError
+from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
 
 ENDS = [0, 300, 300, 301, 700, 1200]
@@ -133,6 +136,47 @@ def test_a_captured_graph_replays_the_same_bytes(layout):
                 leaf.copy_(x)
         graph.replay()
         assert all_same([x.detach() for x in results], expected[replay % 2]), f"replay {replay}"
+
+
+@needs_fa4
+def test_layers_and_backward_share_one_read_of_the_lengths(monkeypatch):
+    reads, read = [], lengths._lengths
+    monkeypatch.setattr(lengths, "_lengths", lambda name, ends: reads.append(name) or read(name, ends))
+    q, k, v = inputs("packed")
+    ends, x = cu(*ENDS), q
+    for _ in range(3):
+        x = flash_attn_varlen_func(x, k, v, ends, ends, causal=True)
+    x.sum().backward()
+    assert reads == ["cu_seqlens_q"]
+    ends[1] += 1  # a write that PyTorch counts
+    found = flash_attn_varlen_func(q, k, v, ends, ends, causal=True)
+    assert reads == ["cu_seqlens_q"] * 2
+    fresh = ends.clone()
+    assert same_bits(found, flash_attn_varlen_func(q, k, v, fresh, fresh, causal=True))
+
+
+UNCOUNTED_WRITE = """
+import torch
+from dash_attn import flash_attn_varlen_func
+q = torch.randn(20, 2, 64, device="cuda", dtype=torch.bfloat16)
+ends = torch.tensor([0, 5, 20], dtype=torch.int32, device="cuda")
+flash_attn_varlen_func(q, q, q, ends, ends)
+torch.cuda.synchronize()
+print("first call passed", flush=True)
+ends.data[1] = 9
+flash_attn_varlen_func(q, q, q, ends, ends)
+torch.cuda.synchronize()
+print("second call passed", flush=True)
+"""
+
+
+@needs_fa4
+def test_lengths_changed_behind_pytorch_end_the_process():
+    """Silently wrong results would be worse."""
+    done = subprocess.run([sys.executable, "-c", UNCOUNTED_WRITE], capture_output=True, text=True)
+    assert done.stdout == "first call passed\n"
+    assert done.returncode
+    assert "device-side assert" in done.stderr
 
 
 @needs_fa4

@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = functions.forward(*qkv, *lengths, *options)
-        ctx.save_for_backward(*qkv, out, lse, *lengths)
+        ctx.save_for_backward(*qkv, out, lse, *_own(lengths))
         ctx.mark_non_differentiable(lse)
         ctx.backward_of, ctx.options = functions.backward, options
         return out, lse
@@ -143,6 +143,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
         raise RuntimeError("dash_attn.attention has no forward derivative")
+
+
+def _own(lengths: tuple[Tensor, ...]) -> list[Tensor]:
+    """The lengths that the backward will read: the forward's, whoever writes to a buffer on the CPU."""
+    return [x if x.is_cuda else x.clone() for x in lengths]
 
 
 def _wanted(ctx: Any, grads: Gradients) -> tuple[Tensor | None, ...]:
@@ -183,7 +188,7 @@ class _TransformedAttention(_Attention):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         functions, lengths, options, *qkv = inputs
-        ctx.save_for_backward(*qkv, *output, *lengths)
+        ctx.save_for_backward(*qkv, *output, *_own(lengths))
         ctx.mark_non_differentiable(output[1])
         ctx.backward_of, ctx.options = functions.backward, options
 

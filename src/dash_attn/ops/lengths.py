@@ -1,8 +1,8 @@
 """Sequence lengths of packed batches on the host, read once from each ``cu_seqlens``.
 
 A plan is made from lengths, so they must be known on the host. All layers of a model usually share one
-``cu_seqlens`` tensor: the first one to use it pays for the copy, the others and the backward find the
-lengths here, until the tensor is changed in place or freed.
+``cu_seqlens`` tensor: where it is on a GPU the first one to use it pays for the copy, the others and the
+backward find the lengths here, until the tensor is changed in place or freed.
 """
 
 from __future__ import annotations
@@ -28,38 +28,60 @@ class Lengths(NamedTuple):
 
 
 class _Known(NamedTuple):
+    """What was read of a tensor; ``copy`` holds it on its device."""
+
     tensor: ref[Tensor]
     version: int
     lengths: Lengths
+    copy: Tensor
 
 
 _KNOWN: dict[int, _Known] = {}
 
 
-def host_lengths(name: str, cu_seqlens: Tensor) -> Lengths:
+def host_lengths(name: str, cu_seqlens: Tensor, *, check: bool = True) -> Lengths:
     """The lengths of a ``cu_seqlens``, (batch + 1,) int32 on any device.
 
-    The first call with a tensor on a GPU waits for the device. A tensor made in inference mode has no
-    version counter, so it is read at every call.
+    On the CPU it is read at every call. On a GPU the first call with a tensor waits for the device; later
+    ones do not. A write that PyTorch does not count (by a collective, another library's kernel, ``.data``)
+    cannot be seen without waiting, so with ``check`` the device compares what it holds with what was read:
+    if it differs, the process ends with a device-side assertion. A tensor made in inference mode has no
+    version counter and is read at every call.
 
     Raises:
         InputError: it does not start at 0, decreases, or would have to be read while a CUDA graph is
             being captured.
     """
+    if not cu_seqlens.is_cuda:
+        return _lengths(name, cu_seqlens.tolist())
     key = id(cu_seqlens)
     version = -1 if cu_seqlens.is_inference() else cu_seqlens._version
     known = _KNOWN.get(key)
     if known is not None and known.version == version and known.tensor() is cu_seqlens:
+        if check:
+            _assert_unchanged(name, cu_seqlens, known.copy)
         return known.lengths
-    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         raise InputError(
             f"{name} on {cu_seqlens.device} cannot be read while a CUDA graph is captured: make the same "
             "call once before the capture, with the same tensor"
         )
-    lengths = _lengths(name, cu_seqlens.tolist())
+    copy = cu_seqlens.clone()
+    lengths = _lengths(name, copy.tolist())
     if version >= 0:
-        _KNOWN[key] = _Known(ref(cu_seqlens, lambda _: _KNOWN.pop(key, None)), version, lengths)
+        tensor = ref(cu_seqlens, lambda _: _KNOWN.pop(key, None))
+        _KNOWN[key] = _Known(tensor, version, lengths, copy)
     return lengths
+
+
+def _assert_unchanged(name: str, cu_seqlens: Tensor, copy: Tensor) -> None:
+    stream = torch.cuda.current_stream(copy.device)
+    if not torch.cuda.is_current_stream_capturing():
+        copy.record_stream(stream)  # it may be freed while this stream still has to read it
+    torch._assert_async(
+        (cu_seqlens == copy).all(),
+        f"{name} was changed without PyTorch's knowledge after its lengths were read; pass a new tensor",
+    )
 
 
 def _lengths(name: str, ends: list[int]) -> Lengths:

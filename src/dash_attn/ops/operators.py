@@ -69,14 +69,16 @@ def varlen_plan(
     policy: str,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
+    check: bool = True,
 ) -> Plan:
-    """The plan of a packed call; a longest length of -1 was not given.
+    """The plan of a packed call; a longest length of -1 was not given. ``check``: see :func:`host_lengths`.
 
     Raises:
         InputError: the lengths do not fit the tensors, or are longer than the caller says.
     """
-    lengths_q = _lengths("q", q, cu_seqlens_q, max_seqlen_q)
-    lengths_k = _lengths("k", k, cu_seqlens_k, max_seqlen_k)
+    lengths_q = _lengths("q", q, cu_seqlens_q, max_seqlen_q, check)
+    lengths_k = _lengths("k", k, cu_seqlens_k, max_seqlen_k, check and cu_seqlens_k is not cu_seqlens_q)
     _, heads, head_dim = q.shape
     seqlens_q, seqlens_k = lengths_q.seqlens, lengths_k.seqlens
     return find_plan(
@@ -84,8 +86,8 @@ def varlen_plan(
     )
 
 
-def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Lengths:
-    lengths = host_lengths(f"cu_seqlens_{side}", cu_seqlens)
+def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, check: bool) -> Lengths:
+    lengths = host_lengths(f"cu_seqlens_{side}", cu_seqlens, check=check)
     if lengths.total != x.shape[0]:
         raise InputError(f"cu_seqlens_{side} ends at {lengths.total}, {side} has {x.shape[0]} rows")
     if 0 <= max_seqlen < lengths.longest:
@@ -156,7 +158,7 @@ def _varlen_backward_kernel(
     max_seqlen_q: int, max_seqlen_k: int,
 ) -> Gradients:  # fmt: skip
     plan = varlen_plan(
-        q, k, cu_seqlens_q, cu_seqlens_k, left, right, policy, max_seqlen_q, max_seqlen_k
+        q, k, cu_seqlens_q, cu_seqlens_k, left, right, policy, max_seqlen_q, max_seqlen_k, check=False
     )  # fmt: skip
     return _run_backward(plan, (dout, q, k, v, out, lse), softmax_scale, ordered)
 

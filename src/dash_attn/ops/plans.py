@@ -47,9 +47,20 @@ def _remember(name: str, policy: Policy) -> None:
         hash(policy)
     except TypeError as error:
         raise InputError(f"policy {name} cannot be hashed, give it immutable fields") from error
-    known = _OWN_POLICIES.setdefault(name, policy)
-    if known != policy or name.partition("(")[0] in POLICIES:
+    known = _OWN_POLICIES.get(name)
+    if name.partition("(")[0] in POLICIES or (known and known != policy and not _redefined(known, policy)):
         raise InputError(f"policy {policy!r} prints as {name!r}, like another policy")
+    if known != policy:
+        _OWN_POLICIES[name] = policy
+        find_plan.cache_clear()
+        _plan.cache_clear()
+
+
+def _redefined(old: Policy, new: Policy) -> bool:
+    """Whether the class was defined again, as by running a notebook's cell twice."""
+    before, after = type(old), type(new)
+    same = (before.__module__, before.__qualname__) == (after.__module__, after.__qualname__)
+    return same and before is not after
 
 
 def _policy(name: str) -> Policy:

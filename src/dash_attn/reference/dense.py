@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import torch
 from torch import Tensor
 
 from ..schedule.plan import Plan
@@ -21,7 +22,9 @@ def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -
         return executor.forward(plan, q, k, v, softmax_scale)
     batch, seqlen_q, heads, _ = q.shape
     out, lse = executor.forward(plan, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), softmax_scale)
-    return out.view(q.shape), lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
+    # Not a view, so that a caller may write to it where autograd is on.
+    whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
+    return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
 
 
 def backward(

@@ -50,7 +50,7 @@ def build_plan(
     """
     if placement not in PLACEMENTS:
         raise PlacementError(f"unknown placement {placement!r}; known: {', '.join(PLACEMENTS)}")
-    if head_groups is not None and not 1 <= head_groups <= problem.group:
+    if head_groups is not None and not (type(head_groups) is int and 1 <= head_groups <= problem.group):
         raise PlacementError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
     patterns = {}
     for pair, grid in problem.grids.items():

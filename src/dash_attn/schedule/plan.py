@@ -77,6 +77,13 @@ class HeadPattern:
     runs: IntArray
     head_groups: int = 1
 
+    def __post_init__(self) -> None:
+        # Copies that nobody else can write: a proof must stay true.
+        for name in ("offsets", "runs"):
+            own = np.array(getattr(self, name), dtype=np.int64)
+            own.setflags(write=False)
+            object.__setattr__(self, name, own)
+
     @classmethod
     def from_runs(
         cls, grid: SequenceGrid, runs: Sequence[Sequence[RunTuple | Run]], head_groups: int = 1

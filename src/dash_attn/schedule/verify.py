@@ -35,7 +35,7 @@ __all__ = ["Verdict", "check_workers", "verify"]
 
 
 _PROVEN: WeakKeyDictionary[HeadPattern, dict[bytes, IntArray]] = WeakKeyDictionary()
-"""Patterns proven before, whose arrays can no longer be written: dependences by order of their items."""
+"""Patterns proven before (their arrays cannot be written): dependences by order of their items."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,8 @@ def verify(plan: Plan) -> Plan:
     shapes = _first_of_each_shape(plan)
     for sequence, pair in shapes:
         where = f"sequence {sequence} ({pair[0]} x {pair[1]}), every head"
+        if plan.patterns[pair].grid != plan.problem.grids[pair]:
+            raise CoverageError(f"{where}: the pattern is for {plan.patterns[pair].grid}")
         parts = plan.patterns[pair].head_groups
         if not 1 <= parts <= plan.problem.group:
             raise CoverageError(f"{where}: {parts} head groups of {plan.problem.group} q heads a kv head")
@@ -182,8 +184,6 @@ def _deepest_dependence(plan: Plan) -> int:
         if pattern not in _PROVEN or order.tobytes() not in _PROVEN[pattern]:
             where = f"sequence {sequence}, head group {items[rows[0], 1]}"
             found = _dependences(pattern, order, where)
-            pattern.offsets.setflags(write=False)
-            pattern.runs.setflags(write=False)
             _PROVEN.setdefault(pattern, {})[order.tobytes()] = found
         needed[rows] = rows[_PROVEN[pattern][order.tobytes()]]
     change = np.zeros(len(items) + 2, dtype=np.int64)
