@@ -1,7 +1,7 @@
 """``policy="auto"``: from the problem to a policy and a placement.
 
 The choice looks at the problem and never at the machine, the batch size or a clock: any of those would
-let bits depend on it. It is made for each plan, from the mask alone, so it is the same for every
+let bits depend on it. It is made from the mask and the q heads a kv head, so it is the same for every
 sequence of a batch.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..problem import Problem
 from .build import Placement
-from .policies import Descending, Shift
+from .policies import SPT, Descending, Shift
 from .policy import Policy
 
 __all__ = ["AUTO_RING", "choose_policy"]
@@ -22,14 +22,18 @@ smaller than the kv tiles of a head that run together wait for one another (docs
 def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
     """The policy and placement that ``policy="auto"`` stands for.
 
-    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles. Causal mask: descending, longest items first.
-    Windows: descending, head after head; their items are equally long but for the ones at the edges, and
-    putting those last would make all others wait for them.
+    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles. Other masks: SPT, head after head, which
+    keeps few heads in L2 at a time; with several q heads a kv head its items would start a whole group of
+    tasks apart, so there it is descending, under a causal mask with the longest items first. (Items under
+    a window are equally long but for the ones at the edges: putting those last would make all others
+    wait for them.)
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))[0]) for m in (Mask.full(), Mask.causal())]
-    ['shift(ring=64)', 'descending']
+    ['shift(ring=64)', 'spt']
     """
     if problem.mask.name == "full":
         return Shift(ring=AUTO_RING), "policy"
+    if problem.group == 1:
+        return SPT(), "policy"
     return Descending(), "lpt" if problem.mask.name == "causal" else "policy"
