@@ -113,30 +113,44 @@ def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) ->
         UnavailableError: there is no Hopper GPU.
     """
     require_hopper()
-    device = torch.device("cuda", torch.cuda.current_device())
-    if reason := launch.why_not(shape.problem, device, shape.packed):
-        raise InputError(f"{shape}: {reason}")
-    tensors, bounds = _tensors(shape, device)
-
-    def plan_of(policy: str) -> Plan:
-        how: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "policy": policy}
-        q, k, v = tensors[1:]
-        return plan_for(q, k, v, *bounds, **how)
-
-    plan, scale = plan_of(shape.policy), float(shape.head_dim) ** -0.5
-    dout, q, k, v = tensors
-    out, lse = launch.forward(plan, q, k, v, scale)
-    inputs = Inputs(shape.problem, dout, q, k, v, out, lse, bounds, scale)
+    plan, inputs = prepare(shape)
     entries = [_ours(plan, inputs)]
-    entries += [_further(policy, plan_of, inputs) for policy in settings.policies if policy != shape.policy]
-    entries.append((Row("dash_attn", f"{plan.policy}, no order", False), _contender(plan, inputs, False)))
+    entries += [_further(shape, policy, inputs) for policy in settings.policies if policy != shape.policy]
+    unordered = Contender(call_of(plan, inputs, ordered=False))
+    entries.append((Row("dash_attn", f"{plan.policy}, no order", False), unordered))
     for peer in PEERS if settings.peers else ():
         contender = Contender(partial(peer.make, inputs), reason=peer.why_not(inputs))
         entries.append((Row(peer.impl, "", peer.deterministic), contender))
     say(f"{shape}: {len(entries)} implementations, {settings.rounds} rounds")
     measure([contender for _, contender in entries], settings.rounds)
     rows = tuple(_filled(row, contender, shape.problem.backward_flops) for row, contender in entries)
-    return Result(shape, torch.cuda.get_device_name(device), rows)
+    return Result(shape, torch.cuda.get_device_name(), rows)
+
+
+def prepare(shape: Shape) -> tuple[Plan, Inputs]:
+    """The plan that the public functions would follow, and random inputs with their forward's results.
+
+    Raises: see :func:`bench_shape`.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := launch.why_not(shape.problem, device, shape.packed):
+        raise InputError(f"{shape}: {reason}")
+    (dout, q, k, v), bounds = _tensors(shape, device)
+    plan, scale = _plan(shape, shape.policy, q, k, v, bounds), float(shape.head_dim) ** -0.5
+    out, lse = launch.forward(plan, q, k, v, scale)
+    return plan, Inputs(shape.problem, dout, q, k, v, out, lse, bounds, scale)
+
+
+def call_of(plan: Plan, x: Inputs, ordered: bool) -> Callable[[], Backward]:
+    """Makes the backward of a plan, in its order or in none."""
+    function = launch.backward if ordered else launch.unordered_backward
+    call: Backward = partial(function, plan, x.dout, x.q, x.k, x.v, x.out, x.lse, x.scale)
+    return lambda: call
+
+
+def _plan(shape: Shape, policy: str, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, ...]) -> Plan:
+    how: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "policy": policy}
+    return plan_for(q, k, v, *bounds, **how)
 
 
 def _tensors(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -160,21 +174,15 @@ Entry = tuple[Row, Contender]
 
 def _ours(plan: Plan, inputs: Inputs) -> Entry:
     row = Row("dash_attn", plan.policy, True, fingerprint=plan.fingerprint)
-    return row, _contender(plan, inputs, True)
+    return row, Contender(call_of(plan, inputs, ordered=True))
 
 
-def _further(policy: str, plan_of: Callable[[str], Plan], inputs: Inputs) -> Entry:
+def _further(shape: Shape, policy: str, x: Inputs) -> Entry:
     """A policy that need not cover the mask."""
     try:
-        return _ours(plan_of(policy), inputs)
+        return _ours(_plan(shape, policy, x.q, x.k, x.v, x.bounds), x)
     except UnsupportedMaskError as error:
         return Row("dash_attn", policy, True), Contender(lambda: tuple, reason=str(error))
-
-
-def _contender(plan: Plan, x: Inputs, ordered: bool) -> Contender:
-    function = launch.backward if ordered else launch.unordered_backward
-    call: Backward = partial(function, plan, x.dout, x.q, x.k, x.v, x.out, x.lse, x.scale)
-    return Contender(lambda: call)
 
 
 def _filled(row: Row, contender: Contender, flops: float) -> Row:
