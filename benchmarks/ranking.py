@@ -25,7 +25,9 @@ KEPT = ("policy", "placement", "mask", "head_dim", "seqlen", "auto", "ms")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--measured", type=Path, default=RESULTS / "h200-backward.json", metavar="FILE.json")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     args = parser.parse_args(argv)

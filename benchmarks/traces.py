@@ -21,9 +21,10 @@ import numpy as np
 import torch
 
 from dash_attn.bench import require_hopper
-from dash_attn.measure import CLOCK_GHZ, simulated_and_measured
+from dash_attn.measure import simulated_and_measured
 from dash_attn.model import Timeline
 from dash_attn.model.render import save_gantt
+from dash_attn.model.roofline import CLOCK_GHZ
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import POLICIES, Plan, build_plan, choose_policy, policy_by_name
 
@@ -76,15 +77,15 @@ def facts(name: str, simulated: Timeline, measured: Timeline) -> dict[str, Any]:
 def medians(t: Timeline) -> dict[str, int]:
     """Median cycles between contributions of an item ("task") and across two items ("item_change").
 
-    The reduction of the simulated timeline is the cost put in; the measured one lasts from the moment the
-    contribution could start, its ticket granted, until it was performed. Whether a worker waited for a
-    ticket is not in the trace: both moments are seen by the same warp, one after the other.
+    Both count from the moment at which a reduction could start, its ticket granted, because the trace has no
+    earlier one that the simulation has too: they include waiting for tickets. The reduction of the simulated
+    timeline is the cost put in; the measured one lasts until it was performed.
     """
     within, across = [], []
     for items in t.items_of_workers():
         bounds = [(t.first_task[i], t.first_task[i + 1]) for i in items]
-        within += [np.diff(t.compute_end[a:b]) for a, b in bounds]
-        across += [t.compute_end[b[0]] - t.compute_end[a[1] - 1] for a, b in pairwise(bounds)]
+        within += [np.diff(t.reduce_start[a:b]) for a, b in bounds]
+        across += [t.reduce_start[b[0]] - t.reduce_start[a[1] - 1] for a, b in pairwise(bounds)]
     found = {
         "task": np.concatenate(within),
         "item_change": np.array(across),

@@ -32,8 +32,9 @@ def measured_timeline(plan: Plan, trace: NDArray[np.int64], clock_ghz: float) ->
         A timeline whose workers are the SMs in ascending order. Compute of a task lasts from the end of
         the compute before it in the same item to the moment its contribution was ready. The trace does not
         know when the first one of an item began: it is given the median length, and the gap before it is
-        the change of items. ``costs.compute`` is ``USUAL`` medians: what a task takes beyond that is drawn
-        as waiting. Waiting for a ticket cannot be told from waiting for the contribution itself.
+        the change of items and waiting for its ticket. ``costs.compute`` is ``USUAL`` medians: what a task
+        takes beyond that is drawn as waiting. Waiting for a ticket cannot be told from waiting for the
+        contribution itself.
     """
     tasks = [item_tasks(plan, item) for item in range(len(plan.items))]
     first = np.concatenate(([0], np.cumsum([len(t) for t in tasks], dtype=np.int64)))
