@@ -16,6 +16,7 @@ from typing import Any
 
 from . import __version__
 from .commands import (
+    run_bench,
     run_bounds,
     run_demo,
     run_doctor,
@@ -123,6 +124,18 @@ def _parser() -> argparse.ArgumentParser:
     _shape_flags(verify)
     verify.add_argument("--replays", type=int, help="runs to compare (default: 100 on a GPU, 3 on a CPU)")
     verify.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if it is a Hopper one")
+
+    bench = _add(
+        subparsers, "bench", run_bench, "time the backward on your shapes, and installed peers beside it"
+    )
+    _example(bench, "dash-attn bench --mask causal --seqlen 4096 --heads 32 --kv-heads 8 --save bench.svg")
+    _shape_flags(bench)
+    bench.add_argument(
+        "--policies", nargs="+", choices=POLICIES, default=[], help="measure these policies too"
+    )
+    bench.add_argument("--rounds", type=int, default=15, help="timed calls of each (default 15)")
+    bench.add_argument("--no-peers", action="store_true", help="only this package's own modes")
+    bench.add_argument("--save", type=Path, metavar="FILE", help="draw the speeds as .svg or .png")
 
     doctor = _add(subparsers, "doctor", run_doctor, "what is installed here, what is supported, and why not")
     _example(doctor, "dash-attn doctor")

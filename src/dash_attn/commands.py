@@ -15,6 +15,7 @@ from .problem import Mask, Problem
 from .schedule import POLICIES, Plan, build_plan, choose_policy, policy_by_name
 
 __all__ = [
+    "run_bench",
     "run_bounds",
     "run_demo",
     "run_doctor",
@@ -244,7 +245,8 @@ def run_kernels(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    from .verification import Settings, chosen_device, chosen_shapes, verify_shape
+    from .shapes import chosen_device, chosen_shapes
+    from .verification import Settings, verify_shape
 
     device = chosen_device(args.device)
     replays = args.replays if args.replays is not None else 100 if device == "cuda" else 3
@@ -258,6 +260,28 @@ def run_verify(args: argparse.Namespace) -> int:
     else:
         print(f"\n{'PASSED' if passed else 'FAILED'}: {len(reports)} shapes on {device}")
     return 0 if passed else 1
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    from .bench import Settings, bench_shape, require_hopper, save_chart, table
+    from .model.charts import check_path
+    from .shapes import chosen_shapes
+
+    shapes = chosen_shapes(vars(args), "cuda")
+    settings = Settings(args.rounds, tuple(dict.fromkeys(args.policies)), not args.no_peers)
+    require_hopper()
+    if args.save:
+        check_path(args.save)  # before the measurement, not after it
+    results = []
+    for shape in shapes:
+        results.append(bench_shape(shape, settings, partial(print, file=sys.stderr, flush=True)))
+        if not args.json:
+            print(table(results[-1]) + "\n", flush=True)
+    if args.json:
+        print(json.dumps({"rounds": args.rounds, "results": [result.as_json() for result in results]}))
+    if args.save:
+        save_chart(results, args.save)
+    return 0
 
 
 def _silent(text: str) -> None:

@@ -6,13 +6,11 @@ import torch
 
 from .kernels import launch
 from .model import H200, H200_WORKERS, Timeline, simulate
+from .model.roofline import CLOCK_GHZ
 from .model.trace import measured_timeline
 from .schedule import Plan
 
 __all__ = ["simulated_and_measured"]
-
-CLOCK_GHZ = 1.755
-"""Clock that turns nanoseconds into cycles: an H200's under load varies between 1.63 and 1.98."""
 
 
 def simulated_and_measured(plan: Plan) -> tuple[Timeline, Timeline]:

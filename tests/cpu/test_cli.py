@@ -119,7 +119,7 @@ def test_usage_errors(line: str) -> None:
     assert caught.value.code == 2
 
 
-COMMANDS = ["demo", "plan", "simulate", "trace", "bounds", "figures", "kernels", "verify", "doctor"]
+COMMANDS = ["demo", "plan", "simulate", "trace", "bounds", "figures", "kernels", "verify", "bench", "doctor"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -132,7 +132,7 @@ def test_help_has_an_example_that_runs(
     assert "--json" in text
     example = text.split("example:")[1].split()
     assert example[:2] == ["dash-attn", command]
-    if command not in ("demo", "trace", "figures", "kernels"):
+    if command not in ("demo", "trace", "figures", "kernels", "bench"):
         monkeypatch.chdir(tmp_path)
         assert main(example[1:]) == 0
 

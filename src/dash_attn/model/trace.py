@@ -14,6 +14,9 @@ from .simulate import Timeline
 
 __all__ = ["measured_timeline"]
 
+USUAL = 1.5
+"""Medians up to which a task counts as computing without waiting."""
+
 
 def measured_timeline(plan: Plan, trace: NDArray[np.int64], clock_ghz: float) -> Timeline:
     """What happened when on a GPU, in cycles from the first event.
@@ -27,8 +30,11 @@ def measured_timeline(plan: Plan, trace: NDArray[np.int64], clock_ghz: float) ->
 
     Returns:
         A timeline whose workers are the SMs in ascending order. Compute of a task lasts from the end of
-        the compute before it on the same SM (or from the item's claim, of which the trace knows only the
-        first contribution) to the moment its contribution was ready.
+        the compute before it in the same item to the moment its contribution was ready. The trace does not
+        know when the first one of an item began: it is given the median length, and the gap before it is
+        the change of items and waiting for its ticket. ``costs.compute`` is ``USUAL`` medians: what a task
+        takes beyond that is drawn as waiting. Waiting for a ticket cannot be told from waiting for the
+        contribution itself.
     """
     tasks = [item_tasks(plan, item) for item in range(len(plan.items))]
     first = np.concatenate(([0], np.cumsum([len(t) for t in tasks], dtype=np.int64)))
@@ -43,17 +49,22 @@ def measured_timeline(plan: Plan, trace: NDArray[np.int64], clock_ghz: float) ->
     item_sm = np.array([records[a, 3] if a < b else -1 for a, b in pairwise(first)], dtype=np.int64)
     sms = np.unique(item_sm[item_sm >= 0])
     worker = np.maximum(np.searchsorted(sms, item_sm), 0)
-    item_start = np.array([ready[a] if a < b else 0.0 for a, b in pairwise(first)])
-    compute_start = ready.copy()
+    starts = first[:-1][first[:-1] < first[1:]]
+    compute_start = np.concatenate((ready[:1], ready[:-1]))
+    within = np.ones(len(ready), dtype=bool)
+    within[starts] = False
+    lengths = (ready - compute_start)[within]
+    usual = float(np.median(lengths)) if len(lengths) else 0.0
     for sm in range(len(sms)):
         mine = [i for i in np.flatnonzero(worker == sm) if first[i] < first[i + 1]]
-        mine.sort(key=lambda i: item_start[i])
-        order = np.concatenate([np.arange(first[i], first[i + 1]) for i in mine])
-        compute_start[order[1:]] = ready[order[:-1]]
-        item_start[mine] = compute_start[first[mine]]
+        mine.sort(key=lambda i: ready[first[i]])
+        ends = [0.0, *(ready[first[i + 1] - 1] for i in mine[:-1])]
+        for item, before in zip(mine, ends):
+            compute_start[first[item]] = min(max(ready[first[item]] - usual, before), ready[first[item]])
+    item_start = np.array([compute_start[a] if a < b else 0.0 for a, b in pairwise(first)])
     return Timeline(
         plan=plan,
-        costs=Costs(dq_buffers=1),
+        costs=Costs(compute=USUAL * usual, dq_buffers=1),
         workers=max(len(sms), 1),
         makespan=float(done.max(initial=0.0)),
         item_worker=worker,

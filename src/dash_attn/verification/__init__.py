@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..shapes import Shape, chosen_device, chosen_shapes
 from .checks import CHECKS, Settings, verify_shape
 from .report import Check, Report, Status
-from .shapes import Shape, chosen_device, chosen_shapes
 
 __all__ = [
     "CHECKS",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
+from ..shapes import Shape
 from .checks import hashes_of
-from .shapes import Shape
 
 question = json.load(sys.stdin)
 print(json.dumps(hashes_of(Shape.from_json(question["shape"]), question["device"])))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..api import apply_plan, backend_for, flash_attn_func, flash_attn_varlen_func, plan_for
 from ..schedule import Plan
-from .shapes import Shape
+from ..shapes import Shape
 
 __all__ = ["NAMES", "Batch", "Inputs", "Results", "digest", "random_inputs"]
 

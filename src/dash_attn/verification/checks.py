@@ -17,11 +17,11 @@ import torch
 
 from ..api import backend_for, is_supported
 from ..errors import DashError, InputError
+from ..shapes import Shape
 from ..testing import same_bytes
 from .batch import NAMES, Batch, Inputs, Results, digest, random_inputs
 from .oracle import allowed_errors, error_norms, plain_attention
 from .report import Check, Report, Status
-from .shapes import Shape
 
 __all__ = ["CHECKS", "Settings", "verify_shape"]
 

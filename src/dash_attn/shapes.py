@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError, ProblemError
-from ..problem import Mask, Problem
+from .errors import InputError, ProblemError
+from .problem import Mask, Problem
 
 __all__ = ["Shape", "chosen_device", "chosen_shapes", "read_shapes"]
 

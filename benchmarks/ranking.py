@@ -1,0 +1,65 @@
+"""How well the cost model ranks policies: every measured plan, simulated with an H200's costs.
+
+Reads the ordered dash_attn rows of ``h200-backward.json``, rebuilds their plans and writes simulated cycles
+beside measured milliseconds, and whether the plan's fingerprint is still that of the measurement. Needs no
+GPU, and some minutes.
+
+    python benchmarks/ranking.py --output benchmarks/results/h200-ranking.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dash_attn.model import H200, H200_WORKERS, simulate
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import Plan, build_plan, policy_by_name
+
+RESULTS = Path(__file__).parent / "results"
+KEPT = ("policy", "placement", "mask", "head_dim", "seqlen", "auto", "ms")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--measured", type=Path, default=RESULTS / "h200-backward.json", metavar="FILE.json")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
+    args = parser.parse_args(argv)
+    rows = []
+    for row in json.loads(args.measured.read_text())["rows"]:
+        if row["impl"] != "dash_attn" or not row["deterministic"] or "ms" not in row:
+            continue
+        plan = plan_of(row)
+        cycles = simulate(plan, H200, H200_WORKERS).makespan
+        rows.append({name: row[name] for name in KEPT} | {"simulated_cycles": round(cycles)})
+        rows[-1]["same_fingerprint"] = plan.fingerprint == row["fingerprint"]
+        print(rows[-1], flush=True)
+        args.output.write_text(json.dumps({"measured": args.measured.name, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def plan_of(row: dict[str, Any]) -> Plan:
+    """The plan that a row was measured with."""
+    mask = Mask.causal() if row["mask"] == "causal" else Mask.full()
+    problem = Problem.dense(
+        batch=row["batch"],
+        heads=row["heads"],
+        kv_heads=row["kv_heads"],
+        seqlen=row["seqlen"],
+        head_dim=row["head_dim"],
+        mask=mask,
+        dtype=row["dtype"],
+    )
+    name, _, fields = row["policy"].removesuffix(")").partition("(")
+    parameters = {key: int(value) for key, value in (f.split("=") for f in fields.split(", ") if f)}
+    return build_plan(problem, policy_by_name(name, **parameters), row["placement"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Timing several implementations of one thing against one another, in one run on one GPU."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .peers import Backward
+
+__all__ = ["Contender", "measure"]
+
+WARM_UP, REPLAYS = 3, 4
+HEAD_START = 4_000_000
+"""Cycles that the GPU pauses before a round, about 2 ms: calls queue up behind it, so that the time
+between two events is the GPU's and not the host's."""
+
+
+@dataclass
+class Contender:
+    """One implementation.
+
+    Attributes:
+        make: compiles or prepares it and gives the call that is timed.
+        reason: why it did not run, empty if it did.
+        repeatable: replays gave the same bytes; None if it did not run.
+        times: milliseconds of each timed call.
+    """
+
+    make: Callable[[], Backward]
+    reason: str = ""
+    repeatable: bool | None = None
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float:
+        """Median time."""
+        return statistics.median(self.times)
+
+    @property
+    def spread(self) -> float:
+        """Distance of the quartiles, as a share of the median."""
+        if len(self.times) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.times, n=4)
+        return (high - low) / self.ms
+
+
+def measure(contenders: Sequence[Contender], rounds: int) -> None:
+    """Time all contenders that run, ``rounds`` calls each, in interleaved rounds.
+
+    Every other round goes through them backwards, so that none always follows the same one. All kernels
+    and allocations of a call count. A contender that fails keeps the error as its reason.
+    """
+    calls = []
+    for contender in contenders:
+        if not contender.reason and (call := _prepared(contender)):
+            calls.append((contender, call))
+    for number in range(rounds):
+        torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+        events = [_timed(contender, call) for contender, call in calls[:: 1 if number % 2 else -1]]
+        torch.cuda.synchronize()
+        for contender, start, end in events:
+            contender.times.append(start.elapsed_time(end))
+
+
+def _prepared(contender: Contender) -> Backward | None:
+    """Compile, warm up and compare replays."""
+    try:
+        call = contender.make()
+        first = [x.clone() for x in call()]
+        contender.repeatable = all(_same(first, call()) for _ in range(REPLAYS))
+        for _ in range(WARM_UP):
+            call()
+        torch.cuda.synchronize()
+    except Exception as error:  # a library that fails is a row of the table
+        lines = str(error).strip().splitlines() or [""]
+        contender.reason = f"{type(error).__name__}: {lines[0]}"[:300]
+        contender.repeatable = None
+        return None
+    return call
+
+
+def _timed(contender: Contender, call: Backward) -> tuple[Contender, torch.cuda.Event, torch.cuda.Event]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    call()
+    end.record()
+    return contender, start, end
+
+
+def _same(first: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
+    """Byte equality of 16-bit tensors."""
+    pairs = zip(first, again)
+    return all(
+        torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)) for a, b in pairs
+    )

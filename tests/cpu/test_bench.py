@@ -1,0 +1,131 @@
+"""``dash-attn bench`` without a GPU: what is refused and why, tables and charts of made-up results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from dash_attn.bench import Settings, bench_shape, save_chart, table
+from dash_attn.bench.peers import PEERS, Inputs
+from dash_attn.bench.run import Result, Row
+from dash_attn.bench.timing import Contender
+from dash_attn.cli import main
+from dash_attn.errors import InputError, UnavailableError
+from dash_attn.model.charts import PictureError
+from dash_attn.shapes import Shape
+
+SHAPE = Shape(seqlen=512, causal=True)
+ROWS = (
+    Row("dash_attn", "descending + lpt", True, "", True, 2.0, 0.01, 300.0, "ab" * 32),
+    Row("dash_attn", "descending + lpt, no order", False, "", False, 1.6, 0.01, 375.0),
+    Row("fa4", "", True, "not installed: pip install flash-attn-4"),
+)
+
+
+def inputs(shape: Shape) -> Inputs:
+    """Empty tensors of a shape: enough for the reasons that are known beforehand."""
+    lengths = [sum(side) if shape.packed else side[0] for side in zip(*shape.sequences)]
+    rows = [(n,) if shape.packed else (shape.batch, n) for n in lengths]
+    q, k = (torch.empty(*r, shape.heads, shape.head_dim, device="meta") for r in rows)
+    bounds = (torch.empty(2), torch.empty(2)) if shape.packed else ()
+    return Inputs(shape.problem, q, q, k, k, q, q, bounds, 1.0)
+
+
+def reasons(shape: Shape) -> dict[tuple[str, bool], str]:
+    return {(p.impl, p.deterministic): p.why_not(inputs(shape)) for p in PEERS}
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        (Shape(seqlens=(100, 30)), "nested tensors"),
+        (Shape(seqlen=512, window=(100, 0)), "no mask window"),
+        (Shape(seqlen=512, seqlen_k=600, causal=True), "top-left"),
+        (Shape(seqlen=512, seqlen_k=600), ""),
+        (SHAPE, ""),
+    ],
+)
+def test_pytorch_says_why_it_cannot(shape: Shape, reason: str) -> None:
+    found = reasons(shape)["fa2 (PyTorch)", True]
+    assert (reason in found) if reason else not found
+    assert reasons(shape)["cudnn (PyTorch)", False] == found
+    if reason:
+        assert "square causal" in reasons(shape)["cudnn", True]
+
+
+@pytest.fixture
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UnavailableError, match="Hopper"):
+        bench_shape(SHAPE, Settings(), print)
+    assert main(["bench", "--seqlen", "512"]) == 2
+    found = capsys.readouterr()
+    assert "needs a Hopper GPU" in found.err
+    assert not found.out
+
+
+def test_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    with pytest.raises(UnavailableError, match="NVIDIA A100, sm_80"):
+        bench_shape(SHAPE, Settings(), print)
+
+
+@pytest.mark.usefixtures("_no_gpu")
+@pytest.mark.parametrize(
+    ("line", "message"), [("--rounds 0", "rounds must be >= 1, got 0"), ("--seqlen 5 --seqlens 3", "seqlens")]
+)
+def test_wrong_values(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    assert main(["bench", *line.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_settings() -> None:
+    with pytest.raises(InputError, match="got -1"):
+        Settings(rounds=-1)
+
+
+def test_median_and_spread() -> None:
+    contender = Contender(lambda: tuple, times=[3.0, 1.0, 2.0, 4.0, 100.0])
+    assert contender.ms == 3.0
+    assert Contender(lambda: tuple, times=[2.0]).spread == 0.0
+    assert Contender(lambda: tuple, times=[2.0, 2.0, 2.0]).spread == 0.0
+    assert contender.spread > 1
+
+
+def test_table_and_json() -> None:
+    result = Result(SHAPE, "NVIDIA H200", ROWS)
+    _, _, first, second, third, _ = table(result).splitlines()
+    assert "no order" in first
+    assert "1.250" in first
+    assert first.endswith("no")
+    assert second.endswith("yes")
+    assert "1.000" in second
+    assert third.endswith("not installed: pip install flash-attn-4")
+    facts = json.loads(json.dumps(result.as_json()))
+    assert Shape.from_json(facts["shape"]) == SHAPE
+    assert [row["ms"] for row in facts["rows"]] == [2.0, 1.6, None]
+
+
+def test_a_first_row_without_figures_has_no_ratios() -> None:
+    result = Result(
+        SHAPE, "NVIDIA H200", (Row("dash_attn", "spt", True, "TooFewWorkersError: 3"), *ROWS[1:2])
+    )
+    assert "      -" in table(result)
+
+
+def test_chart(tmp_path: Path) -> None:
+    results = [Result(SHAPE, "NVIDIA H200", ROWS)] * 2
+    text = save_chart(results, tmp_path / "a.svg").read_text()
+    assert text.count("descending + lpt, det") == 2
+    assert "fa4" not in text
+    with pytest.raises(PictureError):
+        save_chart(results, tmp_path / "a.pdf")
