@@ -290,7 +290,7 @@ def plan_for(
     >>> import torch
     >>> q = torch.zeros(1, 512, 2, 64)
     >>> plan_for(q, q, q, causal=True)
-    Plan(descending + lpt, 8 items, 20 tasks)
+    Plan(spt, 8 items, 20 tasks)
     """
     packing = _packing(cu_seqlens_q, cu_seqlens_k, None, None)
     return _plan(check_call(q, k, v, packing, causal, _one_window(window, window_size), None, policy, True))

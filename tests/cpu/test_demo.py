@@ -19,10 +19,10 @@ from dash_attn.demo.report import ProgressBar, sparkline
 from dash_attn.demo.settings import demo_device, typical_settings
 from dash_attn.errors import InputError
 
-# Three kv tiles of 128: fewer than three contributions to a q tile would commute. In float32: bfloat16 often
+# Four kv tiles of 128: fewer than three contributions to a q tile would commute. In float32: bfloat16 often
 # rounds the few differences of so small a model away.
 TINY = DemoSettings(
-    steps=3, batch=1, dtype="float32", shape=GPTShape(layers=1, width=8, head_dim=8, seqlen=320)
+    steps=3, batch=1, dtype="float32", shape=GPTShape(layers=1, width=16, head_dim=8, seqlen=450)
 )
 
 

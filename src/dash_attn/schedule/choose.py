@@ -22,11 +22,11 @@ smaller than the kv tiles of a head that run together wait for one another (docs
 def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
     """The policy and placement that ``policy="auto"`` stands for.
 
-    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles. Other masks: SPT, head after head, which
+    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles. Causal mask: SPT, head after head, which
     keeps few heads in L2 at a time; with several q heads a kv head its items would start a whole group of
-    tasks apart, so there it is descending, under a causal mask with the longest items first. (Items under
-    a window are equally long but for the ones at the edges: putting those last would make all others
-    wait for them.)
+    tasks apart, so there it is descending, longest items first. Windows: descending, head after head;
+    their items are equally long but for the ones at the edges, and putting those last would make all
+    others wait for them.
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))[0]) for m in (Mask.full(), Mask.causal())]
@@ -34,6 +34,6 @@ def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
     """
     if problem.mask.name == "full":
         return Shift(ring=AUTO_RING), "policy"
-    if problem.group == 1:
-        return SPT(), "policy"
-    return Descending(), "lpt" if problem.mask.name == "causal" else "policy"
+    if problem.mask.name != "causal":
+        return Descending(), "policy"
+    return (SPT(), "policy") if problem.group == 1 else (Descending(), "lpt")

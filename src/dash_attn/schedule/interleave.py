@@ -44,7 +44,7 @@ def task_order(
 
     Without ``rng`` each worker runs until it has to wait, the lowest first; with it, a random worker
     that can move makes one step at a time. ``ordered=False`` ignores tickets: contributions come as
-    they happen, as with atomic adds.
+    they happen, as with atomic adds, and a random worker makes some steps, as if the others were late.
 
     Raises:
         TooFewWorkersError: no worker can move, though tasks are left.
@@ -67,13 +67,15 @@ def task_order(
         if not movable:
             break
         chosen = movable[0] if rng is None else rng.choice(movable)
-        while chosen and ready(chosen):
+        left = len(chosen)
+        if rng is not None:
+            left = 1 if ordered else rng.randint(1, left)
+        while left and ready(chosen):
             task = chosen.pop()
             tile = (task.sequence, task.q_head, task.q_tile)
             done[tile] = done.get(tile, 0) + 1
+            left -= 1
             yield task
-            if rng is not None:
-                break
     if active:
         task = active[0][-1]
         raise TooFewWorkersError(
