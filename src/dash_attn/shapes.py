@@ -62,6 +62,16 @@ class Shape:
             raise InputError(f"causal must be true or false, got {self.causal!r}")
         if (self.seqlen is None) == (self.seqlens is None):
             raise InputError(f"give either seqlen or seqlens, got {self.seqlen} and {self.seqlens}")
+        if self.seqlens is not None and self.seqlen_k is not None:
+            raise InputError(f"seqlen_k {self.seqlen_k} belongs to seqlen, not to seqlens")
+        if self.seqlens is None and self.seqlens_k is not None:
+            raise InputError(f"seqlens_k {self.seqlens_k} belongs to seqlens, not to seqlen")
+        for name in ("seqlen", "seqlen_k"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be >= 1, got {value}")
+        if not -(2**63) <= self.seed < 2**64:
+            raise InputError(f"seed must be an integer of 64 bits, got {self.seed}")
         if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
             raise InputError(f"window must be (left, right), -1: unbounded; got {self.window}")
         if self.seqlens is not None and len(self.seqlens) != len(self.seqlens_k or self.seqlens):
@@ -109,8 +119,11 @@ class Shape:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What :meth:`from_json` takes; fields with None are left out."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """What :meth:`from_json` takes; fields without a meaning here are left out."""
+        facts = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.packed:
+            del facts["batch"]
+        return facts
 
     @classmethod
     def from_json(cls, facts: Any) -> Shape:
@@ -124,6 +137,8 @@ class Shape:
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in facts if name not in known]:
             raise InputError(f"unknown field {unknown[0]!r}; known: {', '.join(known)}")
+        if {"batch", "seqlens"} <= facts.keys():
+            raise InputError(f"batch {facts['batch']} belongs to seqlen, not to seqlens")
         return cls(**facts)
 
 
@@ -135,8 +150,8 @@ def read_shapes(path: Path) -> Sequence[Shape]:
         OSError: it cannot be read.
     """
     try:
-        facts = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     shapes = [Shape.from_json(entry) for entry in (facts if isinstance(facts, list) else [facts])]
     if not shapes:
@@ -160,7 +175,7 @@ def chosen_shapes(flags: Mapping[str, Any], device: str) -> Sequence[Shape]:
             raise InputError(f"--shapes {flags['shapes']} and {', '.join(sorted(given))}: give one of them")
         return read_shapes(flags["shapes"])
     if given:
-        return [Shape(**given)]
+        return [Shape.from_json(given)]
     if device == "cuda":
         return [
             Shape(seqlen=4096, heads=16, kv_heads=4, causal=True),

@@ -118,9 +118,13 @@ def test_the_command_prints_one_json_object(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"steps": 0}, "steps must be >= 1, got 0"),
-        ({"batch": -1}, "batch must be >= 1, got -1"),
-        ({"shape": GPTShape(layers=0)}, "layers must be >= 1, got 0"),
+        ({"steps": 0}, "steps must be an integer >= 1, got 0"),
+        ({"steps": 1.5}, "steps must be an integer >= 1, got 1.5"),
+        ({"batch": -1}, "batch must be an integer >= 1, got -1"),
+        ({"warm_up": 0}, "warm_up must be an integer >= 1, got 0"),
+        ({"seed": 2**64}, f"seed must be an integer of 64 bits, got {2**64}"),
+        ({"device": "foo"}, "device must be 'auto' or a device of PyTorch, got 'foo'"),
+        ({"shape": GPTShape(layers=0)}, "layers must be an integer >= 1, got 0"),
         ({"shape": GPTShape(width=100)}, r"width \(100\) must be a multiple of head_dim \(64\)"),
         ({"dtype": "float8"}, "dtype must be one of float32, bfloat16, got 'float8'"),
     ],

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from threading import Barrier
+
 import pytest
 import torch
 from torch.nn import attention as registry
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from dash_attn import attention
 from dash_attn.errors import InputError, UnavailableError
@@ -85,7 +92,7 @@ def test_compiled_calls_take_the_same_kernels():
     ("how", "error", "message"),
     [
         ({"attn_mask": torch.ones(300, 300, dtype=torch.bool)}, InputError, "attn_mask is not supported"),
-        ({"dropout_p": 0.1}, RuntimeError, "No available kernel"),
+        ({"dropout_p": 0.1}, InputError, "dropout_p is not supported by dash-attn, got 0.1"),
     ],
 )
 def test_what_cannot_be_honoured_raises(how, error, message):
@@ -98,6 +105,117 @@ def test_causal_of_unequal_lengths_raises():
     q, k, v = leaves(kv_heads=4, seqlen_k=310)
     with sdpa.enabled(), pytest.raises(InputError, match="seqlen_q 300 and seqlen_k 310"):
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def test_heads_and_dimensions_that_cannot_be_honoured_raise():
+    q, k, v = (x.detach() for x in leaves())
+    with sdpa.enabled():
+        with pytest.raises(InputError, match="query has 4 heads, key 2, and enable_gqa is False"):
+            F.scaled_dot_product_attention(q, k, v)
+        with pytest.raises(InputError, match=r"query must have 4 dimensions .*, got \(4, 300, 16\)"):
+            F.scaled_dot_product_attention(q[0], q[0], q[0])
+        x, weight, bias = torch.zeros(2, 3, 16), torch.zeros(48, 16), torch.zeros(48)
+        with pytest.raises(InputError, match="_native_multi_head_attention hides an attention"):
+            torch._native_multi_head_attention(x, x, x, 16, 4, weight, bias, weight[:16], bias[:16])
+
+
+def test_a_backward_after_the_block_is_ours():
+    tensors = leaves()
+    expected = run(ours, tensors, causal=True)
+    with sdpa.enabled():
+        out = F.scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+    found = [out.detach(), *torch.autograd.grad(out, tensors, torch.ones_like(out) * 0.1)]
+    for a, b in zip(found, expected):
+        assert_same_bytes(a, b)
+
+
+def test_a_checkpoint_runs_again_inside_and_raises_outside():
+    tensors = leaves()
+    expected = run(ours, tensors, causal=True)
+
+    def call(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    with sdpa.enabled():
+        for reentrant in (False, True):
+            found = run(partial(checkpoint, call, use_reentrant=reentrant), tensors)
+            for a, b in zip(found, expected):
+                assert_same_bytes(a, b)
+        out = checkpoint(call, *tensors, use_reentrant=False)
+        grads = torch.autograd.grad(out, tensors, torch.ones_like(out) * 0.1)
+        for a, b in zip(grads, expected[1:]):
+            assert_same_bytes(a, b)
+        out = checkpoint(call, *tensors, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        out.backward(torch.ones_like(out))
+
+
+def test_threads_do_not_meet():
+    q, k, v = leaves(kv_heads=4)
+    theirs = F.scaled_dot_product_attention(q, k, v)
+    mine = ours(q, k, v)
+    assert not same_bytes(mine, theirs)
+    inside, outside = Barrier(2), Barrier(2)
+
+    def other():
+        with sdpa.enabled():
+            inside.wait()
+            found = F.scaled_dot_product_attention(q, k, v)
+            outside.wait()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(other)
+        inside.wait()
+        assert_same_bytes(F.scaled_dot_product_attention(q, k, v), theirs)
+        with sdpa.enabled():
+            assert_same_bytes(F.scaled_dot_product_attention(q, k, v), mine)
+        outside.wait()
+        assert_same_bytes(future.result(), mine)
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_multihead_attention_runs_here(gradients, monkeypatch):
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    x = torch.randn(2, 30, 64, requires_grad=gradients)
+    with torch.set_grad_enabled(gradients):
+        expected, _ = layer(x, x, x, need_weights=False)
+        with sdpa.enabled():
+            found, _ = layer(x, x, x, need_weights=False)
+            calls = []
+            run_here = sdpa._OURS[F.multi_head_attention_forward].__globals__
+            monkeypatch.setitem(run_here, "scaled_dot_product_attention", lambda *a: calls.append(a) or a[0])
+            layer(x, x, x, need_weights=False)
+    torch.testing.assert_close(found, expected)
+    assert len(calls) == 1
+
+
+def test_calls_by_the_operator_run_here():
+    q, k, v = (x.detach() for x in leaves(kv_heads=4))
+    operator = torch.ops.aten.scaled_dot_product_attention
+    with sdpa.enabled():
+        for call in (operator, operator.default):
+            assert_same_bytes(call(q, k, v, is_causal=True), ours(q, k, v, causal=True))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+@pytest.mark.parametrize("way", ["mode", "registry"])
+def test_inductor_with_gradients(way):
+    tensors = leaves()
+    expected = run(ours, tensors, causal=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(F.scaled_dot_product_attention, backend="inductor", fullgraph=True)
+    if way == "registry":
+        sdpa.activate()
+    try:
+        with sdpa.enabled() if way == "mode" else nullcontext():
+            found = run(compiled, tensors, is_causal=True, enable_gqa=True)
+    finally:
+        sdpa.restore()
+    for a, b in zip(found, expected):
+        assert_same_bytes(a, b)
 
 
 def test_activation_is_explicit_and_taken_back():

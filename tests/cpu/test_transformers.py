@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from dash_attn import attention
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations.padding import packing_of
-from dash_attn.integrations.token_masks import token_mask
+from dash_attn.integrations.token_masks import NotATensorError, token_mask
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -251,9 +253,13 @@ def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
         ),
         (
             {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1]] * 2), "sliding_window": 3},
-            "sliding_window 3 over padding between the tokens",
+            r"sliding_window \(2, 0\) over padding between the tokens",
         ),
-        ({"attention_mask": torch.ones(2, 5)}, "covers 5 keys, fewer than the 9 queries"),
+        (
+            {"attention_mask": torch.ones(2, 5)},
+            r"attention_mask has shape \(2, 5\), the keys are .* \(2, 9\)",
+        ),
+        ({"attention_mask": torch.ones(2, 12)}, r"attention_mask has shape \(2, 12\)"),
     ],
 )
 def test_what_cannot_be_honoured_raises(how, message):
@@ -290,6 +296,10 @@ def see_prefix(batch, head, row, column):
     return (column <= row) | (column < 5)
 
 
+def see_window(size):
+    return lambda batch, head, row, column: (column <= row) & (column > row - size)
+
+
 def see_every_other(batch, head, row, column):
     return (column <= row) & (row - column != 1)
 
@@ -311,11 +321,172 @@ def test_packing_with_a_cache_and_for_cross_attention():
     every = packing_of(mask, 3, keep_queries=True)
     assert every.rows_q.tolist() == list(range(6))
     assert every.cu_seqlens_q.tolist() == [0, 3, 6]
-    assert packing_of(mask, 1) is packing
-    mask[0, 0] = 1
-    assert packing_of(mask, 1).cu_seqlens_k.tolist() == [0, 4, 7]
-    with pytest.raises(InputError, match="packed sequences of 4 keys with 2 other queries"):
-        packing_of(mask + 1, 2)
+    with pytest.raises(InputError, match="packed sequences of 4 keys with 3 queries that see all keys"):
+        packing_of(mask + 1, 3, keep_queries=True)
+    chunks = packing_of(torch.tensor([[1, 1, 2, 2, 3]]), 2)
+    assert chunks.cu_seqlens_q.tolist() == [0, 0, 1, 2]
+    assert chunks.cu_seqlens_k.tolist() == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_mask_is_read_as_it_is_now(inference):
+    """Whoever writes it: not every write is seen by PyTorch's version counter."""
+    with torch.inference_mode(inference):
+        memory = np.ones((1, 4), dtype=np.int64)
+        mask = torch.from_numpy(memory)
+        for column in range(3):
+            assert packing_of(mask, 4).cu_seqlens_k.tolist() == [0, 4 - column]
+            memory[0, column] = 0
+
+
+def logits_of(config, implementation, *calls):
+    """Logits of calls with one cache, (tokens, keywords) each."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).eval()
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        return [model(tokens, past_key_values=cache, **how).logits for tokens, how in calls]
+
+
+def assert_close_with_a_cache(config, *calls):
+    found, expected = (logits_of(config, implementation, *calls) for implementation in ("dash", "eager"))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
+
+
+SMALL_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Phimoe", {"num_local_experts": 2, "sliding_window": 8}),
+        ("Qwen2Moe", {**SMALL_MOE, "shared_expert_intermediate_size": 32, "use_sliding_window": True,
+                      "sliding_window": 8}),
+        ("Mistral", {"sliding_window": 8}),
+        ("Gemma3Text", {"head_dim": 16, "sliding_window": 8}),
+        ("Cohere2", {"sliding_window": 8, "pad_token_id": 0}),
+        ("Phi3", {"sliding_window": 8, "pad_token_id": 0}),
+    ],
+)  # fmt: skip
+def test_the_window_is_that_of_the_mask(name, change):
+    """Phimoe and Qwen2Moe pass none to the attention function."""
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **change})
+    tokens = tokens_of(1, 40)
+    assert_close_with_a_cache(config, (tokens, {}))
+    steps = [(tokens[:, start:end], {}) for start, end in ((0, 13), (13, 14), (14, 21), (21, 22))]
+    assert_close_with_a_cache(config, *steps)
+    # The control: the window matters.
+    wide = type(config)(**{**SMALL, **change, "sliding_window": 100})
+    (narrow_logits,), (wide_logits,) = (logits_of(c, "dash", (tokens, {})) for c in (config, wide))
+    assert (narrow_logits - wide_logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BloomConfig(vocab_size=61, hidden_size=64, n_layer=1, n_head=4),
+        transformers.CodeGenConfig(
+            vocab_size=61, n_embd=64, n_layer=1, n_head=4, rotary_dim=8, bos_token_id=0, eos_token_id=0
+        ),
+        transformers.XGLMConfig(vocab_size=61, d_model=64, ffn_dim=64, num_layers=1, attention_heads=4),
+    ],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize("side", [None, "right"])
+def test_models_that_do_their_own_attention_raise(config, side):
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash")
+    mask = None if side is None else padding_of(side)
+    with pytest.raises(NotATensorError, match="this model does its own attention"):
+        model(tokens_of(), attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda mask, x: x + mask, lambda mask, x: mask + x, lambda mask, x: x * mask,
+        lambda mask, x: 1 - mask, lambda mask, x: torch.where(mask, x, 0),
+        lambda mask, x: x.masked_fill(mask, 0),
+        lambda mask, x: mask[:, None], lambda mask, x: mask.shape, lambda mask, x: mask == 0,
+        lambda mask, x: x == mask, lambda mask, x: mask > 0, lambda mask, x: ~mask,
+        lambda mask, x: list(mask), lambda mask, x: mask.to(x.device),
+        lambda mask, x: torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask),
+    ],
+)  # fmt: skip
+def test_a_token_mask_is_no_tensor(use):
+    with pytest.raises(NotATensorError, match="choose another attn_implementation"):
+        use(token_mask(1, 4, 4), torch.ones(1, 1, 4, 4))
+
+
+def test_padding_is_aligned_as_eager_does():
+    tokens, mask = tokens_of(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :3] = 0
+    assert_close_with_a_cache(llama(), (tokens[:1, :10], {"attention_mask": mask[:1]}))
+    late = mask.flip(1)  # padding behind the keys
+    found, expected = (
+        logits_of(llama(), implementation, (tokens[:, :10], {"attention_mask": mask}))[0]
+        for implementation in ("dash", "eager")
+    )
+    torch.testing.assert_close(found[:, 3:], expected[:, 3:], atol=2e-5, rtol=1e-4)
+    assert_close_with_a_cache(llama(), (tokens[:, :10], {"attention_mask": late}))
+    with pytest.raises(InputError, match=r"attention_mask has shape \(2, 10\), .* keys up to position 20"):
+        logits_of(llama(), "dash", (tokens[:, :10], {}), (tokens[:, 10:], {"attention_mask": mask[:, 10:]}))
+
+
+def test_bounds_beside_padding_or_other_sequences_raise():
+    tokens, model = tokens_of(1, 20), model_of(llama)
+    bounds = torch.tensor([0, 8, 20], dtype=torch.int32)
+    how = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 12, "max_length_k": 12}
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, -4:] = 0
+    with pytest.raises(InputError, match="cu_seq_lens_q and an attention_mask with padding"):
+        run(model, tokens, mask, **how)
+    positions = torch.cat([torch.arange(9), torch.arange(11)])[None]
+    with pytest.raises(InputError, match=r"sequences of \[8, 12\], .* of \[9, 11\]"):
+        run(model, tokens, position_ids=positions, **how)
+
+
+def test_windows_and_sizes_that_contradict_the_mask_raise():
+    q = torch.randn(1, 4, 9, 16)
+
+    def call(mask, **how):
+        return dash.attention_forward(torch.nn.Module(), q, q, q, mask, **how)
+
+    window = token_mask(1, 9, 9, mask_function=see_window(4), local_size=4)
+    assert_same_bytes(call(window)[0], call(window, sliding_window=4)[0])
+    assert_same_bytes(call(window)[0], call(None, sliding_window=4)[0])
+    with pytest.raises(InputError, match="sliding_window 5, but .* with window 4"):
+        call(window, sliding_window=5)
+    with pytest.raises(InputError, match="sliding_window 5, but .* with window None"):
+        call(token_mask(1, 9, 9), sliding_window=5)
+    call(token_mask(1, 9, 9), sliding_window=9)  # hides nothing
+    with pytest.raises(InputError, match=r"are \(1, 9, 9\), the mask was made for \(1, 9, 10\)"):
+        call(token_mask(1, 9, 10, q_offset=1))
+    with pytest.raises(InputError, match="None with 9 queries and 8 keys"):
+        dash.attention_forward(torch.nn.Module(), q, q[:, :, :8], q[:, :, :8], None)
+
+
+def test_chunks_with_a_growing_cache():
+    config = transformers.Llama4TextConfig(
+        **{**SMALL, "head_dim": 16, "num_local_experts": 1, "intermediate_size_mlp": 96,
+           "attention_chunk_size": 8, "no_rope_layers": [1, 1], "interleave_moe_layer_step": 3}
+    )  # fmt: skip
+    tokens = tokens_of(1, 33)
+    for first in (6, 7, 8, 15, 16):
+        ends = [0, first, *range(first + 1, 20), 27, 33]
+        assert_close_with_a_cache(config, *[(tokens[:, a:b], {}) for a, b in pairwise(ends)])
+
+
+def test_a_bidirectional_decoder_is_bidirectional():
+    """Its layers still say ``is_causal``; the mask decides."""
+
+    def outputs(implementation):
+        torch.manual_seed(0)
+        config = llama(is_causal=False)
+        model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
+        return model(tokens_of(), use_cache=False).last_hidden_state
+
+    torch.testing.assert_close(outputs("dash"), outputs("eager"), atol=2e-5, rtol=1e-4)
 
 
 def test_an_old_or_missing_transformers(monkeypatch):

@@ -189,6 +189,11 @@ def test_a_failure_ends_with_one(capsys, monkeypatch):
         ("--seqlens 4 5 --seqlens-k 4", "2 seqlens, but 1 seqlens_k"),
         ("--seqlen 4 --batch 0", "there must be one sequence at least"),
         ("--seqlen 400 --policy shift --mask causal", "shift needs a mask"),
+        ("--seqlens 4 5 --batch 3", "batch 3 belongs to seqlen, not to seqlens"),
+        ("--seqlens 4 5 --seqlen-k 3", "seqlen_k 3 belongs to seqlen, not to seqlens"),
+        ("--seqlen 4 --seqlens-k 3", "seqlens_k (3,) belongs to seqlens, not to seqlen"),
+        ("--seqlen 0", "seqlen must be >= 1, got 0"),
+        (f"--seqlen 4 --seed {2**64}", f"seed must be an integer of 64 bits, got {2**64}"),
         ("--shapes missing.json", "missing.json"),
         ("--shapes missing.json --seqlen 4", "give one of them"),
     ],
@@ -216,3 +221,10 @@ def test_bad_files(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         read_shapes(path)
+
+
+def test_a_file_that_is_no_text(capsys, tmp_path):
+    path = tmp_path / "shapes.json"
+    path.write_bytes(b"\xff\xfe{}")
+    assert main(["verify", "--device", "cpu", "--shapes", str(path)]) == 2
+    assert "shapes.json is not JSON" in capsys.readouterr().err

@@ -27,7 +27,7 @@ class DemoSettings:
         shape: size of the model.
         dtype: "float32" or "bfloat16", of the tensors that go into attention; on a GPU of all products.
         learning_rate: the highest one, reached after ``warm_up`` steps.
-        warm_up: steps of linear warm-up.
+        warm_up: steps of linear warm-up, >= 1.
         seed: of weights, data and the shuffled order.
         device: "auto" for the GPU where there is a kernel for it, "cpu" or "cuda".
         output: folder for the pictures, None for none.
@@ -45,10 +45,14 @@ class DemoSettings:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        named = [("steps", self.steps), ("batch", self.batch), *asdict(shape).items()]
-        for name, value in named:
-            if value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
+        named = [(name, getattr(self, name)) for name in ("steps", "batch", "warm_up")]
+        for name, value in [*named, *asdict(shape).items()]:
+            if type(value) is not int or value < 1:
+                raise InputError(f"{name} must be an integer >= 1, got {value!r}")
+        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
+            raise InputError(f"seed must be an integer of 64 bits, got {self.seed!r}")
+        if self.device != "auto":
+            _device(self.device)
         if shape.width % shape.head_dim:
             raise InputError(f"width ({shape.width}) must be a multiple of head_dim ({shape.head_dim})")
         if self.dtype not in DTYPES:
@@ -64,15 +68,26 @@ def typical_settings(device: torch.device) -> DemoSettings:
 
 
 def demo_device(name: str = "auto") -> torch.device:
-    """The device of a name; "auto" is a GPU that supports the demo's attention, or else the CPU."""
+    """The device of a name; "auto" is a GPU that supports the demo's attention, or else the CPU.
+
+    Raises:
+        InputError: PyTorch knows no such device.
+    """
     if name != "auto":
-        return torch.device(name)
+        return _device(name)
     if torch.cuda.is_available():
         gpu = torch.device("cuda")
         q = attention_inputs(typical_settings(gpu), gpu)
         if is_supported(q, q, q, causal=True):
             return gpu
     return torch.device("cpu")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device must be 'auto' or a device of PyTorch, got {name!r}") from error
 
 
 def attention_inputs(settings: DemoSettings, device: torch.device) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import InputError
 
@@ -29,13 +28,9 @@ class Packing(NamedTuple):
     holes: bool
 
 
-_KNOWN: Any = WeakTensorKeyDictionary()
-"""Mask -> {(seqlen_q, keep_queries, version): Packing}; all layers of a step see the same mask."""
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packing_of(mask: Tensor, seqlen_q: int, *, keep_queries: bool = False) -> Packing:
-    """The packing of a mask, read once from the device and kept as long as the mask lives.
+    """The packing of a mask as it is now. A mask on a GPU is read each time, which waits for the device.
 
     Args:
         mask: (batch, seqlen_k) bool or integers; 0 is padding, another number names a sequence of its row.
@@ -44,23 +39,20 @@ def packing_of(mask: Tensor, seqlen_q: int, *, keep_queries: bool = False) -> Pa
         keep_queries: queries have nothing to do with columns; all of a row's see all of its tokens.
 
     Raises:
-        InputError: the mask is too short, or packed sequences meet a key cache or ``keep_queries``.
+        InputError: the mask is too short, or packed sequences meet ``keep_queries``.
 
     >>> packing = packing_of(torch.tensor([[0, 1, 1], [1, 1, 2]]), 3)
     >>> packing.rows_k.tolist(), packing.cu_seqlens_k.tolist()
     ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     """
-    version = 0 if mask.is_inference() else mask._version
-    known: dict[tuple[int, bool, int], Packing] = _KNOWN.setdefault(mask, {})
-    key = (seqlen_q, keep_queries, version)
-    if key not in known:
-        numbers = mask.cpu().long()
-        if numbers.numel() and int(numbers.max()) > 1 and (keep_queries or seqlen_q != mask.shape[1]):
-            raise InputError(f"packed sequences of {mask.shape[1]} keys with {seqlen_q} other queries")
-        packing = _every_query(numbers, seqlen_q) if keep_queries else _tokens(numbers, seqlen_q)
-        rows_q, rows_k = (rows.to(mask.device) for rows in packing[:2])
-        known[key] = packing._replace(rows_q=rows_q, rows_k=rows_k)
-    return known[key]
+    numbers = mask.cpu().long()
+    if keep_queries and numbers.numel() and int(numbers.max()) > 1:
+        raise InputError(
+            f"packed sequences of {mask.shape[1]} keys with {seqlen_q} queries that see all keys"
+        )
+    packing = _every_query(numbers, seqlen_q) if keep_queries else _tokens(numbers, seqlen_q)
+    rows_q, rows_k = (rows.to(mask.device) for rows in packing[:2])
+    return packing._replace(rows_q=rows_q, rows_k=rows_k)
 
 
 def _tokens(numbers: Tensor, seqlen_q: int) -> Packing:

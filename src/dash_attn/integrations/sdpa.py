@@ -3,31 +3,34 @@
 Nothing happens on import. There are two ways in:
 
 ``with enabled():``
-    Every SDPA call inside runs here or raises. What PyTorch would have given to another backend
-    (``attn_mask`` and dropout on a GPU, say) is an error, so nothing nondeterministic can slip in.
+    Every SDPA call of this thread inside runs here or raises, ``nn.MultiheadAttention``'s among them. The
+    backward is ours wherever and whenever it runs. What runs a forward again in the backward, as activation
+    checkpointing does, calls SDPA again: let such a backward run inside too.
 :func:`activate`, :func:`restore`
     Replace PyTorch's flash backend only, as ``torch.nn.attention.activate_flash_attention_impl("DASH")``
-    does. PyTorch goes on choosing a backend for each call by its own rules, and may choose cuDNN or the
-    memory-efficient one, which this package does not control; restrict it with
-    ``torch.nn.attention.sdpa_kernel``, or ask it to raise with ``torch.use_deterministic_algorithms``.
-
-Both replace kernels of the whole process, on every thread, on the GPU and on the CPU. Nested tensors and
-``torch.nn.attention.varlen`` reach the same kernels.
+    does, for the whole process, on every thread, on the GPU and on the CPU. PyTorch goes on choosing a
+    backend for each call by its own rules, and may choose cuDNN or the memory-efficient one, which this
+    package does not control; restrict it with ``torch.nn.attention.sdpa_kernel``, or ask it to raise with
+    ``torch.use_deterministic_algorithms``. Forward and backward of a call must both run before
+    :func:`restore`. Nested tensors and ``torch.nn.attention.varlen`` reach the same kernels.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import Library
 from torch.nn import attention as registry
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
+from ..api import flash_attn_func
 from ..errors import InputError, UnavailableError
 from .kernels import Band, run_backward, run_forward
 
@@ -66,29 +69,101 @@ def restore() -> None:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """Inside, every SDPA call runs on dash-attn, forward and backward, or raises.
+    """Inside, every SDPA call of this thread runs on dash-attn, forward and backward, or raises.
 
-    The backward must run inside too. Afterwards the implementation that was active before is active again.
+    Other threads are left alone. A call's backward is ours after the block as well.
 
     Raises:
-        UnavailableError: this PyTorch has no registry of flash implementations.
-        RuntimeError, InputError: from a call inside that is not supported.
+        InputError: from a call inside that is not supported; the message names the argument and its value.
 
     Example::
 
         with enabled():  # q, k, v: (batch, heads, seqlen, head_dim)
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            out.sum().backward()
+        out.sum().backward()
     """
-    before = _hook("current_flash_attention_impl")()
-    activate()
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            yield
-    finally:
-        restore()
-        if before is not None:
-            _hook("activate_flash_attention_impl")(before)
+    with _Mode():
+        yield
+
+
+class _Mode(TorchFunctionMode):
+    """Takes this thread's calls of SDPA before PyTorch chooses a backend."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _FUSED:
+            raise InputError(
+                f"{func.__name__} hides an attention that dash-attn cannot take; call SDPA itself"
+            )
+        kwargs = kwargs or {}
+        if func in _BACKWARDS:
+            with self:  # a checkpoint's recomputation is inside too
+                return _BACKWARDS[func](*args, **kwargs)
+        return _OURS.get(func, func)(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention, with autograd; tensors (batch, heads, seqlen, head_dim)."""
+    _refuse(attn_mask=attn_mask, dropout_p=dropout_p)
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise InputError(
+                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tuple(x.shape)}"
+            )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise InputError(f"query has {query.shape[1]} heads, key {key.shape[1]}, and enable_gqa is False")
+    band = _sdpa_band(query, key, is_causal)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=band.causal)
+    assert isinstance(out, Tensor)  # no log-sum-exp was asked for
+    return _in_layout_of(query, out.transpose(1, 2))
+
+
+def _copy(function: Any, **names: Any) -> Any:
+    """A copy of a function of PyTorch in which these names mean something else.
+
+    While a mode is asked about a function it is off, so it would not see the calls inside of that.
+    """
+    copy = FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _nothing_to_ask(_: Any) -> bool:
+    """In place of ``has_torch_function``: the mode has been asked already."""
+    return False
+
+
+_OURS = {
+    F.scaled_dot_product_attention: _attention,
+    torch.ops.aten.scaled_dot_product_attention: _attention,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+    F.multi_head_attention_forward: _copy(
+        F.multi_head_attention_forward, scaled_dot_product_attention=_attention
+    ),
+}
+
+_BACKWARDS = {
+    Tensor.backward: _copy(Tensor.backward, has_torch_function_unary=_nothing_to_ask),
+    torch.autograd.backward: _copy(torch.autograd.backward, has_torch_function=_nothing_to_ask),
+    torch.autograd.grad: _copy(torch.autograd.grad, has_torch_function=_nothing_to_ask),
+}
+
+_FUSED = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
+"""What nn.MultiheadAttention and nn.TransformerEncoderLayer may call where no gradients are needed. Under a
+mode they do not; a direct call is refused."""
 
 
 def _hook(name: str) -> Any:
@@ -168,8 +243,8 @@ def _sdpa_forward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """aten::_scaled_dot_product_flash_attention; tensors (batch, heads, seqlen, head_dim)."""
-    _refuse(return_debug_mask=return_debug_mask)
-    out, lse = _sdpa_forward_cpu(query, key, value, dropout_p, is_causal, scale=scale)
+    _refuse(return_debug_mask=return_debug_mask, dropout_p=dropout_p)
+    out, lse = _sdpa_kernel(query, key, value, is_causal, scale)
     return out, lse, None, None, query.shape[2], key.shape[2], *_auxiliary(query)
 
 
@@ -208,6 +283,14 @@ def _sdpa_forward_cpu(
 ) -> tuple[Tensor, Tensor]:
     """aten::_scaled_dot_product_flash_attention_for_cpu."""
     _refuse(attn_mask=attn_mask, dropout_p=dropout_p)
+    out, lse = _sdpa_kernel(query, key, value, is_causal, scale)
+    return out, lse.transpose(1, 2).contiguous().transpose(1, 2)  # the strides that compiled code expects
+
+
+def _sdpa_kernel(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """out in the layout of query, and lse (batch, heads, seqlen), contiguous."""
     band = _sdpa_band(query, key, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = run_forward(q, k, v, band, scale)
@@ -231,7 +314,7 @@ def _sdpa_backward_cpu(
     _refuse(attn_mask=attn_mask, dropout_p=dropout_p)
     band = _sdpa_band(query, key, is_causal)
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    grads = run_backward((dout, q, k, v, o, logsumexp), band, scale)
+    grads = run_backward((dout, q, k, v, o, logsumexp.contiguous()), band, scale)
     return tuple(x.transpose(1, 2) for x in grads)
 
 
@@ -300,6 +383,6 @@ def _auxiliary(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _in_layout_of(reference: Tensor, x: Tensor) -> Tensor:
-    """x with the strides that compiled code expects: those of ``empty_like(reference)``."""
+    """x with the strides of ``empty_like(reference)``, which PyTorch gives and compiled code expects."""
     like = torch.empty_like(reference)
     return x if x.stride() == like.stride() else like.copy_(x)

@@ -1,23 +1,91 @@
-"""What a mask function of transformers hides, as a number a token; refused where that cannot express it."""
+"""What a mask function of transformers hides, as windows, sequences and padding; all else is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from .padding import Packing, packing_of
 
-__all__ = ["token_mask"]
+__all__ = ["NotATensorError", "TokenMask", "token_mask"]
 
 MaskFunction = Callable[..., Tensor]
 """(batch, head, row, column) index tensors to a bool tensor: the row sees the column."""
 
 _PLAIN = {"causal_mask_function": True, "bidirectional_mask_function": False}
 """Mask functions of transformers that hide nothing but the future, or nothing."""
+
+
+class NotATensorError(InputError, AttributeError):
+    """A model used a :class:`TokenMask` as the tensor that other implementations have in its place."""
+
+
+def _refuse(used: str) -> NoReturn:
+    raise NotATensorError(
+        f"this model does its own attention ({used} of its mask): it does not call 'dash' attention, or not "
+        "only; choose another attn_implementation for it, 'eager' or 'sdpa'"
+    )
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def operator(self: TokenMask, *_: Any) -> NoReturn:
+        _refuse(name)
+
+    return operator
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMask:
+    """What the queries of a batch see; :func:`.transformers.attention_forward` takes it. Not a tensor.
+
+    A model that adds it to scores, slices it or asks for its shape does attention by itself and would go
+    wrong with anything that looks like a mask: every such use raises :class:`NotATensorError`.
+
+    Attributes:
+        batch, q_length, kv_length: sizes of the attention.
+        causal: a row sees no later columns.
+        window: columns that a row sees to its left and right, -1: unbounded.
+        local_size: size of the window or of a chunk as the model gave it, None for neither. ``window`` is
+            unbounded where it hides nothing.
+        padded: some token of ``attention_mask`` is padding.
+        packing: rows and bounds without padding; None if every row is one sequence without any.
+    """
+
+    batch: int
+    q_length: int
+    kv_length: int
+    causal: bool
+    window: tuple[int, int]
+    local_size: int | None
+    padded: bool
+    packing: Packing | None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(f".{name}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
+        _refuse(getattr(function, "__name__", str(function)))
+
+    __getitem__ = _refused("a slice")
+    __bool__ = _refused("the truth")
+    __neg__ = __invert__ = _refused("a negation")
+    __add__ = __radd__ = __sub__ = __rsub__ = _refused("a sum")
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused("a product")
+    __and__ = __rand__ = __or__ = __ror__ = _refused("a conjunction")
+    __lt__ = __le__ = __gt__ = __ge__ = _refused("a comparison")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int | float):
+            _refuse("a comparison")
+        return self is other
+
+    __hash__ = object.__hash__
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -33,24 +101,22 @@ def token_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **other: Any,
-) -> Tensor | None:
-    """The mask that :func:`.transformers.attention_forward` takes.
+) -> TokenMask:
+    """The mask that :func:`.transformers.attention_forward` takes, in the signature of transformers.
 
     Args:
         batch_size, q_length, kv_length: sizes of the attention.
         q_offset, kv_offset: positions of the first query and key.
         mask_function: which columns a row sees, padding aside; None: no later ones.
-        attention_mask: (batch, length) bool, False for padding; its last ``kv_length`` columns count.
+        attention_mask: (batch, length) bool, False for padding; column p is the key at position p. Columns
+            behind the last key are ignored.
         local_size: size of the sliding window or of a chunk, None for neither.
         use_vmap: the mask function is a user's own.
         device: where masks belong.
 
-    Returns:
-        None if every row is one sequence without padding, otherwise (batch, kv_length) int32: 0 for
-        padding, or the number of the sequence in its row.
-
     Raises:
-        InputError: the mask is neither causal nor bidirectional, with windows, chunks or sequences.
+        InputError: the mask is neither causal nor bidirectional, with windows, chunks or sequences; or
+            ``attention_mask`` does not cover the keys.
     """
     if use_vmap:
         raise InputError("or_mask_function and and_mask_function are not supported by 'dash' attention")
@@ -61,79 +127,104 @@ def token_mask(
             f"queries end at position {q_start + q_length}, keys at {kv_offset + kv_length}: key caches of a "
             "fixed length are not supported by 'dash' attention"
         )
-    sequences = None
+    band, sequences = _Band(causal is not False), None
     if causal is None:
         assert mask_function is not None
-        rows = _Rows(mask_function, batch_size, q_start, q_length, kv_offset, kv_length, device)
-        sequences = rows.sequences(local_size)
+        seen = _Columns(mask_function, batch_size, q_length, kv_offset, kv_length, torch.device(device))
+        band, sequences = seen.found(local_size)
+    tokens = _tokens(attention_mask, batch_size, kv_offset, kv_length)
+    numbers = tokens if sequences is None else sequences if tokens is None else sequences * tokens
+    packing = None
+    if numbers is not None:
+        packing = packing_of(numbers, q_length, keep_queries=not band.causal and band.window == (-1, -1))
+        rows_q, rows_k = (rows.to(device) for rows in packing[:2])
+        packing = packing._replace(rows_q=rows_q, rows_k=rows_k)
+    sizes = (batch_size, q_length, kv_length)
+    return TokenMask(*sizes, band.causal, band.window, local_size, tokens is not None, packing)
+
+
+def _tokens(attention_mask: Tensor | None, batch: int, kv_offset: int, kv_length: int) -> Tensor | None:
+    """(batch, kv_length) int32 on the CPU, 0 for padding; None if there is none."""
     if attention_mask is None:
-        return sequences
-    tokens = attention_mask[:, -kv_length:]
-    if sequences is None:
-        return None if bool(tokens.all()) else tokens.int()
-    return sequences * tokens
+        return None
+    size, end = tuple(attention_mask.shape), kv_offset + kv_length
+    if len(size) != 2 or size[0] != batch or size[1] < end:
+        raise InputError(
+            f"attention_mask has shape {size}, but there are {batch} rows and keys up to position {end}: "
+            "give it a column for every key, those of a cache among them"
+        )
+    tokens = attention_mask[:, kv_offset:end].cpu() != 0
+    return None if bool(tokens.all()) else tokens.int()
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Looks at the ends, the middle and the first column of what every row sees.
+class _Band:
+    """``causal`` and ``window`` of a :class:`TokenMask`."""
 
-    transformers' own mask functions leave a row one interval, and others come with ``use_vmap``.
+    causal: bool
+    window: tuple[int, int] = (-1, -1)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Asks a mask function what the rows of all keys see, those of earlier calls among them.
+
+    It looks at the ends, the middle and the first column: transformers' own mask functions leave a row one
+    interval, and others come with ``use_vmap``.
     """
 
     see: MaskFunction
     batch: int
-    q_start: int
     q_length: int
     k_start: int
     k_length: int
-    device: torch.device | str
+    device: torch.device
 
-    def sequences(self, local_size: int | None) -> Tensor | None:
-        """(batch, k_length) int32, the number of every token's sequence; None if a row has only one."""
-        row, end = self._row(), self.k_start + self.k_length
-        if bool(self._sees(row + 1).any()):
-            self._check_bidirectional(row, local_size)
-            return None
-        start = torch.full((self.batch, self.q_length), self.k_start, device=row.device)
-        numbers = None
-        if self.q_length == self.k_length:
-            first = ~self._sees(row - 1)
-            if local_size == 1:
-                first = torch.zeros_like(first)
-            first[:, 0] = True
-            numbers = first.int().cumsum(1, dtype=torch.int32)
-            start = torch.where(first, row, self.k_start).cummax(1).values
+    def found(self, local_size: int | None) -> tuple[_Band, Tensor | None]:
+        """The band, and (batch, k_length) int32 on the CPU: the number of every key's sequence.
+
+        None in place of the numbers if a row has only one sequence.
+        """
+        row = torch.arange(self.k_start, self.k_start + self.k_length, device=self.device)
+        row = row.expand(self.batch, -1)
+        if bool(self._sees(row, row + 1)[:, -self.q_length :].any()):
+            return self._bidirectional(row[:, -self.q_length :], local_size), None
+        first = ~self._sees(row, row - 1)
+        if local_size == 1:
+            first = torch.zeros_like(first)
+        first[:, 0] = True
+        numbers = first.int().cumsum(1, dtype=torch.int32)
+        start = torch.where(first, row, self.k_start).cummax(1).values
         left = start if local_size is None else torch.maximum(start, row - local_size + 1)
         first_column = torch.full_like(row, self.k_start)
-        seen = self._sees(left) & self._sees((left + row) // 2) & self._sees(row) & ~self._sees(left - 1)
-        seen &= ~self._sees(first_column) | (left == first_column)
-        if not bool(seen.all()):
+        seen = self._sees(row, left) & self._sees(row, (left + row) // 2) & self._sees(row, row)
+        seen &= ~self._sees(row, left - 1) & (~self._sees(row, first_column) | (left == first_column))
+        as_expected, windowed = torch.stack([seen.all(), (left > start).any()]).tolist()
+        if not as_expected:
             raise InputError(
                 "this model's mask is not causal with a sliding window, chunks or packed sequences "
-                f"({self.q_length} queries up to position {end - 1}, local size {local_size}); 'dash' "
-                "attention supports nothing else"
+                f"({self.q_length} queries up to position {self.k_start + self.k_length - 1}, local size "
+                f"{local_size}); 'dash' attention supports nothing else"
             )
-        return None if numbers is None or int(numbers[:, -1].max()) == 1 else numbers
+        numbers = numbers.cpu()
+        window = (local_size - 1, 0) if windowed and local_size is not None else (-1, -1)
+        return _Band(True, window), numbers if int(numbers.max()) > 1 else None
 
-    def _check_bidirectional(self, row: Tensor, local_size: int | None) -> None:
+    def _bidirectional(self, row: Tensor, local_size: int | None) -> _Band:
         """A window to both sides, or nothing hidden at all."""
         reach = self.q_length + self.k_length if local_size is None else local_size
         first, last = self.k_start, self.k_start + self.k_length - 1
         left, right = (row - reach).clamp(min=first), (row + reach).clamp(max=last)
-        seen = self._sees(left) & self._sees(right) & ~self._sees(left - 1) & ~self._sees(right + 1)
+        seen = self._sees(row, left) & self._sees(row, right)
+        seen &= ~self._sees(row, left - 1) & ~self._sees(row, right + 1)
         if not bool(seen.all()):
             raise InputError("this model's bidirectional mask is not supported by 'dash' attention")
+        return _Band(False, (-1, -1) if reach >= self.k_length - 1 else (reach, reach))
 
-    def _row(self) -> Tensor:
-        """(batch, q_length) positions of the queries."""
-        row = torch.arange(self.q_start, self.q_start + self.q_length, device=self.device)
-        return row.expand(self.batch, -1)
-
-    def _sees(self, column: Tensor) -> Tensor:
-        """(batch, q_length) bool: the row sees its column; no column outside of the keys is seen."""
+    def _sees(self, row: Tensor, column: Tensor) -> Tensor:
+        """(batch, rows) bool: the row sees its column; no column outside of the keys is seen."""
         batch = torch.arange(self.batch, device=self.device)[:, None]
         inside = (column >= self.k_start) & (column < self.k_start + self.k_length)
         clamped = column.clamp(self.k_start, self.k_start + self.k_length - 1)
-        seen = self.see(batch, batch.new_zeros(()), self._row(), clamped)
-        return seen.expand(self.batch, self.q_length) & inside
+        seen = self.see(batch, batch.new_zeros(()), row, clamped)
+        return seen.expand(row.shape) & inside

@@ -55,7 +55,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """No check failed, and the ones that need no GPU ran."""
+        """There are checks and none of them failed; skipped ones do not count."""
         return bool(self.checks) and all(check.status is not Status.FAILED for check in self.checks)
 
     def as_json(self) -> dict[str, Any]:
