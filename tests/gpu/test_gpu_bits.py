@@ -24,7 +24,8 @@ from gpu_cases import (
     same_bits,
 )
 
-from dash_attn.kernels.launch import Debug, Result
+from dash_attn.kernels.launch import Debug, Result, run_backward
+from dash_attn.problem import Problem
 from dash_attn.reference import fold_partials
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, verify
 from dash_attn.testing import assert_same_bytes
@@ -138,6 +139,20 @@ def test_a_sequence_alone_in_a_batch_and_at_another_index(mask, head_dim):
 def _rows(case: Case, rows: list[int]) -> Case:
     """The case with these sequences of its batch."""
     return Case(case.problem, Inputs(*(x[rows].contiguous() for x in case.inputs)), case.scale, {})
+
+
+@BOTH_DIMS
+@pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=lambda mask: mask.name)
+def test_bytes_of_a_head_do_not_depend_on_the_other_heads(mask, head_dim):
+    case = make_case(dense(mask, heads=6, kv_heads=3, head_dim=head_dim))
+    together = launch(auto_plan(case.problem), case)
+    dout, q, k, v, out, lse = case.inputs
+    own, kv = slice(2, 4), slice(1, 2)  # the q heads of kv head 1
+    alone = Problem.dense(batch=2, heads=2, kv_heads=1, seqlen=700, head_dim=head_dim, mask=mask)
+    tensors = (dout[:, :, own], q[:, :, own], k[:, :, kv], v[:, :, kv], out[:, :, own], lse[:, own])
+    found = run_backward(auto_plan(alone), *tensors, case.scale)
+    for name, heads in (("dq", own), ("dk", kv), ("dv", kv)):
+        assert same_bits(getattr(found, name), getattr(together, name)[:, :, heads].contiguous()), name
 
 
 @BOTH_DIMS
