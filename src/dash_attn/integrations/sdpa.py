@@ -100,7 +100,9 @@ class _Mode(TorchFunctionMode):
         if func in _BACKWARDS:
             with self:  # a checkpoint's recomputation is inside too
                 return _BACKWARDS[func](*args, **kwargs)
-        return _OURS.get(func, func)(*args, **kwargs)
+        if func in _OURS:
+            return _OURS[func](*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _attention(
