@@ -1,4 +1,4 @@
-"""``F.scaled_dot_product_attention`` on dash-attn, through PyTorch's registry of flash implementations.
+"""``F.scaled_dot_product_attention`` on dash-attn.
 
 Nothing happens on import. There are two ways in:
 
@@ -135,7 +135,12 @@ def _copy(function: Any, **names: Any) -> Any:
     """A copy of a function of PyTorch in which these names mean something else.
 
     While a mode is asked about a function it is off, so it would not see the calls inside of that.
+
+    Raises:
+        UnavailableError: this PyTorch's function does not use these names, so a call could escape.
     """
+    if missing := set(names) - set(function.__code__.co_names):
+        raise UnavailableError(f"torch {torch.__version__}: {function.__name__} does not use {missing}")
     copy = FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
     )
