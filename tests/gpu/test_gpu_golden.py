@@ -8,11 +8,11 @@ import os
 
 import pytest
 import torch
-from golden_cases import GOLDEN, golden_inputs, golden_plans
 from torch import Tensor
 
 from dash_attn.kernels.launch import run_backward
 from dash_attn.schedule import Plan
+from golden_cases import GOLDEN, golden_inputs, golden_plans
 
 
 def sha256(x: Tensor) -> str:
