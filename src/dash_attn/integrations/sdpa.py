@@ -75,6 +75,7 @@ def enabled() -> Iterator[None]:
 
     Raises:
         InputError: from a call inside that is not supported; the message names the argument and its value.
+        UnavailableError: in this PyTorch nn.MultiheadAttention would escape.
 
     Example::
 
@@ -82,6 +83,8 @@ def enabled() -> Iterator[None]:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out.sum().backward()
     """
+    if "scaled_dot_product_attention" not in F.multi_head_attention_forward.__code__.co_names:
+        raise UnavailableError(f"torch {torch.__version__}: nn.MultiheadAttention hides its SDPA call")
     with _Mode():
         yield
 
@@ -135,12 +138,7 @@ def _copy(function: Any, **names: Any) -> Any:
     """A copy of a function of PyTorch in which these names mean something else.
 
     While a mode is asked about a function it is off, so it would not see the calls inside of that.
-
-    Raises:
-        UnavailableError: this PyTorch's function does not use these names, so a call could escape.
     """
-    if missing := set(names) - set(function.__code__.co_names):
-        raise UnavailableError(f"torch {torch.__version__}: {function.__name__} does not use {missing}")
     copy = FunctionType(
         function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
     )
