@@ -18,77 +18,38 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from peers import PEERS, Backward, Inputs, forward
 
 import dash_attn
+from dash_attn.bench.peers import PEERS, Inputs
+from dash_attn.bench.run import call_of, prepare
+from dash_attn.bench.timing import Contender
+from dash_attn.bench.timing import measure as time_all
 from dash_attn.errors import DashError
-from dash_attn.kernels import launch
-from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import POLICIES, Plan, Policy, Shift, build_plan, choose_policy, policy_by_name
+from dash_attn.problem import Problem
+from dash_attn.schedule import POLICIES, Policy, Shift, build_plan, choose_policy, policy_by_name
+from dash_attn.shapes import Shape
 
 TOKENS, HIDDEN = 16_384, 2_048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
 QUICK = (512, 4096)
-WARM_UP, REPLAYS = 3, 4
-HEAD_START = 4_000_000
-"""Cycles of the GPU's pause before a round: 2 ms."""
+PEER_ROWS = {
+    ("fa4", True): ("fa4", "spt"),
+    ("fa4", False): ("fa4", "none"),
+    ("cudnn (PyTorch)", False): ("cudnn", "none"),
+    ("cudnn", True): ("cudnn", "unknown"),
+    ("fa2 (PyTorch)", True): ("fa2", "split"),
+}
+"""impl and policy in a row, of every mode of a peer that is measured."""
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "flash-attn-4", "nvidia-cudnn-frontend", "numpy")
 
 Row = dict[str, Any]
-
-
-@dataclass
-class Contender:
-    """One implementation of a point: what its row says, and the call that is timed."""
-
-    row: Row
-    make: Callable[[], Backward]
-    run: Backward | None = None
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    def prepare(self) -> None:
-        """Compile, warm up and see whether replays agree; an error becomes part of the row."""
-        try:
-            self.run = self.make()
-            first = [x.clone() for x in self.run()]
-            self.row["repeatable"] = all(_same(first, self.run()) for _ in range(REPLAYS))
-            for _ in range(WARM_UP):
-                self.run()
-            torch.cuda.synchronize()
-        except Exception as error:  # a peer that fails is a row of the table
-            self.run = None
-            self.row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-    def enqueue(self) -> None:
-        """One timed call, not waited for."""
-        assert self.run is not None
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.run()
-        end.record()
-        self.events.append((start, end))
-
-    def finish(self, flops: float) -> Row:
-        times = [start.elapsed_time(end) for start, end in self.events]
-        if times:
-            ms = statistics.median(times)
-            low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else [ms] * 3
-            self.row |= {"ms": round(ms, 5), "spread": round((high - low) / ms, 4)}
-            self.row["tflops"] = round(flops / ms / 1e9, 1)
-        return self.row
-
-
-def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
-    return all(
-        torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16)) for x, y in zip(a, b)
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for head_dim in args.head_dim:
         for mask in args.mask:
             for seqlen in args.seqlen:
-                rows += measure(Mask.causal() if mask == "causal" else Mask.full(), head_dim, seqlen, args)
+                rows += measure(mask == "causal", head_dim, seqlen, args)
                 torch.cuda.empty_cache()
                 if args.output:  # after every point: a run that is cut short leaves what it has
                     args.output.write_text(json.dumps({"header": header(), "rows": rows}, indent=1) + "\n")
@@ -125,38 +86,31 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(mask: Mask, head_dim: int, seqlen: int, args: argparse.Namespace) -> list[Row]:
+def measure(causal: bool, head_dim: int, seqlen: int, args: argparse.Namespace) -> list[Row]:
     """Rows of one point of the grid."""
-    problem = Problem.dense(
-        batch=TOKENS // seqlen, heads=HIDDEN // head_dim, seqlen=seqlen, head_dim=head_dim, mask=mask
+    shape = Shape(
+        batch=TOKENS // seqlen, seqlen=seqlen, heads=HIDDEN // head_dim, head_dim=head_dim, causal=causal
     )
-    inputs = _inputs(problem)
-    contenders = [*_ours(problem, inputs, args.quick), *_peers(problem, inputs)]
-    for contender in contenders:
-        contender.prepare()
-    running = [contender for contender in contenders if contender.run]
-    for number in range(args.rounds):
-        torch.cuda._sleep(HEAD_START)  # calls queue up behind it: the time between events is the GPU's
-        for contender in running[:: 1 if number % 2 else -1]:  # nobody always follows the same one
-            contender.enqueue()
-        torch.cuda.synchronize()
-    flops = 10.0 * seqlen**2 * head_dim * problem.heads * len(problem.sequences)
-    flops /= 2 if mask.name == "causal" else 1
-    rows = [contender.finish(flops) for contender in contenders]
+    _, inputs = prepare(shape)
+    entries = [*_ours(inputs, args.quick), *_peers(inputs)]
+    time_all([contender for _, contender in entries], args.rounds)
+    flops = 10.0 * seqlen**2 * head_dim * shape.heads * shape.batch / (2 if causal else 1)
+    rows = [_filled(row, contender, flops) for row, contender in entries]
     for row in rows:
         print(_line(row), flush=True)
     return rows
 
 
-def _inputs(problem: Problem) -> Inputs:
-    shape = (len(problem.sequences), problem.sequences[0][0], problem.heads, problem.head_dim)
-    generator = torch.Generator("cuda").manual_seed(0)
-    dout, q, k, v = (
-        torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).bfloat16()
-        for _ in range(4)
-    )
-    causal, scale = problem.mask.name == "causal", problem.head_dim**-0.5
-    return Inputs(dout, q, k, v, *forward(q, k, v, causal, scale), causal, scale)
+def _filled(row: Row, contender: Contender, flops: float) -> Row:
+    """The row with what was measured, or with the error."""
+    if contender.reason:
+        return row | {"error": contender.reason}
+    return row | {
+        "repeatable": contender.repeatable,
+        "ms": round(contender.ms, 5),
+        "spread": round(contender.spread, 4),
+        "tflops": round(flops / contender.ms / 1e9, 1),
+    }
 
 
 def _row(problem: Problem, impl: str, policy: str, placement: str, deterministic: bool) -> Row:
@@ -176,8 +130,9 @@ def _row(problem: Problem, impl: str, policy: str, placement: str, deterministic
     }
 
 
-def _ours(problem: Problem, inputs: Inputs, quick: bool) -> Iterator[Contender]:
+def _ours(inputs: Inputs, quick: bool) -> Iterator[tuple[Row, Contender]]:
     """Every policy and placement that covers the problem, and the unordered mode of the automatic one."""
+    problem = inputs.problem
     chosen = choose_policy(problem)
     auto = build_plan(problem, *chosen)
     workers = torch.cuda.get_device_properties(0).multi_processor_count
@@ -198,19 +153,16 @@ def _ours(problem: Problem, inputs: Inputs, quick: bool) -> Iterator[Contender]:
         seen.add(key)
         row = _row(problem, "dash_attn", policy_name, placement, True)
         row |= {"auto": plan is auto, "fingerprint": plan.fingerprint, "min_workers": plan.min_workers}
-        yield Contender(row, lambda plan=plan: _call(launch.backward, plan, inputs))
+        yield row, Contender(call_of(plan, inputs, ordered=True))
     row = _row(problem, "dash_attn", f"unordered ({chosen[0]})", chosen[1], False)
-    yield Contender(row, lambda: _call(launch.unordered_backward, auto, inputs))
+    yield row, Contender(call_of(auto, inputs, ordered=False))
 
 
-def _call(function: Callable[..., Any], plan: Plan, x: Inputs) -> Backward:
-    return lambda: function(plan, x.dout, x.q, x.k, x.v, x.out, x.lse, x.scale)
-
-
-def _peers(problem: Problem, inputs: Inputs) -> Iterator[Contender]:
+def _peers(inputs: Inputs) -> Iterator[tuple[Row, Contender]]:
     for peer in PEERS:
-        row = _row(problem, peer.impl, peer.policy, "", peer.deterministic)
-        yield Contender(row, lambda peer=peer: peer.make(inputs))
+        if named := PEER_ROWS.get((peer.impl, peer.deterministic)):
+            row = _row(inputs.problem, *named, "", peer.deterministic)
+            yield row, Contender(partial(peer.make, inputs), reason=peer.why_not(inputs))
 
 
 def header() -> Row:
