@@ -10,18 +10,26 @@ __all__ = ["assert_same_bytes", "same_bytes"]
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(x: Tensor) -> Tensor:
-    """Elements of x as integers of the same width, on the CPU."""
-    return x.detach().cpu().contiguous().view(_BITS[x.element_size()])
+def _bits(x: Tensor, device: torch.device) -> Tensor:
+    """Elements of x as integers of the same width."""
+    return x.detach().to(device).contiguous().view(_BITS[x.element_size()])
+
+
+def _meeting_place(a: Tensor, b: Tensor) -> torch.device:
+    """Where two tensors are compared: where they are, or on the CPU if that is not one device."""
+    return a.device if a.device == b.device else torch.device("cpu")
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """True if dtype, shape and every byte agree: 0.0 differs from -0.0, a NaN equals the same NaN.
 
+    Tensors of one device are compared there.
+
     >>> same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
     False
     """
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
+    place = _meeting_place(a, b)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a, place), _bits(b, place))
 
 
 def assert_same_bytes(a: Tensor, b: Tensor, what: str = "tensors") -> None:
@@ -33,7 +41,8 @@ def assert_same_bytes(a: Tensor, b: Tensor, what: str = "tensors") -> None:
     """
     if a.dtype != b.dtype or a.shape != b.shape:
         raise AssertionError(f"{what}: {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
-    bits_a, bits_b = _bits(a), _bits(b)
+    place = _meeting_place(a, b)
+    bits_a, bits_b = _bits(a, place), _bits(b, place)
     wrong = (bits_a != bits_b).nonzero()
     if not len(wrong):
         return

@@ -29,7 +29,7 @@ LAYERS = {
     "integrations": {"errors", "api", "arguments", "ops"},
     "shapes": {"errors", "problem"},
     "verification": {"errors", "problem", "schedule", "api", "shapes", "testing"},
-    "bench": {"errors", "problem", "schedule", "model", "kernels", "api", "shapes"},
+    "bench": {"errors", "problem", "schedule", "model", "kernels", "api", "shapes", "testing"},
     "demo": {"__init__", "errors", "problem", "schedule", "model", "reference", "api", "testing"},
     "commands": {
         "bench",

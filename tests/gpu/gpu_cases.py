@@ -25,6 +25,7 @@ from dash_attn.schedule import (
     build_plan,
     choose_policy,
 )
+from dash_attn.testing import same_bytes
 
 GRADS = ("dq", "dk", "dv")
 
@@ -223,12 +224,6 @@ def fa4_backward(case: Case) -> dict[str, Tensor]:
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Byte equality of two contiguous CUDA tensors, decided on the GPU (thousands of replays)."""
-    integers = torch.int16 if a.element_size() == 2 else torch.int32
-    return a.dtype == b.dtype and torch.equal(a.view(integers), b.view(integers))
-
-
 def differing(first: Result, other: Result) -> list[str]:
     """Names of the gradients whose bytes differ."""
-    return [name for name in GRADS if not same_bits(getattr(first, name), getattr(other, name))]
+    return [name for name in GRADS if not same_bytes(getattr(first, name), getattr(other, name))]

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gpu_cases import has_fa4, same_bits
+from gpu_cases import has_fa4
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +18,7 @@ from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.errors import InputError
 from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
+from dash_attn.testing import same_bytes
 
 ENDS = [0, 300, 300, 301, 700, 1200]
 
@@ -61,7 +62,7 @@ def gradients(function: Callable[..., Tensor], tensors: list[Tensor], *rest: obj
 
 
 def all_same(results: list[Tensor], others: list[Tensor]) -> bool:
-    return all(same_bits(a, b) for a, b in zip(results, others))
+    return all(same_bytes(a, b) for a, b in zip(results, others))
 
 
 @BOTH_LAYOUTS
@@ -129,7 +130,7 @@ def test_a_captured_graph_replays_the_same_bytes(layout):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
-    assert not same_bits(expected[0][1], expected[1][1])
+    assert not same_bytes(expected[0][1], expected[1][1])
     for replay in range(100):
         with torch.no_grad():
             for leaf, x in zip(leaves, (first, other)[replay % 2]):
@@ -152,7 +153,7 @@ def test_layers_and_backward_share_one_read_of_the_lengths(monkeypatch):
     found = flash_attn_varlen_func(q, k, v, ends, ends, causal=True)
     assert reads == ["cu_seqlens_q"] * 2
     fresh = ends.clone()
-    assert same_bits(found, flash_attn_varlen_func(q, k, v, fresh, fresh, causal=True))
+    assert same_bytes(found, flash_attn_varlen_func(q, k, v, fresh, fresh, causal=True))
 
 
 UNCOUNTED_WRITE = """

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
+from ..testing import same_bytes
 from .peers import Backward
 
 __all__ = ["Contender", "measure"]
@@ -72,7 +72,7 @@ def _prepared(contender: Contender) -> Backward | None:
     try:
         call = contender.make()
         first = [x.clone() for x in call()]
-        contender.repeatable = all(_same(first, call()) for _ in range(REPLAYS))
+        contender.repeatable = all(same_bytes(a, b) for _ in range(REPLAYS) for a, b in zip(first, call()))
         for _ in range(WARM_UP):
             call()
         torch.cuda.synchronize()
@@ -90,11 +90,3 @@ def _timed(contender: Contender, call: Backward) -> tuple[Contender, torch.cuda.
     call()
     end.record()
     return contender, start, end
-
-
-def _same(first: Sequence[Tensor], again: Sequence[Tensor]) -> bool:
-    """Byte equality of 16-bit tensors."""
-    pairs = zip(first, again)
-    return all(
-        torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16)) for a, b in pairs
-    )

@@ -235,19 +235,9 @@ def _change_without_order(batch: Batch, settings: Settings) -> str:
 
 
 def _compare(what: str, first: Results, again: Results) -> None:
-    different = [name for name, a, b in zip(NAMES, first, again) if not _same(a, b)]
+    different = [name for name, a, b in zip(NAMES, first, again) if not same_bytes(a, b)]
     if different:
         raise _Failed(f"{what}: {', '.join(different)} have other bytes")
-
-
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Byte equality, decided where the tensors are."""
-    a, b = a.contiguous(), b.contiguous()
-    integers = _INTEGERS[a.element_size()]
-    return a.dtype == b.dtype and torch.equal(a.view(integers), b.view(integers))
 
 
 CHECKS: dict[str, Callable[[_Subject], str]] = {
