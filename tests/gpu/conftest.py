@@ -39,6 +39,12 @@ def replays() -> int:
     return int(os.environ.get("DASH_ATTN_REPLAYS", "200"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _dynamo_knows_pytorch() -> None:
+    """Dynamo lists PyTorch's functions at its first compilation: before any test replaces one."""
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Uninitialised CUDA tensors hold NaN or -1, so that reading one shows."""

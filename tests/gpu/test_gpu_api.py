@@ -149,7 +149,7 @@ def test_layers_and_backward_share_one_read_of_the_lengths(monkeypatch):
         x = flash_attn_varlen_func(x, k, v, ends, ends, causal=True)
     x.sum().backward()
     assert reads == ["cu_seqlens_q"]
-    ends[1] += 1  # a write that PyTorch counts
+    ends[1] -= 1  # a write that PyTorch counts
     found = flash_attn_varlen_func(q, k, v, ends, ends, causal=True)
     assert reads == ["cu_seqlens_q"] * 2
     fresh = ends.clone()

@@ -645,8 +645,8 @@ class Backward:
             for i in cutlass.range_constexpr(cute.size(acc) // 2):
                 c = i // 2 * 8 + i % 2
                 element = i // 2 * 4 + half * 2 + i % 2
-                if (c < first) | (c > last):
-                    acc[element] = -Float32.inf
+                hidden = (c < first) | (c > last)
+                acc[element] = cutlass.select_(hidden, Float32(-Float32.inf), acc[element])
 
     @cute.jit
     def store_grads(self, t, mdK, mdV, item, scale: Float32):
@@ -656,11 +656,10 @@ class Backward:
             pairs = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, c.head_dim // 8)))
             for half in cutlass.range_constexpr(2):
                 values = cute.make_rmem_tensor((2, c.head_dim // 8), self.dtype)
-                for i in cutlass.range_constexpr(c.head_dim // 8):
-                    pair = pairs[None, half, i].load()
-                    if const_expr(factor is not None):
-                        pair = pair * factor
-                    values[None, i].store(pair.to(self.dtype))
+                row_values = pairs[None, half, None].load()
+                if const_expr(factor is not None):
+                    row_values = row_values * factor
+                values.store(row_values.to(self.dtype))
                 row = item.kv_tile * c.tile_n + self._first_row() + 8 * half
                 line = target[item.batch, item.k_row_first + row, item.kv_head, None]
                 registers.store_rows(values, line, ptx.thread_index() % 32, row < item.seqlen_k)

@@ -141,9 +141,7 @@ class Convert:
             first += group * 64
         for half in cutlass.range_constexpr(2):
             values = cute.make_rmem_tensor((2, vectors), mdQ.element_type)
-            for v in cutlass.range_constexpr(vectors):
-                pair = mine[None, half, v].load() * scale
-                values[None, v].store(pair.to(mdQ.element_type))
+            values.store((mine[None, half, None].load() * scale).to(mdQ.element_type))
             words = cute.recast_tensor(values, Int32)
             for i in cutlass.range_constexpr(cute.size(words)):
                 words[i] = Int32(0) if missing else words[i]
@@ -169,22 +167,22 @@ class Convert:
             vectors = size // 1024
             group, lane = tidx // 128, tidx % 32
             start = (Int64(slot) * 2 + which) * size + group * (512 * vectors) + tidx % 128 * 4
-            layout = cute.make_layout((4, 4, vectors // 4), stride=(1, 512, 2048))
-            for chunk in cutlass.range_constexpr(vectors // 4):
+            layout = cute.make_layout((4, 4), stride=(1, 512))
+            for chunk in cutlass.range(vectors // 4, unroll=1):
                 total = cute.make_rmem_tensor((4, 4), Float32)
                 added = cute.make_rmem_tensor((4, 4), Float32)
-                source = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
-                cute.autovec_copy(source[None, None, chunk], total)
+                self._load_part(mParts, layout, start + chunk * 2048, total)
                 for p in cutlass.range(1, seq.head_groups, unroll=1):
-                    offset = cute.assume(start + Int64(p) * (2 * size), divby=4)
-                    source = cute.make_tensor(mParts.iterator + offset, layout)
-                    cute.autovec_copy(source[None, None, chunk], added)
+                    self._load_part(mParts, layout, start + chunk * 2048 + Int64(p) * (2 * size), added)
                     total.store(total.load() + added.load())
                 pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, 4)))
                 for half in cutlass.range_constexpr(2):
                     values = cute.make_rmem_tensor((2, 4), mdX.element_type)
-                    for v in cutlass.range_constexpr(4):
-                        values[None, v].store((pairs[None, half, v].load() * scale).to(mdX.element_type))
+                    values.store((pairs[None, half, None].load() * scale).to(mdX.element_type))
                     row = kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
                     line = cute.local_tile(mdX[batch, first_row + row, kv_head, None], (32,), (chunk,))
                     registers.store_rows(values, line, lane, row < seq.seqlen_k)
+
+    def _load_part(self, mParts, layout, start: Int64, values) -> None:
+        source = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
+        cute.autovec_copy(source, values)

@@ -26,8 +26,7 @@ def transposed_words(values: cute.Tensor, lane: Int32):
     """Exchange among four lanes: word (v % 4) of lane q becomes word q of lane v % 4; returns (4, vectors / 4) words."""
     words = cute.make_rmem_tensor((4, cute.size(values) // 8), Int32)
     source = cute.recast_tensor(values, Int32)
-    for i in cutlass.range_constexpr(cute.size(words)):
-        words[i] = source[i]
+    words.store(source.load().reshape(words.shape))
     for distance in cutlass.range_constexpr(1, 3):
         upper = (lane & distance) != 0
         for step in cutlass.range_constexpr(cute.size(words) // 4):
