@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -32,18 +33,20 @@ from litmus_kernel import (
     compile_litmus,
 )
 
-SOUND = {
-    "release_warp": Form(),
+PROMISED = {
+    "release_warp": Form(),  # what the kernel ships
     "reduce_warp": Form(by_release_warp=False),
-    "relaxed": Form(release=False, by_release_warp=False),
-    "relaxed_poll": Form(release=False, by_release_warp=False, acquire=False),
 }
-BROKEN = {
+UNPROMISED = {
+    "relaxed_poll": Form(acquire=False),
+    "relaxed": Form(release=False, by_release_warp=False),
+    "relaxed_warp": Form(release=False),
     "source_read": Form(wait=Wait.SOURCE_READ),
     "source_read_relaxed": Form(wait=Wait.SOURCE_READ, release=False, by_release_warp=False),
-    "nothing": Form(wait=Wait.NOTHING, release=False, by_release_warp=False),
+    "nothing": Form(wait=Wait.NOTHING),
+    "nothing_relaxed": Form(wait=Wait.NOTHING, release=False, by_release_warp=False),
 }
-FORMS = SOUND | BROKEN
+FORMS = PROMISED | UNPROMISED
 SHAPES = {
     "small-load": LitmusConfig(Form(), size=512, period=8, reader=Reader.LOAD),
     "small-bulk": LitmusConfig(Form(), size=512, period=8, reader=Reader.BULK),
@@ -52,20 +55,24 @@ SHAPES = {
     "large-bulk": LitmusConfig(Form(), size=32_768, period=3, reader=Reader.BULK),
     "large-order": LitmusConfig(Form(), size=32_768, period=3, reader=Reader.BULK, every_round=False),
 }
-TRAFFIC_CHUNKS = 128  # a block: 2 MiB, together several times the L2
+LOADS = {
+    "none": 0,
+    "l2": 2,
+    "dram": 128,
+}  # chunks of TRAFFIC_BYTES a block, of which the second half is written
 REGIONS, REGION_WORDS = 32, 4 << 20
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found: hand-overs, those of them that were read, wrong reads, waits given up, and the time of the kernels.
+    """What a run found: hand-overs, those of them that were read, waits given up, and the time of the kernels.
 
-    `first`: block, tile, ticket and number of wrong words of the first wrong read; None without one.
+    `wrong`: reads that differ, by the contribution of the period that was the last before them. `first`: block, tile, ticket and number of wrong words of the first wrong read; None without one.
     """
 
     rounds: int
     reads: int
-    wrong: int
+    wrong: list[int]
     timeouts: int
     seconds: float
     first: tuple[int, ...] | None
@@ -107,23 +114,34 @@ def program(config: LitmusConfig):
     return compile_litmus(config)
 
 
-def run(config: LitmusConfig, rounds: int, *, chains: int = 1, tickets: int = 0) -> Outcome:
+def run(
+    config: LitmusConfig, rounds: int, *, load: str = "dram", chains: int = 1, tickets: int = 0
+) -> Outcome:
     """At least `rounds` hand-overs on the current GPU, every SM taking part.
 
     Args:
+        load: what the busy warps copy meanwhile: nothing, and no products either, what fits the L2, or what does not.
         chains: tiles a block at the same time.
         tickets: contributions a tile in one launch, 0: enough for a launch of about 0.1 s.
     """
+    config = replace(config, busy=load != "none")
     grid = torch.cuda.get_device_properties(0).multi_processor_count
     tickets = tickets or (1 << 16 if config.size <= 4096 else 1 << 13)
     tiles = grid * chains
     if tiles * config.words > REGION_WORDS:
         raise ValueError(f"{tiles} tiles of {config.size} bytes do not fit {4 * REGION_WORDS} bytes")
     like = {"dtype": torch.int32, "device": "cuda"}
-    sources, expected = (x.cuda().view(torch.int32).flatten() for x in contributions(config.period, config.words))
+    sources, expected = (
+        x.cuda().view(torch.int32).flatten() for x in contributions(config.period, config.words)
+    )
     data = torch.full((REGIONS, REGION_WORDS), -1, **like)
-    traffic = torch.randint(0, 1 << 30, (grid * TRAFFIC_CHUNKS * TRAFFIC_BYTES // 4,), **like)
-    counters, done, outcome = torch.zeros(tiles, **like), torch.zeros(grid, **like), torch.zeros(OUTCOME_WORDS, **like)
+    traffic = torch.randint(0, 1 << 30, (grid * max(LOADS[load], 2) * TRAFFIC_BYTES // 4,), **like)
+    counters, done, outcome = (
+        torch.zeros(tiles, **like),
+        torch.zeros(grid, **like),
+        torch.zeros(OUTCOME_WORDS, **like),
+    )
+    kernel = program(config)
     launches = -(-rounds // (tiles * (tickets - 1)))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -132,7 +150,9 @@ def run(config: LitmusConfig, rounds: int, *, chains: int = 1, tickets: int = 0)
         done.zero_()
         shift = 1 + launch * 37 % (grid - 1)
         place = data[launch % REGIONS]
-        program(config)(place, counters, sources, expected, done, outcome, traffic, tickets, chains, shift, grid)
+        kernel(
+            place, counters, sources, expected, done, outcome, traffic, tickets, chains, shift, grid
+        )
     end.record()
     torch.cuda.synchronize()
     if counters.min() != tickets or counters.max() != tickets:
@@ -142,35 +162,40 @@ def run(config: LitmusConfig, rounds: int, *, chains: int = 1, tickets: int = 0)
     return Outcome(
         rounds=launches * tiles * (tickets - 1),
         reads=launches * tiles * each,
-        wrong=words[BAD_READS],
+        wrong=words[BAD_READS : BAD_READS + config.period],
         timeouts=words[TIMEOUTS],
         seconds=start.elapsed_time(end) / 1e3,
-        first=tuple(words[FIRST_BLOCK : FIRST_BLOCK + 4]) if words[BAD_READS] else None,
+        first=tuple(words[FIRST_BLOCK : FIRST_BLOCK + 4]) if any(words[BAD_READS:]) else None,
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=float, default=1e8, help="hand-overs of each form and shape")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(SOUND), metavar="FORM", help=", ".join(FORMS))
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES))
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, default=list(PROMISED), metavar="FORM", help=", ".join(FORMS)
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
+    )
     parser.add_argument("--chains", type=int, default=1, help="tiles a block at the same time")
-    parser.add_argument("--idle", action="store_true", help="without tensor cores and copies beside the chains")
+    parser.add_argument(
+        "--loads", nargs="+", choices=LOADS, default=["dram"], help="what runs beside the chains"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
     args = parser.parse_args(argv)
     rows, failed = [], False
-    for form in args.forms:
-        for shape in args.shapes:
-            config = replace(SHAPES[shape], form=FORMS[form], busy=not args.idle)
-            found = run(config, int(args.rounds), chains=args.chains)
-            failed |= form in SOUND and found.wrong + found.timeouts > 0
-            rows.append({"form": form, "shape": shape, "busy": config.busy, "chains": args.chains} | asdict(found))
-            rate = found.rounds / found.seconds / 1e6
-            print(
-                f"{form:20} {shape:12} {found.rounds:>14,} rounds {rate:8.1f} M/s {found.reads:>14,} read "
-                f"{found.wrong:>12,} wrong {found.timeouts:>6} timeouts {found.first or ''}",
-                flush=True,
-            )
+    for form, shape, load in product(args.forms, args.shapes, args.loads):
+        found = run(replace(SHAPES[shape], form=FORMS[form]), int(args.rounds), load=load, chains=args.chains)
+        failed |= form in PROMISED and sum(found.wrong) + found.timeouts > 0
+        rows.append({"form": form, "shape": shape, "load": load, "chains": args.chains} | asdict(found))
+        print(
+            f"{form:20} {shape:12} {load:5} {found.rounds:>14,} rounds {found.rounds / found.seconds / 1e6:7.1f} M/s "
+            f"{found.reads:>14,} read, wrong {sum(found.wrong):>9,} {found.wrong} timeouts {found.timeouts} {found.first or ''}",
+            flush=True,
+        )
     if args.json:
         header = {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
         args.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")

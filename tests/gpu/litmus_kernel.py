@@ -30,8 +30,10 @@ MMA_ROWS = MMA_COLUMNS = 128
 MMA_DEPTH = 64
 TRAFFIC_BYTES = 16_384
 STOP_BARRIER = 1
-# Words of the outcome.
-BAD_READS, TIMEOUTS, FIRST_BLOCK, FIRST_TILE, FIRST_TICKET, FIRST_WORDS, LOCK, OUTCOME_WORDS = *range(7), 8
+MAX_PERIOD = 8
+# Words of the outcome; from BAD_READS on one a contribution of a period, the last one before the read.
+TIMEOUTS, FIRST_BLOCK, FIRST_TILE, FIRST_TICKET, FIRST_WORDS, LOCK, BAD_READS = 0, 1, 2, 3, 4, 5, 8
+OUTCOME_WORDS = BAD_READS + MAX_PERIOD
 
 
 class Wait(enum.Enum):
@@ -79,8 +81,8 @@ class LitmusConfig:
     def __post_init__(self) -> None:
         if self.size % 512 or self.size <= 0:
             raise ValueError(f"size must be a positive multiple of 512, got {self.size}")
-        if self.period < 2:
-            raise ValueError(f"period must be at least 2, got {self.period}")
+        if not 2 <= self.period <= MAX_PERIOD:
+            raise ValueError(f"period must be 2 to {MAX_PERIOD}, got {self.period}")
 
     @property
     def words(self) -> int:
@@ -99,7 +101,14 @@ class Litmus:
     def _mma(self):
         major = cute.nvgpu.OperandMajorMode
         return hopper_helpers.make_trivial_tiled_mma(
-            BFloat16, BFloat16, major.K, major.K, Float32, (2, 1, 1), (64, MMA_COLUMNS), warpgroup.OperandSource.SMEM
+            BFloat16,
+            BFloat16,
+            major.K,
+            major.K,
+            Float32,
+            (2, 1, 1),
+            (64, MMA_COLUMNS),
+            warpgroup.OperandSource.SMEM,
         )
 
     def _storage(self):
@@ -133,7 +142,19 @@ class Litmus:
         layout = cute.tile_to_shape(atom, (MMA_ROWS, MMA_DEPTH), order=(0, 1))
         words = Int32(traffic.shape[0])
         self.kernel(
-            data, counters, sources, expected, done, outcome, traffic, words, tickets, chains, shift, layout, self._mma()
+            data,
+            counters,
+            sources,
+            expected,
+            done,
+            outcome,
+            traffic,
+            words,
+            tickets,
+            chains,
+            shift,
+            layout,
+            self._mma(),
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
 
     @cute.kernel
@@ -295,16 +316,15 @@ class Litmus:
                     due = due & (part == 0)
                 if due:
                     row = part - 1 if part > 0 else Int32(c.period - 1)
-                    expected = t.expected + cute.assume(row * c.words, divby=128)
                     if const_expr(c.reader is Reader.BULK):
                         with cute.arch.elect_one():
                             ptx.fence_proxy_async()
                             cute.arch.mbarrier_arrive_and_expect_tx(t.read_full, c.size)
                             ptx.bulk_load(t.read, self.tile(t, tile), c.size, t.read_full)
                         cute.arch.mbarrier_wait(t.read_full, n_read & 1)
-                        self.compare(t, t.read, expected, tile, ticket)
+                        self.compare(t, t.read, row, tile, ticket)
                     else:
-                        self.compare(t, self.tile(t, tile), expected, tile, ticket)
+                        self.compare(t, self.tile(t, tile), row, tile, ticket)
                     n_read += 1
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
@@ -315,11 +335,12 @@ class Litmus:
             place = self.next_place(place, shift)
 
     @cute.jit
-    def compare(self, t, found, expected, tile: Int32, ticket: Int32) -> None:
+    def compare(self, t, found, row: Int32, tile: Int32, ticket: Int32) -> None:
         """Count a read that differs in any word, and keep the first."""
         c = self.config
         lane = cute.arch.lane_idx()
         layout = cute.make_layout((4, 32, c.words // 128), stride=(1, 4, 128))
+        expected = t.expected + cute.assume(row * c.words, divby=128)
         left, right = cute.make_tensor(found, layout), cute.make_tensor(expected, layout)
         wrong = Int32(0)
         for v in cutlass.range(c.words // 128, unroll=4):
@@ -330,9 +351,14 @@ class Litmus:
                 wrong += Int32(1) if ours[e] != theirs[e] else Int32(0)
         wrong = cute.arch.warp_reduction(wrong, lambda x, y: x + y)
         if (lane == 0) & (wrong > 0):
-            ptx.add_relaxed(t.outcome + BAD_READS)
+            ptx.add_relaxed(t.outcome + (BAD_READS + row))
             if ptx.compare_and_swap(t.outcome + LOCK, Int32(0), Int32(1)) == 0:
-                first = ((FIRST_BLOCK, cute.arch.block_idx()[0]), (FIRST_TILE, tile), (FIRST_TICKET, ticket), (FIRST_WORDS, wrong))
+                first = (
+                    (FIRST_BLOCK, cute.arch.block_idx()[0]),
+                    (FIRST_TILE, tile),
+                    (FIRST_TICKET, ticket),
+                    (FIRST_WORDS, wrong),
+                )
                 line = cute.make_tensor(t.outcome, cute.make_layout(OUTCOME_WORDS))
                 for word, value in first:
                     line[word] = value
@@ -408,4 +434,6 @@ def fake_arguments():
 
 def compile_litmus(config: LitmusConfig, options: str = ""):
     """Compile a variant for sm_90a, GPU or not."""
-    return cute.compile(Litmus(config), *fake_arguments(), options=f"--enable-tvm-ffi --gpu-arch sm_90a {options}")
+    return cute.compile(
+        Litmus(config), *fake_arguments(), options=f"--enable-tvm-ffi --gpu-arch sm_90a {options}"
+    )

@@ -35,7 +35,10 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
         yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
         lengths = ((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64)
         yield "packed", auto_plan(packed(*lengths, mask=CAUSAL, **like))
-        yield "head groups", auto_plan(packed(300, 200, mask=FULL, heads=8, kv_heads=1, **like), head_groups=4)
+        yield (
+            "head groups",
+            auto_plan(packed(300, 200, mask=FULL, heads=8, kv_heads=1, **like), head_groups=4),
+        )
 
 
 def launch(config: BackwardConfig, plan: Plan) -> None:
@@ -65,7 +68,9 @@ def inputs(problem: Problem) -> list[torch.Tensor]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="TEXT", help="variants whose name contains TEXT")
-    parser.add_argument("--compile", action="store_true", help="compile the variants into the cache, and launch nothing")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the variants into the cache, and launch nothing"
+    )
     args = parser.parse_args(argv)
     chosen = {name: config for name, config in variants().items() if args.only in name}
     if not chosen:
