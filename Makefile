@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu check clean
+.PHONY: demo test test-gpu sanitize litmus check clean
 
 demo: .venv/ready
 	$(BIN)/dash-attn demo
@@ -13,6 +13,14 @@ test: .venv/ready
 # On a machine with a Hopper GPU; with flash-attn-4 installed, packed batches and errors beside the peer's too.
 test-gpu: .venv/ready
 	DASH_ATTN_PROBLEMS=300 DASH_ATTN_REPLAYS=1000 $(BIN)/pytest tests/gpu
+
+# compute-sanitizer, from the CUDA toolkit, over every kernel variant.
+sanitize: .venv/ready
+	$(BIN)/python tests/gpu/sanitize.py
+
+# More than 10^9 hand-overs of a tile from block to block for every form that may be shipped.
+litmus: .venv/ready
+	$(BIN)/python tests/gpu/litmus.py --rounds 2e8 --loads dram l2 none
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
-"""The hand-over alone, round after round under full load: does the next block always find what the one before it wrote?
+"""The hand-over alone, under full load: does the next block always find what the one before it wrote?
 
-A round is one hand-over of one tile from one block to another. Contributions have random values for which every exchange of two
-neighbouring additions changes the bits of every word, so a tile is right only if all contributions were there, in order.
+A round is one hand-over of one tile from one block to another. Contributions have random values for which
+every exchange of two neighbouring additions changes the bits of every word, so a tile is right only if all
+contributions were there, in order.
 
     python tests/gpu/litmus.py --rounds 1e9 --forms release_warp reduce_warp --json litmus.json
 """
@@ -18,8 +19,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
 from litmus_kernel import (
     BAD_READS,
     FIRST_BLOCK,
@@ -32,6 +31,7 @@ from litmus_kernel import (
     Wait,
     compile_litmus,
 )
+from torch import Tensor
 
 PROMISED = {
     "release_warp": Form(),  # what the kernel ships
@@ -65,9 +65,15 @@ REGIONS, REGION_WORDS = 32, 4 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found: hand-overs, those of them that were read, waits given up, and the time of the kernels.
+    """What a run found.
 
-    `wrong`: reads that differ, by the contribution of the period that was the last before them. `first`: block, tile, ticket and number of wrong words of the first wrong read; None without one.
+    Attributes:
+        rounds: hand-overs.
+        reads: those after which the tile was read.
+        wrong: reads that differ, by the contribution of the period that was the last before them.
+        timeouts: tickets that did not come within the bound.
+        seconds: time of the kernels.
+        first: block, tile, ticket and number of wrong words of the first wrong read; None without one.
     """
 
     rounds: int
@@ -79,10 +85,10 @@ class Outcome:
 
 
 def contributions(period: int, words: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(sources, expected), both (period, words) fp32: what is added, and the tile after each of the additions.
+    """(sources, expected), both (period, words) fp32: what is added, and the tile after each addition.
 
-    Contribution 0 is stored, the others are added. For every word, exchanging any two neighbouring additions changes the bits of
-    the last row of `expected`; an addition before the store is lost, and shows as well.
+    Contribution 0 is stored, the others are added. For every word, exchanging any two neighbouring additions
+    changes the bits of the last row of `expected`; an addition before the store is lost, and shows as well.
     """
     generator = torch.Generator().manual_seed(seed)
     kept = torch.empty(period, 0)
@@ -120,7 +126,7 @@ def run(
     """At least `rounds` hand-overs on the current GPU, every SM taking part.
 
     Args:
-        load: what the busy warps copy meanwhile: nothing, and no products either, what fits the L2, or what does not.
+        load: what the busy warps copy: "l2" fits the L2, "dram" does not; "none": they do not work.
         chains: tiles a block at the same time.
         tickets: contributions a tile in one launch, 0: enough for a launch of about 0.1 s.
     """
@@ -150,9 +156,7 @@ def run(
         done.zero_()
         shift = 1 + launch * 37 % (grid - 1)
         place = data[launch % REGIONS]
-        kernel(
-            place, counters, sources, expected, done, outcome, traffic, tickets, chains, shift, grid
-        )
+        kernel(place, counters, sources, expected, done, outcome, traffic, tickets, chains, shift, grid)
     end.record()
     torch.cuda.synchronize()
     if counters.min() != tickets or counters.max() != tickets:
@@ -173,7 +177,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=float, default=1e8, help="hand-overs of each form and shape")
+    parser.add_argument(
+        "--rounds",
+        type=float,
+        default=1e8,
+        help="hand-overs of each form, shape and load, 1/32 of them with tiles of 32 KB",
+    )
     parser.add_argument(
         "--forms", nargs="+", choices=FORMS, default=list(PROMISED), metavar="FORM", help=", ".join(FORMS)
     )
@@ -188,12 +197,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     rows, failed = [], False
     for form, shape, load in product(args.forms, args.shapes, args.loads):
-        found = run(replace(SHAPES[shape], form=FORMS[form]), int(args.rounds), load=load, chains=args.chains)
+        config = replace(SHAPES[shape], form=FORMS[form])
+        rounds = int(args.rounds * min(1, 1024 / config.size))
+        found = run(config, rounds, load=load, chains=args.chains)
         failed |= form in PROMISED and sum(found.wrong) + found.timeouts > 0
         rows.append({"form": form, "shape": shape, "load": load, "chains": args.chains} | asdict(found))
+        wrong = (
+            f"{sum(found.wrong):>9,} wrong {found.wrong} {found.first}" if any(found.wrong) else "all right"
+        )
         print(
-            f"{form:20} {shape:12} {load:5} {found.rounds:>14,} rounds {found.rounds / found.seconds / 1e6:7.1f} M/s "
-            f"{found.reads:>14,} read, wrong {sum(found.wrong):>9,} {found.wrong} timeouts {found.timeouts} {found.first or ''}",
+            f"{form:20} {shape:12} {load:5} {found.rounds:>14,} rounds, {found.reads:>14,} read, "
+            f"{found.rounds / found.seconds / 1e6:6.1f} M/s, {found.timeouts} timeouts, {wrong}",
             flush=True,
         )
     if args.json:

@@ -1,12 +1,13 @@
-"""Device code of the hand-over litmus test: chains of bulk reductions handed from block to block, and checked.
+"""Device code of the hand-over litmus test: bulk reductions handed from block to block, and checked.
 
-A block has the roles of the backward kernel and nothing else of it: the ticket warp polls counters, the reduce warp stores
-(first contribution of a period) or adds by one bulk operation and waits for it, the release warp counts it. A further warp,
-the reader, looks at the tile between the grant of a ticket and the next contribution. Two warpgroups (tensor cores, loads and
-stores) and one warp (bulk copies both ways) keep the queues full until the block's chains are done.
+A block has those roles of the backward kernel that hand over, and no others: the ticket warp polls counters,
+the reduce warp stores (first contribution of a period) or adds by one bulk operation and waits for it, the
+release warp counts it. A further warp, the reader, looks at the tile between the grant of a ticket and the
+contribution that it allows. Two warpgroups (tensor cores, loads and stores) and one warp (bulk copies both
+ways) keep the queues full until the block's chains are done.
 
-Contribution t of tile `i + k * grid` belongs to block (i + t * shift) mod grid, so each hand-over crosses from one SM to
-another, and the set of pairs of SMs changes with `shift`.
+Contribution t of tile `i + k * grid` belongs to block (i + t * shift) mod grid: every hand-over crosses from
+one SM to another, and which pairs of SMs meet changes with `shift`.
 """
 
 import enum
@@ -66,9 +67,12 @@ class Form:
 class LitmusConfig:
     """One compiled variant.
 
-    `size`: bytes a tile, a multiple of 512. `period`: contributions until a tile is stored anew. `every_round`: the tile is read
-    after every hand-over, otherwise only after the last one of a period, whose bits show the order of the additions.
-    `busy`: tensor cores and copies work beside the chains.
+    Attributes:
+        size: bytes a tile, a multiple of 512.
+        period: contributions until a tile is stored anew.
+        every_round: the tile is read after every hand-over, otherwise only after the last one of a period,
+            whose bits show the order of the additions.
+        busy: tensor cores and copies work beside the chains.
     """
 
     form: Form
@@ -91,9 +95,12 @@ class LitmusConfig:
 
 
 class Litmus:
-    """Tensors: data, tiles * words int32 (bits of fp32); counters, one int32 a tile, 0; sources and expected, period * words int32:
-    the contributions, and the tile after each of them; done, one int32 a block, 0; outcome, OUTCOME_WORDS int32, 0; traffic, any
-    int32, a multiple of 16 KB a block, twice."""
+    """One launch; all tensors one-dimensional, int32, 128-byte aligned.
+
+    data: tiles * words, bits of fp32. counters: one a tile, 0. sources, expected: period * words, what is
+    added, and the tile after each of these additions. done: one a block, 0. outcome: OUTCOME_WORDS, 0.
+    traffic: what the busy warps copy, the same even number of 16 KB chunks a block.
+    """
 
     def __init__(self, config: LitmusConfig):
         self.config = config
@@ -126,7 +133,7 @@ class Litmus:
             stop: cute.struct.MemRange[Int32, 4]
             source: cute.struct.Align[cute.struct.MemRange[Int32, c.period * c.words], 1024]
             read: cute.struct.Align[cute.struct.MemRange[Int32, c.words if buffered else 4], 128]
-            traffic: cute.struct.Align[cute.struct.MemRange[Int32, TRAFFIC_BYTES // 4], 128]
+            buffer: cute.struct.Align[cute.struct.MemRange[Int32, TRAFFIC_BYTES // 4], 128]
             a: cute.struct.Align[cute.struct.MemRange[BFloat16, MMA_ROWS * MMA_DEPTH], 1024]
             b: cute.struct.Align[cute.struct.MemRange[BFloat16, MMA_COLUMNS * MMA_DEPTH], 1024]
 
@@ -134,8 +141,9 @@ class Litmus:
 
     @cute.jit
     def __call__(
-        self, data: cute.Tensor, counters: cute.Tensor, sources: cute.Tensor, expected: cute.Tensor, done: cute.Tensor,
-        outcome: cute.Tensor, traffic: cute.Tensor, tickets: Int32, chains: Int32, shift: Int32, grid: Int32, stream,
+        self, data: cute.Tensor, counters: cute.Tensor, sources: cute.Tensor, expected: cute.Tensor,
+        done: cute.Tensor, outcome: cute.Tensor, traffic: cute.Tensor, tickets: Int32, chains: Int32,
+        shift: Int32, grid: Int32, stream,
     ):  # fmt: skip
         """`chains` tiles a block, each with `tickets` contributions; 0 < `shift` < `grid`."""
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
@@ -159,7 +167,8 @@ class Litmus:
 
     @cute.kernel
     def kernel(
-        self, mData: cute.Tensor, mCounters: cute.Tensor, mSources: cute.Tensor, mExpected: cute.Tensor, mDone: cute.Tensor,
+        self, mData: cute.Tensor, mCounters: cute.Tensor, mSources: cute.Tensor, mExpected: cute.Tensor,
+        mDone: cute.Tensor,
         mOutcome: cute.Tensor, mTraffic: cute.Tensor, traffic_words: Int32, tickets: Int32, chains: Int32,
         shift: Int32, operand: cute.ComposedLayout, mma: cute.TiledMma,
     ):  # fmt: skip
@@ -167,14 +176,17 @@ class Litmus:
         tidx = cute.arch.thread_idx()[0]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self._storage())
+        barriers = ("granted", "checked", "performed", "slot_empty", "read_full", "traffic_full")
+        names = (*barriers, "stop", "source", "read", "buffer")
         t = SimpleNamespace(
-            granted=storage.granted.data_ptr(), checked=storage.checked.data_ptr(), performed=storage.performed.data_ptr(),
-            slot_empty=storage.slot_empty.data_ptr(), read_full=storage.read_full.data_ptr(),
-            traffic_full=storage.traffic_full.data_ptr(), stop=storage.stop.data_ptr(), source=storage.source.data_ptr(),
-            read=storage.read.data_ptr(), buffer=storage.traffic.data_ptr(),
-            data=mData.iterator, counters=mCounters.iterator, expected=mExpected.iterator, outcome=mOutcome.iterator,
-            traffic=mTraffic.iterator, done=mDone.iterator + cute.arch.block_idx()[0],
-        )  # fmt: skip
+            **{name: getattr(storage, name).data_ptr() for name in names},
+            data=mData.iterator,
+            counters=mCounters.iterator,
+            expected=mExpected.iterator,
+            outcome=mOutcome.iterator,
+            traffic=mTraffic.iterator,
+            done=mDone.iterator + cute.arch.block_idx()[0],
+        )
         if tidx == 0:
             for slot in range(SLOTS):
                 cute.arch.mbarrier_init(t.granted + slot, 1)
@@ -222,8 +234,7 @@ class Litmus:
 
     @cute.jit
     def ticket_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
-        """One thread: waits for the ticket of each contribution; past the bound it reports, and waits no more."""
-        c = self.config
+        """One thread: waits for every ticket; once the bound is exceeded it counts, and waits no more."""
         if cute.arch.lane_idx() == 0:
             place, n, limit = cute.arch.block_idx()[0], Int32(0), Int32(SPIN_LIMIT)
             for ticket in cutlass.range(tickets, unroll=1):
@@ -365,7 +376,7 @@ class Litmus:
 
     @cute.jit
     def traffic_role(self, t, traffic_words: Int32):
-        """One thread: bulk copies from one half of this block's part of the traffic buffer to the other, until the block is done."""
+        """One thread: bulk copies from one half of this block's traffic to the other."""
         if cute.arch.lane_idx() == 0:
             half = traffic_words // 2 // cute.arch.grid_dim()[0] // (TRAFFIC_BYTES // 4)  # chunks
             first = Int64(cute.arch.block_idx()[0]) * (half * 2)
@@ -393,7 +404,7 @@ class Litmus:
 
     @cute.jit
     def busy_role(self, t, traffic_words: Int32, mma, sA, sB):
-        """Two warpgroups: products, with loads and stores of this block's part of the traffic buffer meanwhile."""
+        """Two warpgroups: products, and meanwhile loads and stores of this block's traffic."""
         tidx = cute.arch.thread_idx()[0] - 32 * FIRST_BUSY_WARP
         group = cute.arch.make_warp_uniform(tidx // 128)
         mine = mma.get_slice(group * 128)

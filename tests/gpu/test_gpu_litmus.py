@@ -1,4 +1,4 @@
-"""The hand-over alone, under load: the promised forms hand over what was written, and the test sees a hand-over that does not."""
+"""The hand-over alone, under load: promised forms hand over what was written, and a broken one shows."""
 
 from __future__ import annotations
 
