@@ -18,13 +18,19 @@ def race(*accesses: tuple[str, str], kernel: str = "kernel_sm90Backward_1") -> s
     return "\n".join([*lines, "========= ", ""])
 
 
+def summary(hazards: int) -> str:
+    return f"========= RACECHECK SUMMARY: {hazards} hazards displayed ({hazards} errors, 0 warnings)\n"
+
+
 READ = ("Read", "0x4b50")
 KNOWN = "".join(race(("Write", place), READ, ("Read", "0x4b90")) for place in ("0x1440", "0x1180", "0x1160"))
 DONE = "launched a, window\n"
 
 
 def test_reads_after_the_three_known_writes_are_no_finding() -> None:
-    assert findings("racecheck", KNOWN + DONE + KNOWN.replace("0x1440", "0x1550") + DONE) == []
+    other = KNOWN.replace("0x1440", "0x1550")  # of another variant
+    assert findings("racecheck", KNOWN + DONE + other + DONE + summary(6)) == []
+    assert findings("racecheck", DONE + summary(0)) == []
 
 
 @pytest.mark.parametrize(
@@ -40,8 +46,14 @@ def test_reads_after_the_three_known_writes_are_no_finding() -> None:
     ],
 )
 def test_any_other_race_is_a_finding(hazard: str, message: str) -> None:
-    (found,) = findings("racecheck", DONE + KNOWN + hazard + DONE)
+    (found,) = findings("racecheck", DONE + KNOWN + hazard + DONE + summary(4))
     assert message in found
+
+
+@pytest.mark.parametrize("end", ["", summary(4), summary(3).replace("(3", "(96")])
+def test_reports_that_were_not_understood_are_a_finding(end: str) -> None:
+    (found,) = findings("racecheck", KNOWN + DONE + end)
+    assert found.startswith("3 reports, of which racecheck's summary says")
 
 
 @pytest.mark.parametrize(

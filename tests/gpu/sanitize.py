@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -35,6 +36,7 @@ TOOLS = {
     "synccheck": [],
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_RACE = r"^=+ (?:Error|Warning): Race reported between "
 RACE_WRITERS = 3
 """Writing instructions of the main kernel whose readers racecheck takes for races: the bulk loads of LSE and
 delta, and the store of a task's mask bounds. The readers wait for a barrier on which arrive.expect_tx follows
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = {name: config for name, config in variants().items() if args.only in name}
     if not chosen:
         parser.error(f"no variant's name contains {args.only!r}; known: {', '.join(variants())}")
+    if shutil.which("compute-sanitizer") is None and not args.launch:
+        parser.error("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
     if args.launch:
         launch_all(chosen)
         return 0
@@ -87,6 +91,10 @@ def findings(tool: str, log: str) -> list[str]:
     if not launches(log):
         return ["nothing was launched"]
     if tool == "racecheck":
+        shown = len(re.findall(_RACE, log, re.M))
+        summary = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn", log)
+        if [(int(a), int(b) + int(c)) for a, b, c in summary] != [(shown, shown)]:
+            return [f"{shown} reports, of which racecheck's summary says {summary or 'nothing'}"]
         return [line for launch in log.split("launched ") for line in races(launch)]
     errors = re.findall(
         r"^=+ ((?:Invalid|Uninitialized|Barrier|Divergent|Missing|Program hit) .+)$", log, re.M
@@ -100,7 +108,7 @@ def findings(tool: str, log: str) -> list[str]:
 def races(log: str) -> list[str]:
     """Hazards of one launch beyond reads after the writes of at most RACE_WRITERS instructions a kernel."""
     found, writers = [], defaultdict(set)
-    for hazard in re.split(r"^=+ Error: Race reported between ", log, flags=re.M)[1:]:
+    for hazard in re.split(_RACE, log, flags=re.M)[1:]:
         first, *others = re.findall(r"(\w+) access at (\S+)\+(0x[0-9a-f]+)", hazard)
         if first[0] != "Write" or any(other[0] != "Read" for other in others):
             found.append(f"{first[0]} at {first[2]} of {first[1]}, then {others[0][0]} at {others[0][2]}")
