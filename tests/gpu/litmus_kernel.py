@@ -60,7 +60,6 @@ class Form:
     release: bool = True  # red.release.gpu, otherwise red.relaxed.gpu
     by_release_warp: bool = True
     acquire: bool = True  # ld.acquire.gpu, otherwise ld.relaxed.gpu
-    proxy_fence: bool = True
 
 
 @dataclass(frozen=True)
@@ -280,8 +279,7 @@ class Litmus:
                     cute.arch.mbarrier_wait(t.checked + n % SLOTS, (n // SLOTS) & 1)
                     source = t.source + part * c.words
                     target = self.tile(t, tile)
-                    if const_expr(c.form.proxy_fence):
-                        ptx.fence_proxy_async()
+                    ptx.fence_proxy_async()
                     if part == 0:
                         ptx.bulk_store(source, target, c.size)
                     else:
