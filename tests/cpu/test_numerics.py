@@ -1,0 +1,67 @@
+"""Unusual numbers on the CPU executor; ``gpu/test_gpu_numerics.py`` is the same for the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from numerics import MASKS, POISONS, UNUSUAL, assert_shows, errors, problem
+from test_fuzz import executor, spoiled
+
+from dash_attn.problem import Mask
+from dash_attn.testing import assert_same_bytes
+
+EVERY_MASK = pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+@EVERY_MASK
+@DTYPES
+def test_unusual_inputs_have_the_errors_of_plain_attention(dtype, mask, name) -> None:
+    x, grads, found = errors(name, problem(mask, 64, dtype), executor())
+    assert all(error <= allowed for error, allowed in zip(found.found, found.allowed)), found
+    assert all(grad.isfinite().all() for grad in grads)
+    if name == "one_hot":
+        assert_same_bytes(grads[2][:, 0], x.dout.float().sum(1).to(x.dout.dtype), "dv")
+
+
+@pytest.mark.parametrize(("name", "value"), POISONS)
+@EVERY_MASK
+def test_what_is_not_finite_shows_where_it_must_and_nowhere_else(mask, name, value) -> None:
+    assert_shows(problem(mask, 64, "bfloat16", 150, 170), name, value, 77, executor())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["q", "dout"])
+def test_what_is_not_finite_in_a_row_that_sees_nothing(name, value) -> None:
+    """Rows 0 to 99 see no key: they may spoil what shares a tile with them, and need not."""
+    assert_shows(problem(Mask.causal(), 64, "bfloat16", 250, 150), name, value, 20, executor())
+
+
+# The checks can fail
+
+
+def hide(grads) -> None:
+    for grad in grads:
+        grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def spread(grads) -> None:
+    grads[0][..., -1, 1, :] = torch.nan
+
+
+@pytest.mark.parametrize(("spoil", "message"), [(hide, "dq hides nan in q"), (spread, "dq spreads nan in q")])
+def test_hiding_and_spreading_are_found(spoil, message) -> None:
+    backend = spoiled(lambda plan, x, how: True, spoil)
+    with pytest.raises(AssertionError, match=message):
+        assert_shows(problem(Mask.full(), 64, "bfloat16", 150, 170), "q", float("nan"), 77, backend)
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_allowed_error_is_not_a_bound_that_anything_passes(name) -> None:
+    """Without dq, dk or dv the error is too large, unless there is next to nothing to miss."""
+    p = problem(Mask.causal(), 64, "float16")
+    zeroed = spoiled(lambda plan, x, how: True, lambda grads: [grad.zero_() for grad in grads])
+    missed = [e > a for e, a in zip(errors(name, p, zeroed)[2].found, errors(name, p, zeroed)[2].allowed)]
+    nothing = {"equal_values": (0, 1), "one_hot": (0, 1), "all_rows_equal": (0, 1), "equal_keys": (0,)}
+    assert missed == [at not in nothing.get(name, ()) for at in range(3)]
