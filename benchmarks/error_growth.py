@@ -1,8 +1,8 @@
 """How the error grows with length: gradients of long sequences against float64, on sampled rows.
 
 One sequence and one head of normal inputs at each length. Softmax and delta of every row are computed in
-float64, in slices; dQ for sampled queries, dK and dV for sampled keys. Errors are norms over the norms of what
-is exact.
+float64, in slices; dQ for sampled queries, dK and dV for sampled keys. Errors are norms over the norms of
+what is exact.
 
     python benchmarks/error_growth.py --output benchmarks/results/h200-error-growth.json
 """

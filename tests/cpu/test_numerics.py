@@ -21,7 +21,7 @@ def test_unusual_inputs_have_the_errors_of_plain_attention(dtype, mask, name) ->
     x, grads, found = errors(name, problem(mask, 64, dtype), executor())
     assert all(error <= allowed for error, allowed in zip(found.found, found.allowed)), found
     assert all(grad.isfinite().all() for grad in grads)
-    if name == "one_hot":
+    if name == "one_hot" and dtype == "bfloat16":  # every P rounds to exactly 1 or 0
         assert_same_bytes(grads[2][:, 0], x.dout.float().sum(1).to(x.dout.dtype), "dv")
 
 

@@ -238,21 +238,24 @@ def _allowed(case: FuzzCase, one: Sequence, exact: Any) -> list[float]:
     """Norms of error that pass: twice that of plain attention in the same dtype, and a floor.
 
     Two draws of rounding noise differ by more than that where there are few elements, so of n elements it is
-    2 + 8 / sqrt(n) times, and 4 / sqrt(n) epsilons of the gradient's norm besides. The floor is rounding of
+    2 + 8 / sqrt(n) times, and 4 / sqrt(n) epsilons of the gradient's norm besides. A relative error of 2^-22
+    in the largest score (tensor cores truncate) is an absolute one of the exponent. The floor is rounding of
     the accumulator: where a row attends to one key, dP - delta cancels and nothing else is left. It is in
     proportion to the products, not to their difference. Plain attention in float64 is what is exact, so there
     the floor is all.
     """
     dtype = getattr(torch, case.dtype)
     double, unit = dtype == torch.float64, torch.finfo(dtype).eps
-    plain = error_norms(plain_attention(one, case.problem.mask, case.softmax_scale, dtype), exact)[2:]
+    scale, mask = case.softmax_scale, case.problem.mask
+    plain = error_norms(plain_attention(one, mask, scale, dtype), exact)[2:]
     q, k, v = (float(x.double().norm(dim=-1).amax()) if x.numel() else 0.0 for x in (one.q, one.k, one.v))
     floor = (64 * 2**-52 if double else 4 * 2**-23) * float(one.dout.double().norm())
-    scale = case.softmax_scale
+    score = scale * q * k
     allowed = []
-    for error, x, products in zip(plain, exact[2:], (scale * k * v, scale * q * v, 1 + scale * q * k)):
+    for error, x, products in zip(plain, exact[2:], (scale * k * v, scale * q * v, 1 + score)):
         few = max(x.numel(), 1) ** -0.5
-        allowed.append((2 + 8 * few) * error + 4 * few * unit * float(x.norm()) + floor * products)
+        relative = 4 * few * unit + (0.0 if double else 2**-22 * score)
+        allowed.append((2 + 8 * few) * error + relative * float(x.norm()) + floor * products)
     return allowed
 
 
