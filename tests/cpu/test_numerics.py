@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
 import pytest
 import torch
 from numerics import MASKS, POISONS, UNUSUAL, assert_shows, errors, problem
 from test_fuzz import executor, spoiled
 
 from dash_attn.problem import Mask
+from dash_attn.reference import oracle_backward, oracle_forward
 from dash_attn.testing import assert_same_bytes
 
 EVERY_MASK = pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
@@ -65,3 +69,20 @@ def test_the_allowed_error_is_not_a_bound_that_anything_passes(name) -> None:
     missed = [e > a for e, a in zip(errors(name, p, zeroed)[2].found, errors(name, p, zeroed)[2].allowed)]
     nothing = {"equal_values": (0, 1), "one_hot": (0, 1), "all_rows_equal": (0, 1), "equal_keys": (0,)}
     assert missed == [at not in nothing.get(name, ()) for at in range(3)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sampled_rows_of_the_error_growth_are_those_of_the_oracle(causal, monkeypatch) -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "error_growth.py"
+    spec = spec_from_file_location("error_growth", path)
+    growth = module_from_spec(spec)
+    spec.loader.exec_module(growth)
+    monkeypatch.setattr(growth, "SLICE", 1000)  # several slices
+    x = growth.Inputs(*torch.randn(4, 100, 8, generator=torch.Generator().manual_seed(0)))
+    rows = torch.tensor([99, 0, 7, 50, 51])
+    found = growth.exact_rows(x, causal, 0.3, rows)
+    dout, q, k, v = (t[None, :, None] for t in x)
+    mask = Mask.causal() if causal else Mask.full()
+    out, _ = oracle_forward(q, k, v, mask, 0.3)
+    for mine, exact in zip(found, (out, *oracle_backward(dout, q, k, v, mask, 0.3))):
+        torch.testing.assert_close(mine, exact[0, rows, 0], atol=1e-14, rtol=1e-12)

@@ -69,9 +69,11 @@ def large_scores(x: Sequence) -> Sequence:
 
 
 def low_scores(x: Sequence) -> Sequence:
-    """Scores near -1e4: the same large vector with one sign in q and the other in k, and noise."""
-    size = (1e4 * x.q.shape[-1] ** -0.5) ** 0.5
-    return x._replace(q=size + x.q, k=x.k - size)
+    """Scores near -1e4, as far apart as usual: one large element with one sign in q and the other in k."""
+    large = torch.tensor(1e4 * x.q.shape[-1] ** 0.5).sqrt().to(torch.bfloat16).float()
+    q, k = x.q.clone(), x.k.clone()
+    q[..., 0], k[..., 0] = large, -large
+    return x._replace(q=q, k=k)
 
 
 def denormal(name: str) -> Callable[[Sequence], Sequence]:
@@ -120,12 +122,15 @@ class Errors:
         return ", ".join(f"{name} {error:.2e} of {allowed:.2e}" for name, error, allowed in pairs)
 
 
-def _with_scores_off(p: Problem, x: Sequence, out: Tensor, lse: Tensor, relative: float) -> Grads:
-    """Gradients in float64 as if every score had this relative error, with out and lse as given."""
+def _with_scores_off(p: Problem, x: Sequence, out: Tensor, lse: Tensor, signs: Tensor) -> Grads:
+    """Gradients in float64 as if every score had a relative error of 2^-20, with out and lse as given.
+
+    signs: (seqlen_q, seqlen_k), 1 or -1.
+    """
     dout, q, k, v = (t.double().transpose(0, 1) for t in x)
     k, v = (t.repeat_interleave(p.group, 0) for t in (k, v))
     hidden = plain_hidden(p, q.device)
-    scores = (q @ k.mT) * (scale_of(p) * (1 + relative))
+    scores = (q @ k.mT) * scale_of(p) * (1 + signs * 2.0**-20)
     share = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
     delta = (dout * out.transpose(0, 1)).sum(-1, keepdim=True)
     ds = share * (dout @ v.mT - delta) * scale_of(p)
@@ -145,10 +150,10 @@ def plain_hidden(p: Problem, device: torch.device) -> Tensor:
 def errors(name: str, p: Problem, backend: Backend) -> tuple[Sequence, Grads, Errors]:
     """Inputs and gradients of an unusual case, and how far they are from float64.
 
-    Allowed: three times the error of plain attention in the same dtype; what a relative error of 2^-20 in the
-    scores makes (products are summed in float32, by tensor cores that truncate; at a score of 1e4 it is 1 %
-    of P); rounding of the accumulator, in proportion to the largest products; a denormal result's spacing,
-    and in bfloat16 the smallest normal number: it may be flushed to zero.
+    Allowed: three times the error of plain attention in the same dtype; what relative errors of 2^-20 in the
+    scores make, all of one sign or of any (float32 sums, in tensor cores that truncate: at a score of 1e4 it
+    is 1 % of P); rounding of the accumulator, in proportion to the largest products; a denormal result's
+    spacing, and in bfloat16 the smallest normal number: it may be flushed to zero.
     """
     x = UNUSUAL[name](normal(p, backend.device))
     if name.startswith("denormal") and p.dtype == "bfloat16":
@@ -156,14 +161,21 @@ def errors(name: str, p: Problem, backend: Backend) -> tuple[Sequence, Grads, Er
     x = rounded(x, p)
     exact = plain_attention(x, p.mask, scale_of(p), torch.float64)
     plain = error_norms(plain_attention(x, p.mask, scale_of(p), x.q.dtype), exact)[2:]
-    off = error_norms(_with_scores_off(p, x, *exact[:2], 2.0**-20), exact[2:])
+    ups = torch.ones(p.sequences[0], dtype=torch.float64)
+    chance = torch.randn(ups.shape, generator=torch.Generator().manual_seed(1)).sign().double()
+    off = [
+        error_norms(_with_scores_off(p, x, *exact[:2], signs.to(x.q.device)), exact[2:])
+        for signs in (ups, chance)
+    ]
     found = gradients(p, x, exact[0], exact[1], backend)
     q, k, v = (float(t.double().norm(dim=-1).amax()) for t in (x.q, x.k, x.v))
     floor, scale = 4 * 2**-23 * float(x.dout.double().norm()), scale_of(p)
     spacing = torch.finfo(x.q.dtype).smallest_normal * (1.0 if p.dtype == "bfloat16" else 2.0**-10)
     allowed = [
-        3 * error + sensitivity + floor * products + 2 * spacing * t.numel() ** 0.5
-        for error, sensitivity, products, t in zip(plain, off, (scale * k * v, scale * q * v, 1.0), found)
+        3 * error + max(sensitivity) + floor * products + 2 * spacing * t.numel() ** 0.5
+        for error, sensitivity, products, t in zip(
+            plain, zip(*off), (scale * k * v, scale * q * v, 1.0), found
+        )
     ]
     return x, found, Errors(error_norms(found, exact[2:]), allowed)
 
