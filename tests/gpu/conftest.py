@@ -1,7 +1,7 @@
 """Everything in this folder needs a Hopper GPU; without one it is skipped, with the reason.
 
-Sizes, from the environment: ``DASH_ATTN_PROBLEMS`` random problems of the accuracy test (default 60),
-``DASH_ATTN_REPLAYS`` replays of each policy and mask (default 200).
+Sizes, from the environment: ``DASH_ATTN_PROBLEMS`` random problems of the accuracy tests and of the fuzzer
+(default 60), ``DASH_ATTN_REPLAYS`` replays of each policy and mask (default 200).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ computed row by row over those keys alone. ``may_show`` is what the oracle's for
 hidden key still counts, as 0 * NaN. An implementation works by tiles: a tile that the mask cuts is computed
 whole. So ``must_show <= shown <= may_show``, and under a full mask all three are the same. The kernels hide a
 score, not its P: exp(-inf - lse) is NaN in a row whose lse is NaN, where the oracle and the executor have 0,
-so there dV of hidden keys may be NaN, too.
+so there dV of hidden keys may be NaN, too, in the
+tiles that have a task with the row's.
 """
 
 from __future__ import annotations
@@ -241,8 +242,10 @@ def assert_shows(
     seen = by_rows(p, x)
     must = not_finite(seen.grads)
     may = not_finite(plain_attention(x, p.mask, scale_of(p), torch.float64)[2:])
-    if not hides_p and seen.lse.isnan().any():
-        may[2] = torch.ones_like(may[2])
+    if not hides_p:
+        for tile in (seen.lse.isnan().any(0).nonzero() // p.tile_m).unique().tolist():
+            first, last = int(p.grid(0).kv_first[tile]), int(p.grid(0).kv_last[tile])
+            may[2][first * p.tile_n : (last + 1) * p.tile_n] = True
     found = not_finite(gradients(p, x, seen.out, seen.lse, backend))
     assert any(bool(m.any()) for m in may)
     for grad, shown, least, most in zip(GRADS, found, must, may):
