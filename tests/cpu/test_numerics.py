@@ -29,10 +29,10 @@ def test_unusual_inputs_have_the_errors_of_plain_attention(dtype, mask, name) ->
         assert_same_bytes(grads[2][:, 0], x.dout.float().sum(1).to(x.dout.dtype), "dv")
 
 
-@pytest.mark.parametrize(("name", "value"), POISONS)
+@pytest.mark.parametrize(("name", "row", "value"), POISONS)
 @EVERY_MASK
-def test_what_is_not_finite_shows_where_it_must_and_nowhere_else(mask, name, value) -> None:
-    assert_shows(problem(mask, 64, "bfloat16", 150, 170), name, value, 77, executor())
+def test_what_is_not_finite_shows_where_it_must_and_nowhere_else(mask, name, row, value) -> None:
+    assert_shows(problem(mask, 64, "bfloat16", 150, 420), name, value, row, executor())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -59,6 +59,14 @@ def test_hiding_and_spreading_are_found(spoil, message) -> None:
     backend = spoiled(lambda plan, x, how: True, spoil)
     with pytest.raises(AssertionError, match=message):
         assert_shows(problem(Mask.full(), 64, "bfloat16", 150, 170), "q", float("nan"), 77, backend)
+
+
+def test_what_the_kernels_may_spread_is_limited_to_tiles() -> None:
+    """A NaN log-sum-exp may spoil dV in the tiles of its row, not in the kv tile of 128 keys before them."""
+    window = MASKS[2]
+    backend = spoiled(lambda plan, x, how: x.lse.isnan().any(), lambda grads: grads[2].fill_(torch.nan))
+    with pytest.raises(AssertionError, match="dv spreads nan in q: 8192 places"):
+        assert_shows(problem(window, 64, "bfloat16", 150, 420), "q", float("nan"), 77, backend, hides_p=False)
 
 
 @pytest.mark.parametrize("name", UNUSUAL)

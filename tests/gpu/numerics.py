@@ -5,8 +5,7 @@ computed row by row over those keys alone. ``may_show`` is what the oracle's for
 hidden key still counts, as 0 * NaN. An implementation works by tiles: a tile that the mask cuts is computed
 whole. So ``must_show <= shown <= may_show``, and under a full mask all three are the same. The kernels hide a
 score, not its P: exp(-inf - lse) is NaN in a row whose lse is NaN, where the oracle and the executor have 0,
-so there dV of hidden keys may be NaN, too, in the
-tiles that have a task with the row's.
+so there dV of hidden keys may be NaN, too, in the kv tiles that have a task with the row's q tile.
 """
 
 from __future__ import annotations
@@ -184,8 +183,11 @@ def errors(name: str, p: Problem, backend: Backend) -> tuple[Sequence, Grads, Er
 # Not finite
 
 POISONS = [
-    (name, value) for name in ("dout", "q", "k", "v") for value in (float("nan"), float("inf"), -float("inf"))
+    (name, row, value)
+    for name, row in (("dout", 77), ("q", 77), ("k", 330), ("v", 330))
+    for value in (float("nan"), float("inf"), -float("inf"))
 ]
+"""Input, row and value, of 150 queries and 420 keys: some keys are in tiles that row 77 has no task with."""
 
 
 def poisoned(x: Sequence, name: str, value: float, row: int) -> Sequence:
