@@ -135,15 +135,36 @@ def test_ring_size_is_what_must_be_resident() -> None:
     assert [build_plan(problem, Shift(ring=g)).min_workers for g in (1, 3, 4, 16)] == [1, 3, 4, 16]
 
 
-def test_second_rings_are_claimed_after_another_heads_first() -> None:
-    """With rings of half a head on as many workers as two rings, no ring waits for the one before it."""
-    problem = Problem.dense(heads=4, seqlen=32 * 128, head_dim=64)
+def test_second_rings_are_claimed_after_other_heads_first() -> None:
+    """With rings of half a head, and as many heads together as fill a GPU, no ring waits for another."""
+    problem = Problem.dense(heads=16, seqlen=32 * 128, head_dim=64)
     plan = build_plan(problem, Shift(ring=16))
-    assert plan.items[::16, 1].tolist() == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert plan.items[::16, 1].tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
     assert plan.min_workers == 16
-    assert simulate(plan, Costs(5, 2), 32).stall == 0
+    assert simulate(plan, Costs(5, 2), 128).stall == 0
     head_by_head = verify(plan.with_items(plan.items[np.lexsort((plan.items[:, 2], plan.items[:, 1]))]))
-    assert simulate(head_by_head, Costs(5, 2), 32).stall > 0.05
+    assert simulate(head_by_head, Costs(5, 2), 128).stall > 0.05
+
+
+def test_rings_of_unequal_sequences_are_placed_ring_by_ring() -> None:
+    problem = Problem.varlen([2048, 1024, 300, 2048], heads=1, head_dim=64)
+    plan = build_plan(problem, Shift(ring=4))
+    rings = [(0, 0, 4), (1, 0, 4), (2, 0, 3), (3, 0, 4), (0, 4, 8), (1, 4, 8), (3, 4, 8)]
+    rings += [(0, 8, 12), (3, 8, 12), (0, 12, 16), (3, 12, 16)]
+    assert plan.items[:, [0, 2]].tolist() == [[n, k] for n, first, end in rings for k in range(first, end)]
+    assert plan.min_workers == 4
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "ring"), [(128, 1), (256, 1), (512, 2), (1920, 7), (8192, 32), (16384, 64)]
+)
+def test_a_least_stride_shortens_rings(seqlen: int, ring: int) -> None:
+    """Two contributions to a dQ tile are two tasks apart, where one would wait for the hand-over."""
+    problem = Problem.dense(heads=2, seqlen=seqlen, head_dim=64)
+    plan = build_plan(problem, Shift(ring=64, min_stride=2))
+    assert plan.min_workers == ring
+    starts = [plan.pattern(0).runs_of(k)[0].q_first for k in range(ring)]
+    assert min(np.diff(starts), default=2) >= 2
 
 
 def test_policy_names_carry_their_parameters() -> None:

@@ -19,14 +19,14 @@ class Release(enum.Enum):
 
     REDUCE_WARP = "reduce_warp"  # red.release.gpu by the thread that waited for the bulk reduction
     RELEASE_WARP = "release_warp"  # the same, by another warp that synchronised with it (cumulativity)
-    RELAXED = "relaxed"  # red.relaxed.gpu: not promised by the PTX model, for measurement only
+    RELAXED = "relaxed"  # red.relaxed.gpu: wrong (docs/reliability.md), to measure what the fence costs
 
 
 class Poll(enum.Enum):
     """How the ticket is read while waiting for it."""
 
     ACQUIRE = "acquire"
-    RELAXED = "relaxed"  # not promised by the PTX model, for measurement only
+    RELAXED = "relaxed"  # ld.relaxed.gpu: not promised by the PTX model, for measurement only
 
 
 @dataclass(frozen=True)

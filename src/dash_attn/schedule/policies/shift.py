@@ -16,6 +16,9 @@ from ..tickets import SummationGroup, Visit
 
 __all__ = ["Shift"]
 
+H200_WORKERS = 132
+"""Blocks that a placement keeps busy; on a machine with another number it costs time and changes no bit."""
+
 
 @dataclass(frozen=True)
 class Shift(Policy):
@@ -31,6 +34,8 @@ class Shift(Policy):
         ring: kv tiles of a ring at most, by default all of a head: the paper's schedule. A ring never
             has more members than the sequence has q tiles.
         stride: q tiles between the starts of two members, default: as many as fit.
+        min_stride: rings have so few members that the default stride is at least this, where the sequence
+            has so many q tiles.
 
     Source: DASH section 3.4 and figure 6. Full mask only.
 
@@ -47,9 +52,10 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
     name: ClassVar[str] = "shift"
     ring: int | None = None
     stride: int | None = None
+    min_stride: int | None = None
 
     def __post_init__(self) -> None:
-        self._require_integers("ring", "stride")
+        self._require_integers("ring", "stride", "min_stride")
 
     def check(self, grid: SequenceGrid) -> None:
         if not grid.is_full:
@@ -59,8 +65,9 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
             )
         if self.ring is not None and self.ring < 1:
             raise UnsupportedMaskError(f"ring must be >= 1, got {self.ring}")
-        if self.stride is not None and self.stride < 1:
-            raise UnsupportedMaskError(f"stride must be >= 1, got {self.stride}")
+        for name in ("stride", "min_stride"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UnsupportedMaskError(f"{name} must be >= 1, got {value}")
         needed = self._ring(grid) * (1 if self.stride is None else self.stride)
         if needed > grid.q_tiles:
             raise UnsupportedMaskError(
@@ -70,6 +77,8 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
 
     def _ring(self, grid: SequenceGrid) -> int:
         limit = min(grid.kv_tiles, grid.q_tiles)
+        if self.min_stride is not None:
+            limit = min(limit, max(1, grid.q_tiles // self.min_stride))
         return limit if self.ring is None else min(self.ring, limit)
 
     def _rings(self, grid: SequenceGrid) -> list[tuple[int, IntArray]]:
@@ -91,18 +100,28 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
         return visits or [[] for _ in range(grid.kv_tiles)]
 
     def place(self, heads: Sequence[Head]) -> NDArray[np.int32]:
-        """Ring by ring, two heads at a time: the second ring of a head has nothing to add before its
-        first one has been round, so another head's first ring is claimed in between."""
+        """Ring by ring, as many heads together as keep a GPU busy with their first rings: the second ring
+        of a head has nothing to add before its first one has been round."""
+        rings = {head.grid: self._tiles_of_rings(head.grid) for head in heads}
         parts = []
-        for start in range(0, len(heads), 2):
-            together = heads[start : start + 2]
-            size = max([1, *(self._ring(head.grid) for head in together)])
-            longest = max(head.grid.kv_tiles for head in together)
-            for first in range(0, max(longest, 1), size):
-                for head in together:
-                    end = min(first + size, head.grid.kv_tiles)
-                    parts.append(head_items(head, np.arange(first, max(end, first), dtype=np.int64)))
+        together: list[Head] = []
+        busy = 0
+        for n, head in enumerate(heads):
+            together.append(head)
+            busy += len(rings[head.grid][0])
+            following = len(rings[heads[n + 1].grid][0]) if n + 1 < len(heads) else H200_WORKERS
+            if (len(together) > 1 and busy + following / 2 > H200_WORKERS) or n + 1 == len(heads):
+                for k in range(max(len(rings[head.grid]) for head in together)):
+                    members = (head for head in together if k < len(rings[head.grid]))
+                    parts += [head_items(head, rings[head.grid][k]) for head in members]
+                together, busy = [], 0
         return np.concatenate(parts)
+
+    def _tiles_of_rings(self, grid: SequenceGrid) -> list[IntArray]:
+        """The kv tiles of every ring; one ring of all kv tiles where there is nothing to do."""
+        if not grid.tasks:
+            return [np.arange(grid.kv_tiles, dtype=np.int64)]
+        return [np.arange(first, first + len(ring), dtype=np.int64) for first, ring in self._rings(grid)]
 
     def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
         q = np.arange(grid.q_tiles, dtype=np.int64)
