@@ -40,6 +40,9 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SPIN_LIMIT = 2_000_000
 """Polls after which a bounded wait gives up: a few seconds."""
 
+CLAIM_AHEAD = 3
+"""Tasks before the end of an item at which its block claims the next one, where that is safe."""
+
 
 @dataclass(frozen=True)
 class Debug:
@@ -155,10 +158,11 @@ def run_backward(
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     config = _config(problem.head_dim, problem.dtype, ordered, debug)
     resident = _multiprocessors(q.device)
-    workers = min(resident if workers is None else workers, resident)
+    place = on_device(plan, q.device)
+    finishers = place.finishers(resident) if ordered and workers is None else 0
+    workers = min(resident - finishers if workers is None else workers, resident)
     if ordered:
         check_workers(plan, workers)
-    place = on_device(plan, q.device)
     work = _Workspace(config, place, problem.heads, q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = [_loadable(x) for x in (q, k, v, out, dout)] + [lse.contiguous(), dq, dk, dv]
@@ -168,7 +172,9 @@ def run_backward(
         program(config)(
             *tensors, place.table,
             work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
-            softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0, workers,
+            softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0,
+            workers + finishers, workers, problem.heads * place.complete_q_tiles,
+            CLAIM_AHEAD if plan.min_workers == 1 else 0,
         )  # fmt: skip
     if debug.bounded:
         _check_hand_overs(work.errors)
@@ -205,7 +211,7 @@ class _Workspace:
         tiles = heads * place.q_tiles
         self.lse2, self.delta = empty(tiles * config.tile_m), empty(tiles * config.tile_m)
         self.dq = empty(tiles * config.dq_elements)
-        self.control = empty(CONTROL_WORDS + tiles * config.ticket_stride, torch.int32)
+        self.control = empty(CONTROL_WORDS + tiles * (config.ticket_stride + 1), torch.int32)
         # What only debugging variants or head groups need is a constant for the others.
         self.errors, self.partials, self.trace, self.parts = _unused(device)
         if place.partial_sums:
@@ -244,6 +250,8 @@ def _loadable(x: Tensor) -> Tensor:
 
 def _check_hand_overs(errors: Tensor) -> None:
     failed, sequence, head, kv_tile, q_tile, expected, seen, _ = errors.tolist()
+    if failed and sequence < 0:
+        raise HandOverError(f"{seen} of {expected} dQ tiles got all their contributions")
     if failed:
         raise HandOverError(
             f"sequence {sequence}, q head {head}, kv tile {kv_tile}, q tile {q_tile}: waited for ticket "

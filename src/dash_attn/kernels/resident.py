@@ -28,6 +28,9 @@ class OnDevice:
         q_tiles, kv_tiles: tiles of one head, over all sequences.
         tickets: most contributions that a dQ tile can get, at least 1.
         partial_sums: items that leave partial sums of dK and dV.
+        complete_q_tiles: those of ``q_tiles`` that get contributions.
+        items, min_workers: of the plan.
+        converting: share of the work that is converting dQ tiles.
     """
 
     table: Tensor
@@ -37,6 +40,20 @@ class OnDevice:
     kv_tiles: int
     tickets: int
     partial_sums: int
+    complete_q_tiles: int
+    items: int
+    min_workers: int
+    converting: float
+
+    def finishers(self, multiprocessors: int) -> int:
+        """Blocks that get no items, and convert dQ tiles from the start: while the tiles are still in L2."""
+        if self.items <= multiprocessors:
+            return 0  # blocks beyond the items do it anyway
+        return max(0, min(int(multiprocessors * self.converting), multiprocessors - self.min_workers))
+
+
+TASK, ITEM, CONVERSION = 3400, 6000, 500
+"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile, on an H200."""
 
 
 _RESIDENT: WeakKeyDictionary[Plan, dict[torch.device, OnDevice]] = WeakKeyDictionary()
@@ -76,6 +93,9 @@ def _upload(plan: Plan, device: torch.device) -> OnDevice:
     stream.synchronize()  # other streams may use it next
     longest_q, longest_k = lengths.max(0).tolist()
     grids = [problem.grids[pair] for pair in problem.sequences]
+    complete = sum(int((grid.contributions > 0).sum()) for grid in grids)
+    conversion = CONVERSION * problem.heads * complete
+    work = TASK * problem.tasks + ITEM * len(plan.items) + conversion
     return OnDevice(
         table,
         PackedLengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k),
@@ -84,4 +104,8 @@ def _upload(plan: Plan, device: torch.device) -> OnDevice:
         sum(grid.kv_tiles for grid in grids),
         max(1, *(grid.kv_tiles for grid in problem.grids.values())),
         int(plan.partial_first[-1]),
+        complete,
+        len(plan.items),
+        plan.min_workers,
+        conversion / max(1, work),
     )

@@ -20,13 +20,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.utils import SmemAllocator, hopper_helpers
 
-from . import plan_view, ptx, reduce, registers
+from . import finish, plan_view, ptx, reduce, registers
 from .config import MMA_WARPGROUPS, SLOTS, THREADS, BackwardConfig
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
 MMA_WARPS = 4 * MMA_WARPGROUPS
 DS_BARRIER = 1
-UNBOUNDED = 1 << 30
 MAX_INT32 = (1 << 31) - 1
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -168,6 +167,7 @@ class Backward:
         lse2,
         delta,
         dq_acc,
+        dq,
         dk,
         dv,
         parts,
@@ -178,6 +178,9 @@ class Backward:
         trace,
         scale,
         grid,
+        workers,
+        complete,
+        ahead,
         stream,
     ):
         c = self.config
@@ -194,7 +197,7 @@ class Backward:
         self.kernel(
             atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v,
             layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
-            lse2, delta, dq_acc, dk, dv, parts, plan, control, errors, partials, trace, scale,
+            lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete, ahead,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
 
     @cute.kernel
@@ -203,8 +206,9 @@ class Backward:
         mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, q_layout: cute.ComposedLayout,
         do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout,
         mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
-        mdQacc: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
+        mdQacc: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
         mControl: cute.Tensor, mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
+        workers: Int32, complete: Int32, ahead: Int32,
     ):  # fmt: skip
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -240,14 +244,14 @@ class Backward:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_idx == LOAD_WARP:
                 tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
-                self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, mdK.shape[0])
+                self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, mdK.shape[0], workers)
             if warp_idx == REDUCE_WARP:
-                reduce.reduce_role(c, mControl, mdQacc, mPartials, mTrace, sdQ, bars)
+                reduce.reduce_role(c, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars)
             if const_expr(c.has_release_warp):
                 if warp_idx == RELEASE_WARP:
-                    reduce.release_role(c, mControl, bars)
+                    reduce.release_role(c, mPlan, mControl, bars)
             if warp_idx == TICKET_WARP:
-                reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
+                reduce.ticket_role(c, mPlan, mControl, mErrors, bars, ahead)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.mma(
@@ -268,6 +272,8 @@ class Backward:
                 scale,
                 bars,
             )
+            if const_expr(c.ordered):
+                finish.finish_role(c, mPlan, mControl, mErrors, mdQacc, mdQ, scale, complete)
 
     def _barrier_counts(self):
         """Barrier name -> (stages, arrivals a phase)."""
@@ -283,20 +289,19 @@ class Backward:
         }  # fmt: skip
 
     @cute.jit
-    def load(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, batches):
+    def load(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, batches, workers):
         """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
         c = self.config
         atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV = tma
         tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
         kv_bytes = 2 * c.tile_n * c.head_dim
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
-        slot = reduce.claim_item(mPlan, mControl, bars, n_item, batches)
+        slot = reduce.claim_first_item(mPlan, mControl, bars, batches, workers)
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
-            low, high = self._mask_bounds(mPlan, plan_view.mailbox_item(slot))
             fresh = Int32(1)
             for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
-                run = plan_view.read_run(mPlan, plan_view.mailbox_item(slot).run_first, r)
+                run = plan_view.read_run(mPlan, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
                     for h in cutlass.range(plan_view.mailbox_item(slot).q_head_count, unroll=1):
@@ -308,7 +313,7 @@ class Backward:
                         cute.arch.mbarrier_wait(bars.q_empty + stage, phase ^ 1)
                         full = bars.q_full + stage
                         with cute.arch.elect_one():
-                            self._put_q_info(bars, stage, item, q_tile, low, high)
+                            self._put_q_info(bars, stage, item, q_tile)
                             cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
                             ptx.bulk_load(
                                 sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full
@@ -338,14 +343,14 @@ class Backward:
                         n_task += 1
             n_item += 1
             if fresh == 0:
-                # Only an item whose tickets are all granted no longer depends on other blocks: see reduce.py, Claiming.
+                # Only an item whose tickets are granted no longer depends on other blocks: see reduce.py, Claiming.
                 cute.arch.mbarrier_wait(bars.item_granted, (n_kv & 1) ^ 1)
             slot = reduce.claim_item(mPlan, mControl, bars, n_item, batches)
 
-    def _put_q_info(self, bars, stage, item, q_tile: Int32, low: Int32, high: Int32) -> None:
+    def _put_q_info(self, bars, stage, item, q_tile: Int32) -> None:
         """Tell the MMA warps which scores of a task the mask hides."""
         c = self.config
-        q_row, kv_row = q_tile * c.tile_m, item.kv_tile * c.tile_n
+        q_row, kv_row, low, high = q_tile * c.tile_m, item.kv_tile * c.tile_n, item.low, item.high
         cut = (kv_row + c.tile_n > item.seqlen_k) | (kv_row + c.tile_n - 1 > q_row + high)
         cut = cut | (kv_row < q_row + c.tile_m - 1 + low)
         info = self._q_info(bars)[None, stage]
@@ -368,15 +373,6 @@ class Backward:
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
         cute.copy(atom, source[None, tile], target, tma_bar_ptr=barrier)
-
-    @cute.jit
-    def _mask_bounds(self, mPlan, item):
-        """(low, high): key j is visible to query i iff i + low <= j <= i + high; an open side is out of reach."""
-        shift = item.seqlen_k - item.seqlen_q
-        left, right = mPlan[plan_view.WINDOW_LEFT], mPlan[plan_view.WINDOW_RIGHT]
-        low = shift - left if left >= 0 else Int32(-UNBOUNDED)
-        high = shift + right if right >= 0 else Int32(UNBOUNDED)
-        return low, high
 
     @cute.jit
     def mma(
@@ -641,7 +637,7 @@ class Backward:
         for half in cutlass.range_constexpr(2):
             first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
             if info[3] <= row + 8 * half:
-                first = Int32(UNBOUNDED)
+                first = Int32(plan_view.UNBOUNDED)
             for i in cutlass.range_constexpr(cute.size(acc) // 2):
                 c = i // 2 * 8 + i % 2
                 element = i // 2 * 4 + half * 2 + i % 2

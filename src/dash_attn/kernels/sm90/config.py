@@ -9,9 +9,15 @@ SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
 THREADS = 128 * (1 + MMA_WARPGROUPS)
 SLOTS = 8  # contributions that the warps around the reduction may be apart
-CONTROL_WORDS = (
-    32  # int32 words before the first ticket: 0 claim counter, the rest keeps tickets off its line
-)
+# The control buffer, int32: four counters on a 128-byte line each, a ticket counter a dQ tile, a queue entry a dQ tile.
+CLAIMED, ARRIVED, FINISHED, TAKEN = (
+    0,
+    32,
+    64,
+    96,
+)  # items, blocks, dQ tiles put into the queue, parts taken from it
+CONTROL_WORDS = 128
+PARTS = 2  # of a dQ tile, converted by a warp each
 
 
 class Release(enum.Enum):
@@ -19,14 +25,14 @@ class Release(enum.Enum):
 
     REDUCE_WARP = "reduce_warp"  # red.release.gpu by the thread that waited for the bulk reduction
     RELEASE_WARP = "release_warp"  # the same, by another warp that synchronised with it (cumulativity)
-    RELAXED = "relaxed"  # red.relaxed.gpu: wrong (docs/reliability.md), to measure what the fence costs
+    RELAXED = "relaxed"  # red.relaxed.gpu: not promised by the PTX model, for measurement only
 
 
 class Poll(enum.Enum):
     """How the ticket is read while waiting for it."""
 
     ACQUIRE = "acquire"
-    RELAXED = "relaxed"  # ld.relaxed.gpu: not promised by the PTX model, for measurement only
+    RELAXED = "relaxed"  # not promised by the PTX model, for measurement only
 
 
 @dataclass(frozen=True)

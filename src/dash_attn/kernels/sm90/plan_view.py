@@ -13,10 +13,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 ITEM_COUNT, SEQUENCE_COUNT, ITEM_OFFSET, RUN_OFFSET, SEQUENCE_OFFSET = 2, 4, 5, 6, 7
-HEADS, WINDOW_LEFT, WINDOW_RIGHT, Q_MAP_OFFSET, KV_MAP_OFFSET = 11, 14, 15, 16, 18
+HEADS, WINDOW_LEFT, WINDOW_RIGHT, Q_MAP_OFFSET, Q_TILES, KV_MAP_OFFSET = 11, 14, 15, 16, 17, 18
 ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 12, 4, 12
 ITEM_FIELDS = 9  # the words of an item that mean something
-RUN_FIRST = 5  # word of an item
+RUN_FIRST, RUN_COUNT = 5, 6  # words of an item
 
 PACKED_ROWS = 1 << 30  # row extent of a packed tensor for the copy engine, see tma_rows
 
@@ -34,10 +34,15 @@ class Item(NamedTuple):
     run_count: Int32
     task_count: Int32
     partial_slot: Int32  # -1: the item owns all q heads of its kv head
+    run_q_first: Int32  # the words of its first run
+    run_tasks: Int32
+    run_t_first: Int32
+    run_steps: Int32
     seqlen_q: Int32
     seqlen_k: Int32
     q_tile_count: Int32
     q_tile_first: Int32  # dQ tiles of all heads of earlier sequences
+    total_first: Int32  # word of the table with the contributions to its first q tile
     batch: Int32
     k_row_first: Int32
     tma_batch: Int32  # see tma_rows, like what follows
@@ -45,9 +50,13 @@ class Item(NamedTuple):
     q_tma_shift: Int32
     k_tma_row: Int32
     k_tma_shift: Int32
+    low: Int32  # key j is visible to query i iff i + low <= j <= i + high; an open side is out of reach
+    high: Int32
 
 
-MAILBOX_WORDS = 24
+MAILBOX_WORDS = 28
+UNBOUNDED = 1 << 30
+NO_ITEM = (1 << 31) - 1  # an index beyond every list
 
 
 class Run(NamedTuple):
@@ -73,50 +82,55 @@ class Sequence(NamedTuple):
     partial_first: Int32
 
 
-class Header(NamedTuple):
-    """The header words that lead to an item."""
-
-    item_count: Int32
-    item_offset: Int32
-    run_offset: Int32
-    sequence_offset: Int32
-    heads: Int32
-
-
-def read_header(plan: cute.Tensor) -> Header:
-    return Header(plan[ITEM_COUNT], plan[ITEM_OFFSET], plan[RUN_OFFSET], plan[SEQUENCE_OFFSET], plan[HEADS])
-
-
 @cute.jit
-def put_item(plan: cute.Tensor, header: Header, index: Int32, batches: Int32, slot: cute.Tensor) -> None:
+def put_item(plan: cute.Tensor, index: Int32, batches: Int32, slot: cute.Tensor) -> None:
     """Write record `index` of the item list, as an Item, into a mailbox slot; beyond the list only index -1, the sign to stop.
 
-    Field by field, because the warp that does it has few registers.
+    By one warp. Its lanes read the words of a record side by side: a block computes nothing while it waits for them.
     """
-    if index >= header.item_count:
+    lane = cute.arch.lane_idx()
+    if index >= plan[ITEM_COUNT]:
         slot[0] = Int32(-1)
     else:
-        slot[0] = index
-        base = header.item_offset + index * ITEM_WORDS
-        for i in cutlass.range_constexpr(ITEM_FIELDS):
-            word = plan[base + i]
-            slot[1 + i] = header.run_offset + word * RUN_WORDS if i == RUN_FIRST else word
-        sequence = slot[1]
-        seq = read_sequence(plan, header.sequence_offset, sequence)
-        batch, q_row_first, k_row_first = first_rows(seq, sequence, batches)
+        word = Int32(0)
+        if lane < ITEM_FIELDS:
+            word = plan[plan[ITEM_OFFSET] + index * ITEM_WORDS + lane]
+        sequence = cute.arch.shuffle_sync(word, 0)
+        run_first = plan[RUN_OFFSET] + cute.arch.shuffle_sync(word, RUN_FIRST) * RUN_WORDS
+        has_runs = cute.arch.shuffle_sync(word, RUN_COUNT) > 0
+        if lane < ITEM_FIELDS:
+            slot[1 + lane] = run_first if lane == RUN_FIRST else word
+        record = Int32(0)
+        if lane < len(Sequence._fields):
+            record = plan[plan[SEQUENCE_OFFSET] + sequence * SEQUENCE_WORDS + lane]
+        elif (lane >= 16) & (lane < 16 + RUN_WORDS) & has_runs:
+            record = plan[run_first + lane - 16]
+        if (lane >= 16) & (lane < 16 + RUN_WORDS):
+            slot[1 + ITEM_FIELDS + lane - 16] = record
+        for field in ("seqlen_q", "seqlen_k", "q_tile_count", "total_first"):
+            if lane == Sequence._fields.index(field):
+                slot[Item._fields.index(field)] = record
+        if lane == Sequence._fields.index("q_tile_first"):
+            slot[Item._fields.index("q_tile_first")] = record * plan[HEADS]
+        seqlen_q, seqlen_k = cute.arch.shuffle_sync(record, 0), cute.arch.shuffle_sync(record, 1)
+        batch, q_row_first, k_row_first = sequence, Int32(0), Int32(0)
+        if batches == 1:
+            batch = Int32(0)
+            q_row_first = cute.arch.shuffle_sync(record, Sequence._fields.index("q_row_first"))
+            k_row_first = cute.arch.shuffle_sync(record, Sequence._fields.index("k_row_first"))
+        shift, left, right = seqlen_k - seqlen_q, plan[WINDOW_LEFT], plan[WINDOW_RIGHT]
         values = (
-            seq.seqlen_q,
-            seq.seqlen_k,
-            seq.q_tile_count,
-            seq.q_tile_first * header.heads,
             batch,
             k_row_first,
             Int32(PACKED_ROWS) if batches == 1 else batch,
-            *tma_rows(seq.seqlen_q, q_row_first, batches),
-            *tma_rows(seq.seqlen_k, k_row_first, batches),
+            *tma_rows(seqlen_q, q_row_first, batches),
+            *tma_rows(seqlen_k, k_row_first, batches),
+            shift - left if left >= 0 else Int32(-UNBOUNDED),
+            shift + right if right >= 0 else Int32(UNBOUNDED),
         )
         for i, value in enumerate(values):
-            slot[1 + ITEM_FIELDS + i] = value
+            slot[Item._fields.index("batch") + i] = value
+        slot[0] = index
 
 
 @cute.jit
@@ -144,13 +158,16 @@ def tma_rows(length: Int32, row_first: Int32, batches: Int32):
 
 
 @cute.jit
-def read_run(plan: cute.Tensor, run_first: Int32, index: Int32):
-    """Run `index` of an item whose runs begin at word `run_first`; the steps are signed bytes."""
-    base = run_first + index * RUN_WORDS
-    packed = plan[base + 3]
+def read_run(plan: cute.Tensor, slot: cute.Tensor, index: Int32):
+    """Run `index` of the item in a mailbox slot, which holds its first one; the steps are signed bytes."""
+    item = mailbox_item(slot)
+    q_first, count, t_first, packed = item.run_q_first, item.run_tasks, item.run_t_first, item.run_steps
+    if index > 0:
+        base = item.run_first + index * RUN_WORDS
+        q_first, count, t_first, packed = plan[base], plan[base + 1], plan[base + 2], plan[base + 3]
     q_step = (packed << 24) >> 24
     t_step = (packed << 16) >> 24
-    return Run(plan[base], plan[base + 1], plan[base + 2], q_step, t_step, packed >> 16)
+    return Run(q_first, count, t_first, q_step, t_step, packed >> 16)
 
 
 @cute.jit

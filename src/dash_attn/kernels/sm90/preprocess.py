@@ -4,10 +4,10 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
-from . import plan_view, registers
-from .config import CONTROL_WORDS, BackwardConfig
+from . import finish, plan_view, registers
+from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardConfig
 
 THREADS = 256
 
@@ -16,39 +16,41 @@ class Preprocess:
     """delta = -rowsum(O dO) (the value dP starts from), base-2 LSE, tickets and claim counter reset.
 
     Tensors: o, do (B, Sq, H, D); lse (B, H, Sq) fp32, natural logarithm; B = 1: sequences one after the other; lse2, delta fp32,
-    tile_m values a dQ tile, in tile-index order. One block a q tile and head. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
+    tile_m values a dQ tile, in tile-index order. One block a q tile and head. Zeroes dQ where nobody contributes; without order, fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
     """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
 
     @cute.jit
-    def __call__(self, o, do, lse, lse2, delta, dq_acc, plan, control, q_tiles, stream):
-        self.kernel(o, do, lse, lse2, delta, dq_acc, plan, control).launch(
+    def __call__(self, o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, stream):
+        self.kernel(o, do, lse, lse2, delta, dq_acc, dq, plan, control).launch(
             grid=(q_tiles, o.shape[2], 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
     def kernel(
         self, mO: cute.Tensor, mdO: cute.Tensor, mLse: cute.Tensor, mLse2: cute.Tensor, mDelta: cute.Tensor,
-        mdQacc: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
+        mdQacc: cute.Tensor, mdQ: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
     ):  # fmt: skip
         c = self.config
         index, q_head, _ = cute.arch.block_idx()
         tidx = cute.arch.thread_idx()[0]
         if (tidx == 0) & (index + q_head == 0):
-            mControl[0] = Int32(0)
-        sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.Q_MAP_OFFSET, index)
-        batch, first, _ = plan_view.first_rows(seq, sequence, mO.shape[0])
-        q_tile = index - seq.q_tile_first
-        tile = seq.q_tile_first * mPlan[plan_view.HEADS] + q_head * seq.q_tile_count + q_tile
+            for counter in (CLAIMED, ARRIVED, FINISHED, TAKEN):
+                mControl[counter] = Int32(0)
+        heads = mPlan[plan_view.HEADS]
+        key = index * heads + q_head
+        tile, where = finish.locate(mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, heads, mO.shape[0])
+        batch, first, seqlen_q, q_tile, _ = where
         if tidx == 0:
             mControl[CONTROL_WORDS + tile * c.ticket_stride] = Int32(0)
+            finish.clear(c, mControl, mPlan, tile)
         stat = Int64(tile) * c.tile_m
         if tidx < c.tile_m:
             row = q_tile * c.tile_m + tidx
             value = Float32.inf
-            if row < seq.seqlen_q:
+            if row < seqlen_q:
                 natural = mLse[batch, q_head, first + row]
                 if natural != -Float32.inf:
                     value = natural * math.log2(math.e)
@@ -59,7 +61,7 @@ class Preprocess:
         left, right = [], []
         for n in cutlass.range_constexpr(c.tile_m // rows):
             row = q_tile * c.tile_m + n * rows + tidx // lanes
-            row = first + (row if row < seq.seqlen_q else seq.seqlen_q - 1)
+            row = first + (row if row < seqlen_q else seqlen_q - 1)
             left.append(self._chunk(mO[batch, row, q_head, None], tidx % lanes))
             right.append(self._chunk(mdO[batch, row, q_head, None], tidx % lanes))
         for n in cutlass.range_constexpr(c.tile_m // rows):
@@ -68,9 +70,17 @@ class Preprocess:
             total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
             total = cute.arch.warp_reduction(total, lambda x, y: x + y, threads_in_group=lanes)
             if tidx % lanes == 0:
-                inside = q_tile * c.tile_m + local < seq.seqlen_q
+                inside = q_tile * c.tile_m + local < seqlen_q
                 mDelta[stat + local] = -total if inside else Float32(0.0)
-        if const_expr(not c.ordered):
+        if const_expr(c.ordered):
+            if finish.contributions(mPlan, index) == 0:
+                # Nobody will write, queue or convert this tile.
+                for n in cutlass.range_constexpr(c.tile_m // rows):
+                    row = q_tile * c.tile_m + n * rows + tidx // lanes
+                    if row < seqlen_q:
+                        line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (tidx % lanes,))
+                        line.store(cute.zeros_like(line))
+        else:
             acc = cute.make_tensor(
                 mdQacc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
             )
@@ -82,10 +92,11 @@ class Preprocess:
 
 
 class Convert:
-    """dQ = softmax scale * fp32 dQ, in the output dtype; tiles that nobody contributes to become zero.
+    """What is left after the main kernel.
 
-    One block a q tile and head. Where kv heads have several head groups, `kv_tiles` more blocks a head sum the groups' dK
-    and dV of a kv tile, in ascending order, and finish them like dQ (dV unscaled).
+    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block a q tile and head. Where kv heads have
+    several head groups, `kv_tiles` more blocks a head sum the groups' dK and dV of a kv tile, in ascending order, and finish
+    them (dV unscaled).
     """
 
     def __init__(self, config: BackwardConfig):
@@ -103,52 +114,19 @@ class Convert:
         mPlan: cute.Tensor, scale: Float32, q_tiles: Int32,
     ):  # fmt: skip
         index, y, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
         if index < q_tiles:
-            self.convert_dq(mdQacc, mdQ, mPlan, scale, index, y)
+            heads = mPlan[plan_view.HEADS]
+            key = index * heads + y
+            tile, where = finish.locate(mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, heads, mdQ.shape[0])
+            piece = cute.arch.warp_idx()
+            values = finish.load_piece(self.config, mdQacc, tile, piece)
+            finish.store_piece(self.config, values, mdQ, where, piece, scale)
         elif y // 2 < mdK.shape[2]:  # a kv head of two head groups has two q heads at least
             if y % 2 == 0:
                 self.sum_parts(mParts, 0, mdK, mPlan, scale, index - q_tiles, y // 2)
             else:
                 self.sum_parts(mParts, 1, mdV, mPlan, Float32(1.0), index - q_tiles, y // 2)
-
-    @cute.jit
-    def convert_dq(self, mdQacc, mdQ, mPlan, scale: Float32, index: Int32, q_head: Int32):
-        c = self.config
-        tidx = cute.arch.thread_idx()[0]
-        sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.Q_MAP_OFFSET, index)
-        batch, first_row, _ = plan_view.first_rows(seq, sequence, mdQ.shape[0])
-        q_tile = index - seq.q_tile_first
-        tile = seq.q_tile_first * mPlan[plan_view.HEADS] + q_head * seq.q_tile_count + q_tile
-        missing = Boolean(False)
-        if const_expr(c.ordered):
-            missing = mPlan[seq.total_first + q_tile] == 0  # then nobody has written the fp32 tile either
-        cute.arch.griddepcontrol_wait()
-        vectors = c.dq_elements // 1024
-        layout = cute.make_layout((4, 128, vectors, 2), stride=(1, 4, 512, 512 * vectors))
-        acc = cute.make_tensor(mdQacc.iterator + Int64(tile) * c.dq_elements, layout)
-        # Each of the eight warps takes the rows of one MMA warp: the same values in the same lanes.
-        group, lane = tidx // 128, tidx % 32
-        mine = cute.make_rmem_tensor((2, 2, vectors), Float32)
-        for v in cutlass.range_constexpr(vectors):
-            cute.autovec_copy(
-                acc[None, tidx % 128, v, group], cute.make_tensor(mine[None, None, v].iterator, 4)
-            )
-        first = tidx % 128 // 32 * 16 + lane // 4
-        first_column = 0
-        if const_expr(c.tile_m == 64):
-            first_column = group * (c.head_dim // 2)
-        else:
-            first += group * 64
-        for half in cutlass.range_constexpr(2):
-            values = cute.make_rmem_tensor((2, vectors), mdQ.element_type)
-            values.store((mine[None, half, None].load() * scale).to(mdQ.element_type))
-            words = cute.recast_tensor(values, Int32)
-            for i in cutlass.range_constexpr(cute.size(words)):
-                words[i] = Int32(0) if missing else words[i]
-            row = q_tile * c.tile_m + first + 8 * half
-            line = mdQ[batch, first_row + row, q_head, None]
-            part = cute.local_tile(line, (8 * vectors,), (first_column // (8 * vectors),))
-            registers.store_rows(values, part, lane, row < seq.seqlen_q)
 
     @cute.jit
     def sum_parts(
@@ -159,7 +137,6 @@ class Convert:
         tidx = cute.arch.thread_idx()[0]
         sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.KV_MAP_OFFSET, index)
         batch, _, first_row = plan_view.first_rows(seq, sequence, mdX.shape[0])
-        cute.arch.griddepcontrol_wait()
         if seq.head_groups > 1:
             kv_tile = index - seq.kv_tile_first
             slot = seq.partial_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups

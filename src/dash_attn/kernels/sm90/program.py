@@ -1,7 +1,7 @@
 """One compiled callable a configuration: preprocessing, main kernel and conversion behind one host call."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from .backward import DTYPES, Backward
@@ -21,10 +21,14 @@ class Program:
         self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
         dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, plan: cute.Tensor, lse2: cute.Tensor, delta: cute.Tensor,
         dq_acc: cute.Tensor, parts: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor,
-        trace: cute.Tensor, scale: Float32, q_tiles: Int32, kv_tiles: Int32, grid: Int32, stream,
+        trace: cute.Tensor, scale: Float32, q_tiles: Int32, kv_tiles: Int32, grid: Int32, workers: Int32,
+        complete: Int32, ahead: Int32, stream,
     ):  # fmt: skip
-        """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group."""
-        self.preprocess(o, do, lse, lse2, delta, dq_acc, plan, control, q_tiles, stream)
+        """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group. The first
+        `workers` of `grid` blocks execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions; `ahead`:
+        tasks of an item that need no ticket yet when its block claims another item, 0 unless no item depends on a later one.
+        """
+        self.preprocess(o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, stream)
         self.backward(
             q,
             k,
@@ -33,6 +37,7 @@ class Program:
             lse2,
             delta,
             dq_acc,
+            dq,
             dk,
             dv,
             parts,
@@ -43,9 +48,14 @@ class Program:
             trace,
             scale,
             grid,
+            workers,
+            complete,
+            ahead,
             stream,
         )
-        self.convert(dq_acc, parts, dq, dk, dv, plan, scale, q_tiles, kv_tiles, stream)
+        converted = 0 if const_expr(self.config.ordered) else q_tiles
+        if converted + kv_tiles > 0:
+            self.convert(dq_acc, parts, dq, dk, dv, plan, scale, converted, kv_tiles, stream)
 
 
 def fake_arguments(config: BackwardConfig, env_stream: bool):
@@ -75,7 +85,7 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
     return [
         *matrices, lse, matrix(), matrix(), matrix(), vector(Int32, 16), vector(Float32, 128), vector(Float32, 128),
         vector(Float32, 128), vector(Float32, 128), vector(Int32, 128), vector(Int32, 16), table(Float32), table(Int64),
-        Float32(1.0), Int32(1), Int32(0), Int32(1), make_fake_stream(use_tvm_ffi_env_stream=env_stream),
+        Float32(1.0), Int32(1), Int32(0), *[Int32(1)] * 4, make_fake_stream(use_tvm_ffi_env_stream=env_stream),
     ]  # fmt: skip
 
 

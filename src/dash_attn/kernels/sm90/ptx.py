@@ -53,7 +53,20 @@ def add_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def claim(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
+def store_release(pointer: cute.Pointer, value: Int32, *, loc=None, ip=None) -> None:
+    """st.release.gpu of one int32."""
+    operands = [_address(pointer, loc, ip), Int32(value).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "st.release.gpu.global.b32 [$0], $1;", "l,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def sleep(*, loc=None, ip=None) -> None:
+    """nanosleep, about 100 ns."""
+    _asm(None, [], "nanosleep.u32 100;", "~{memory}", loc, ip)
+
+
+@dsl_user_op
+def add_relaxed_get(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
     """atom.relaxed.gpu: add 1, return the old value."""
     text = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"
     return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))

@@ -16,17 +16,19 @@ ld.acquire.gpu reaches the reduce thread the same way.
 
 Claiming: an item is claimed by the load warp, in list order, once every ticket of the block's current item has been granted. From then
 on nothing the block still does depends on another block, so the block counts as free for the liveness argument of the plan.
+Where no item depends on a later one (min_workers = 1) it is claimed a few tasks earlier: the first unfinished item of the list then has
+all its tickets, and whatever its block claimed before it is finished. (Not much earlier: a block that claims and waits keeps an item from others.)
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from . import plan_view, ptx
-from .config import CONTROL_WORDS, SLOTS, Poll, Release
+from . import finish, plan_view, ptx
+from .config import ARRIVED, CLAIMED, CONTROL_WORDS, SLOTS, Poll, Release
 
 TRACE_WORDS = 4
-SLOT_WORDS = 2  # dQ tile (-1: no more), ticket
+SLOT_WORDS = 4  # dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution or else -1
 
 
 @cute.jit
@@ -49,19 +51,33 @@ def _mailbox(bars):
 
 
 @cute.jit
+def claim_first_item(mPlan, mControl, bars, batches: Int32, workers: Int32):
+    """`claim_item` for the first time: blocks that arrive after the first `workers` get no items, and convert dQ tiles."""
+    index = Int32(plan_view.NO_ITEM)
+    if cute.arch.lane_idx() == 0:
+        if ptx.add_relaxed_get(mControl.iterator + ARRIVED) < workers:
+            index = ptx.add_relaxed_get(mControl.iterator + CLAIMED)
+    return _put_item(mPlan, bars, index, Int32(0), batches)
+
+
+@cute.jit
 def claim_item(mPlan: cute.Tensor, mControl: cute.Tensor, bars, n_item: Int32, batches: Int32):
     """Claim the next item and put it into the mailbox, by one warp; returns its slot, where the index is -1 at the end."""
-    header = plan_view.read_header(mPlan)
     index = Int32(0)
     if cute.arch.lane_idx() == 0:
-        index = ptx.claim(mControl.iterator)
+        index = ptx.add_relaxed_get(mControl.iterator + CLAIMED)
+    return _put_item(mPlan, bars, index, n_item, batches)
+
+
+@cute.jit
+def _put_item(mPlan, bars, index: Int32, n_item: Int32, batches: Int32):
     index = cute.arch.shuffle_sync(index, 0)
     cute.arch.mbarrier_wait(bars.item_empty + n_item % 2, ((n_item // 2) & 1) ^ 1)
     slot = _mailbox(bars)[None, n_item % 2]
-    with cute.arch.elect_one():
-        plan_view.put_item(mPlan, header, index, batches, slot)
-        cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)
+    plan_view.put_item(mPlan, index, batches, slot)
     cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)
     return slot
 
 
@@ -98,12 +114,12 @@ def hand_over(config: cutlass.Constexpr, pointer) -> None:
 
 
 @cute.jit
-def report(mErrors: cute.Tensor, slot, q_head: Int32, q_tile: Int32, expected: Int32, seen: Int32) -> None:
-    """First failure wins: [1, sequence, q_head, kv_tile, q_tile, expected, seen]; `slot` is the item's mailbox."""
-    if ptx.compare_and_swap(mErrors.iterator, Int32(0), Int32(1)) == 0:
-        item = plan_view.mailbox_item(slot)
-        for i, value in enumerate((item.sequence, q_head, item.kv_tile, q_tile, expected, seen)):
-            mErrors[1 + i] = value
+def pass_on(config: cutlass.Constexpr, mControl, mPlan, slot) -> None:
+    """A contribution has been performed: let the next one follow, or queue the complete tile for conversion."""
+    if slot[2] < 0:
+        hand_over(config, counter_of(config, mControl, slot[0]))
+    else:
+        finish.put(config, mControl, mPlan, slot[2])
 
 
 def _slots(bars):
@@ -111,11 +127,12 @@ def _slots(bars):
 
 
 @cute.jit
-def publish(bars, n_task: Int32, tile: Int32, ticket: Int32) -> None:
+def publish(bars, n_task: Int32, tile: Int32, ticket: Int32, key: Int32) -> None:
     """Put the `n_task`-th contribution of this block into the ring; its slot must be empty."""
     slot = _slots(bars)[None, n_task % SLOTS]
     slot[0] = tile
     slot[1] = ticket
+    slot[2] = key
     cute.arch.mbarrier_arrive(bars.granted + n_task % SLOTS)
 
 
@@ -127,7 +144,7 @@ def wait_slot(barrier, bars, n_task: Int32):
 
 
 @cute.jit
-def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
+def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, ahead: Int32):
     """Ticket warp, one thread: goes through the tasks of every item and waits for the ticket of each.
 
     The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
@@ -138,8 +155,12 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
         slot = wait_item(bars, n_item)
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
-            for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
-                run = plan_view.read_run(mPlan, plan_view.mailbox_item(slot).run_first, r)
+            # Not before the first grant: `ahead` tasks before the last one, a short item has fewer.
+            left = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
+            claim_at = cutlass.min(ahead, left - 1)
+            r = Int32(0)
+            while r < plan_view.mailbox_item(slot).run_count:
+                run = plan_view.read_run(mPlan, slot, r)
                 ticket, held = run.t_first, Int32(0)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
@@ -147,26 +168,34 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
                         item = plan_view.mailbox_item(slot)
                         q_head = item.q_head_first + h
                         tile = plan_view.first_tile_of(item, q_head) + q_tile
+                        key = Int32(-1)
+                        if const_expr(config.ordered):
+                            if ticket + 1 == mPlan[item.total_first + q_tile]:
+                                key = item.q_tile_first + q_tile * mPlan[plan_view.HEADS] + q_head
                         cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
                         if const_expr(config.ordered):
                             if ticket > 0:
                                 seen = wait_ticket(config, counter_of(config, mControl, tile), ticket)
                                 if const_expr(config.spin_limit > 0):
                                     if seen != ticket:
-                                        report(mErrors, slot, q_head, q_tile, ticket, seen)
-                        publish(bars, n_task, tile, ticket)
+                                        item = plan_view.mailbox_item(slot)
+                                        where = (item.sequence, q_head, item.kv_tile, q_tile, ticket, seen)
+                                        finish.report(mErrors, where)
+                        publish(bars, n_task, tile, ticket, key)
                         n_task += 1
+                        left -= 1
+                        if left == claim_at:
+                            cute.arch.mbarrier_arrive(bars.item_granted)
                     held += 1
                     if held == run.t_hold:
                         held = Int32(0)
                         ticket += run.t_step
-            if plan_view.mailbox_item(slot).run_count > 0:
-                cute.arch.mbarrier_arrive(bars.item_granted)
+                r += 1
             cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
             n_item += 1
             slot = wait_item(bars, n_item)
         cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
-        publish(bars, n_task, Int32(-1), Int32(0))
+        publish(bars, n_task, Int32(-1), Int32(0), Int32(-1))
 
 
 def counter_of(config, mControl, tile: Int32):
@@ -175,7 +204,7 @@ def counter_of(config, mControl, tile: Int32):
 
 
 @cute.jit
-def reduce_role(config: cutlass.Constexpr, mControl, mdQacc, mPartials, mTrace, sdQ, bars):
+def reduce_role(config: cutlass.Constexpr, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars):
     """Reduce warp, one thread: performs the granted contributions in the order of the ring."""
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
@@ -211,7 +240,7 @@ def reduce_role(config: cutlass.Constexpr, mControl, mdQacc, mPartials, mTrace, 
                 cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
             else:
                 if const_expr(config.ordered):
-                    hand_over(config, counter_of(config, mControl, tile))
+                    pass_on(config, mControl, mPlan, slot)
                 cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
             n_task += 1
             slot = wait_slot(bars.granted, bars, n_task)
@@ -239,13 +268,13 @@ def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int
 
 
 @cute.jit
-def release_role(config: cutlass.Constexpr, mControl, bars):
+def release_role(config: cutlass.Constexpr, mPlan, mControl, bars):
     """Release warp, one thread: follows the reduce warp along the ring and hands finished contributions over."""
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
         slot = wait_slot(bars.performed, bars, n_task)
         while slot[0] >= 0:
-            hand_over(config, counter_of(config, mControl, slot[0]))
+            pass_on(config, mControl, mPlan, slot)
             cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
             n_task += 1
             slot = wait_slot(bars.performed, bars, n_task)
