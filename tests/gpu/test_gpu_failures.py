@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
 import pytest
 import torch
 from gpu_cases import CAUSAL, FULL, Inputs, auto_plan, dense, differing, launch, make_case, random_tensors
+from hold import held
 
 import dash_attn
 from dash_attn.errors import TooFewWorkersError
-from dash_attn.kernels.launch import run_backward
+from dash_attn.kernels import launch as launcher
+from dash_attn.kernels.launch import Debug, run_backward
 from dash_attn.kernels.multiprocessors import multiprocessors, usable_multiprocessors
 from dash_attn.schedule import Shift, build_plan
 
@@ -112,3 +115,46 @@ def test_a_ring_is_captured_in_a_graph():
         captured = launch(plan, case)
     graph.replay()
     assert not differing(first, captured)
+
+
+@pytest.mark.parametrize(
+    "priorities",
+    [
+        (0, 0, 0),
+        pytest.param(
+            (0, -1, -2),
+            marks=pytest.mark.xfail(
+                strict=True,
+                reason="blocks of three launches share the SMs: only a cooperative launch has none or all",
+            ),
+        ),
+    ],
+)
+def test_streams_that_get_a_third_of_the_sms_each(monkeypatch, priorities):
+    """Rings of 64 on three streams, while SMs become free 44 at a time.
+
+    A stream of higher priority takes the next free SMs although an earlier launch still waits for its own:
+    each of the three could hold 44 and wait for ever. Bounded waits make that an error here.
+    """
+    monkeypatch.undo()  # filling memory takes SMs, and so changes who gets which
+    problem = dense(FULL, batch=1, heads=1, kv_heads=1, seqlen=8192)
+    plan, case = build_plan(problem, Shift(ring=64)), make_case(problem)
+    assert plan.min_workers == 64
+    errors = []
+    monkeypatch.setattr(launcher, "_check_hand_overs", errors.append)  # read at the end: nobody waits
+    monkeypatch.setattr(launcher, "SPIN_LIMIT", 100_000)
+    launcher._config.cache_clear()
+    how = {"debug": Debug(bounded=True)}
+    first, results = launch(plan, case, **how), []
+    torch.cuda.synchronize()
+    with held(132) as sms:
+        for priority in priorities:
+            with torch.cuda.stream(torch.cuda.Stream(priority=priority)):
+                results.append(launch(plan, case, **how))
+            time.sleep(5e-4)
+            sms.release(44)
+            time.sleep(5e-4)
+    torch.cuda.synchronize()
+    launcher._config.cache_clear()
+    assert [error.tolist()[0] for error in errors] == [0] * 4
+    assert not any(differing(first, result) for result in results)

@@ -159,8 +159,9 @@ def run_backward(
     everywhere = multiprocessors(q.device)
     workers = min(everywhere if workers is None else workers, everywhere)
     if ordered:
-        alone = plan.min_workers == 1  # one worker gets on wherever it is
-        check_workers(plan, workers if alone else min(workers, usable_multiprocessors(q.device)))
+        if plan.min_workers > 1:
+            workers = min(workers, usable_multiprocessors(q.device))
+        check_workers(plan, workers)
     place = on_device(plan, q.device)
     work = _Workspace(config, place, problem.heads, q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
