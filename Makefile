@@ -11,7 +11,7 @@ else
 SETUP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cuda]'
 endif
 
-.PHONY: demo test test-gpu soak check clean
+.PHONY: demo test test-gpu soak sanitize litmus check clean
 
 demo: .venv/ready
 	$(BIN)/dash-attn demo
@@ -26,6 +26,14 @@ test-gpu: .venv/ready
 # On a machine with a Hopper GPU: 10,000 replays under contention, after aborted launches, on few SMs.
 soak: .venv/ready
 	$(BIN)/python tests/gpu/soak.py --replays 10000
+
+# compute-sanitizer, from the CUDA toolkit, over every kernel variant.
+sanitize: .venv/ready
+	$(BIN)/python tests/gpu/sanitize.py
+
+# More than 10^9 hand-overs of a tile from block to block for every form that may be shipped.
+litmus: .venv/ready
+	$(BIN)/python tests/gpu/litmus.py --rounds 2e8 --loads dram l2 none
 
 check: .venv/ready
 	$(BIN)/ruff check .

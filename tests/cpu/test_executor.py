@@ -127,15 +127,6 @@ def test_p_and_ds_are_rounded_before_their_second_products(dtype):
 # Bytes
 
 
-@settings(max_examples=60)
-@given(plans(), st.integers(0, 2**20), st.integers(0, 3))
-def test_workers_and_interleaving_leave_every_byte_alone(plan, seed, extra):
-    tensors = packed_tensors(plan.problem)
-    plain = executed(plan, tensors)
-    how = {"workers": plan.min_workers + extra, "rng": random.Random(seed)}
-    assert_same(plain, executed(plan, tensors, **how), GRADS)
-
-
 @settings(max_examples=40)
 @given(plans(), st.integers(0, 2**20))
 def test_placement_leaves_every_byte_alone(plan, seed):

@@ -1,7 +1,7 @@
 """Everything in this folder needs a Hopper GPU; without one it is skipped, with the reason.
 
-Sizes, from the environment: ``DASH_ATTN_PROBLEMS`` random problems of the accuracy test (default 60),
-``DASH_ATTN_REPLAYS`` replays of each policy and mask (default 200).
+Sizes, from the environment: ``DASH_ATTN_PROBLEMS`` random problems of the accuracy tests and of the fuzzer
+(default 60), ``DASH_ATTN_REPLAYS`` replays of each policy and mask (default 200).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fuzz_case import poisoned_memory
 
 HERE = Path(__file__).parent
 
@@ -46,17 +47,9 @@ def _dynamo_knows_pytorch() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poisoned_memory() -> Iterator[None]:
     """Uninitialised CUDA tensors hold NaN or -1, so that reading one shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def poison(x: torch.Tensor) -> torch.Tensor:
-        if x.is_cuda and x.numel():
-            x.fill_(float("nan") if x.is_floating_point() else -1)
-        return x
-
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: poison(empty(*a, **k)))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: poison(empty_like(*a, **k)))
-    yield
+    with poisoned_memory():
+        yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # an error of this test must not show up in the next one

@@ -1,0 +1,245 @@
+"""The kernels' protocol as a machine that takes one event at a time and refuses what cannot happen.
+
+Independent of the verifier and of ``schedule/interleave.py``: it knows the items of a plan and their tickets
+and nothing of dependences. A worker claims the next item of the list; its tasks are granted, in item order,
+when as many contributions to their dQ tile are performed as their tickets say, and performed later, in the
+same order. At most ``slots`` contributions of a worker are granted and not yet performed. A worker claims
+again once every task of its item is granted (kernels/sm90/reduce.py, Claiming).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from dash_attn.schedule import Plan
+from dash_attn.schedule.interleave import item_tasks
+
+Tile = tuple[int, int, int]
+"""(sequence, q head, q tile)"""
+
+
+Kind = Literal["perform", "grant", "claim"]
+KINDS: tuple[Kind, ...] = ("perform", "grant", "claim")
+
+
+class Contribution(NamedTuple):
+    """A task, by what matters to others: its item, its dQ tile and its ticket."""
+
+    item: int
+    tile: Tile
+    ticket: int
+
+
+class Event(NamedTuple):
+    """What a worker does."""
+
+    kind: Kind
+    worker: int
+
+
+Order = list[list[Contribution]]
+
+
+def contributions(plan: Plan) -> Order:
+    """Those of every item, in the order of the item."""
+    return [
+        [Contribution(t.item, (t.sequence, t.q_head, t.q_tile), t.ticket) for t in item_tasks(plan, item)]
+        for item in range(len(plan.items))
+    ]
+
+
+class IllegalEventError(Exception):
+    """The machine cannot do this now."""
+
+
+@dataclass
+class Machine:
+    """Some workers in the middle of a plan.
+
+    Attributes:
+        items: the plan, by :func:`contributions`.
+        workers: how many there are.
+        slots: contributions of a worker that may be granted and not yet performed.
+        claimed: items claimed so far, the first ones of the list.
+        granting: for each worker, what is left of its item to be granted.
+        performing: for each worker, what is granted and not performed.
+        counters: performed contributions of every dQ tile.
+    """
+
+    items: Order
+    workers: int
+    slots: int = 8
+    claimed: int = 0
+    granting: list[list[Contribution]] = field(default_factory=list)
+    performing: list[list[Contribution]] = field(default_factory=list)
+    counters: Counter[Tile] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.granting = [[] for _ in range(self.workers)]
+        self.performing = [[] for _ in range(self.workers)]
+
+    def why_not(self, event: Event) -> str:
+        """Why the event cannot happen now; empty if it can."""
+        kind, worker = event
+        granting, performing = self.granting[worker], self.performing[worker]
+        if kind == "claim":
+            if granting:
+                return f"worker {worker} still waits for tickets of item {granting[0].item}"
+            return "" if self.claimed < len(self.items) else "no item is left"
+        if kind == "perform":
+            return "" if performing else f"worker {worker} holds no granted contribution"
+        if not granting:
+            return f"worker {worker} has no task"
+        if len(performing) == self.slots:
+            return f"worker {worker} holds {self.slots} granted contributions"
+        _, tile, ticket = granting[0]
+        seen = self.counters[tile]
+        return "" if seen == ticket else f"tile {tile} is at {seen}, worker {worker} has ticket {ticket}"
+
+    def possible(self, worker: int) -> list[Event]:
+        """Every event of a worker that can happen now."""
+        return [event for kind in KINDS if not self.why_not(event := Event(kind, worker))]
+
+    def next_of(self, worker: int) -> Event | None:
+        """One of them, if there is one."""
+        return next(iter(self.possible(worker)), None)
+
+    def apply(self, event: Event) -> None:
+        """Let an event happen.
+
+        Raises:
+            IllegalEventError: it cannot.
+        """
+        if reason := self.why_not(event):
+            raise IllegalEventError(f"{event}: {reason}")
+        granting, performing = self.granting[event.worker], self.performing[event.worker]
+        if event.kind == "claim":
+            granting.extend(self.items[self.claimed])
+            self.claimed += 1
+        elif event.kind == "grant":
+            performing.append(granting.pop(0))
+        else:
+            self.counters[performing.pop(0).tile] += 1
+
+    def waiting_items(self) -> list[int]:
+        """Claimed items of which a task is not granted."""
+        return sorted(left[0].item for left in self.granting if left)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every task of the plan is performed."""
+        return self.counters.total() == sum(map(len, self.items)) and self.claimed == len(self.items)
+
+
+def run(items: Order, workers: int, slots: int = 8) -> tuple[Machine, list[Event]]:
+    """Events until none is possible, each worker in turn as far as it can; and where the machine stands."""
+    machine, events = Machine(items, workers, slots), []
+    moved = True
+    while moved:
+        before = len(events)
+        for worker in range(workers):
+            while event := machine.next_of(worker):
+                machine.apply(event)
+                events.append(event)
+        moved = len(events) > before
+    return machine, events
+
+
+def run_randomly(items: Order, workers: int, slots: int, rng: random.Random) -> Machine:
+    """A random one of the possible events at a time, until there is none."""
+    machine = Machine(items, workers, slots)
+    while possible := [event for w in range(workers) for event in machine.possible(w)]:
+        machine.apply(rng.choice(possible))
+    return machine
+
+
+def replay(items: Order, workers: int, slots: int, events: list[Event]) -> Machine:
+    """Where a fresh machine stands after these events.
+
+    Raises:
+        IllegalEventError: one of them cannot happen when its turn comes.
+    """
+    machine = Machine(items, workers, slots)
+    for event in events:
+        machine.apply(event)
+    return machine
+
+
+def deepest_item(items: Order) -> list[int]:
+    """For each item the last one of the list on which its tasks depend, through tickets and item order."""
+    owner = {(task.tile, task.ticket): (task.item, at) for item in items for at, task in enumerate(item)}
+    reach = [[task.item for task in item] for item in items]
+    changed = True
+    while changed:
+        changed = False
+        for item in items:
+            for at, task in enumerate(item):
+                needs = [reach[task.item][at - 1]] if at else []
+                if task.ticket:
+                    other, place = owner[task.tile, task.ticket - 1]
+                    needs.append(reach[other][place])
+                deepest = max([reach[task.item][at], *needs])
+                changed |= deepest != reach[task.item][at]
+                reach[task.item][at] = deepest
+    return [max(of_item, default=item) for item, of_item in enumerate(reach)]
+
+
+class _Worker(NamedTuple):
+    """A worker in :func:`deadlock_is_possible`: its items that are not finished, and of their tasks, taken
+    together, how many are granted and how many performed."""
+
+    items: tuple[int, ...] = ()
+    granted: int = 0
+    performed: int = 0
+
+    def trimmed(self, items: Order) -> _Worker:
+        """The same without its finished items."""
+        if self.items and self.performed >= (length := len(items[self.items[0]])):
+            return _Worker(self.items[1:], self.granted - length, self.performed - length).trimmed(items)
+        return self
+
+
+def deadlock_is_possible(items: Order, workers: int, slots: int) -> bool:
+    """Whether some order of events ends with tasks left. Explores every order of all events; workers are
+    interchangeable."""
+    start = (0, (_Worker(),) * workers)  # items claimed, workers
+    seen, frontier = {start}, [start]
+    while frontier:
+        claimed, states = frontier.pop()
+        following = []
+        for at, new in _steps(items, claimed, states, slots):
+            count = claimed + (len(new.items) > len(states[at].items))
+            trimmed = new.trimmed(items)
+            following.append((count, tuple(sorted((*states[:at], trimmed, *states[at + 1 :])))))
+        if not following and (claimed < len(items) or any(worker.items for worker in states)):
+            return True
+        for state in following:
+            if state not in seen:
+                seen.add(state)
+                frontier.append(state)
+    return False
+
+
+def _steps(
+    items: Order, claimed: int, states: tuple[_Worker, ...], slots: int
+) -> Iterator[tuple[int, _Worker]]:
+    """(worker, what it becomes) of every event that can happen."""
+    tasks = [[task for item in worker.items for task in items[item]] for worker in states]
+    unfinished = {item for worker in states for item in worker.items}
+    finished = [task for item in range(claimed) if item not in unfinished for task in items[item]]
+    counters = Counter(task.tile for task in finished)
+    for own, worker in zip(tasks, states):
+        counters.update(task.tile for task in own[: worker.performed])
+    for at, (own, worker) in enumerate(zip(tasks, states)):
+        mine, granted, performed = worker
+        if performed < granted:
+            yield at, _Worker(mine, granted, performed + 1)
+        if granted == len(own):
+            if claimed < len(items):
+                yield at, _Worker((*mine, claimed), granted, performed)
+        elif granted - performed < slots and counters[own[granted].tile] == own[granted].ticket:
+            yield at, _Worker(mine, granted + 1, performed)

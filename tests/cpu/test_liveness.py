@@ -1,0 +1,268 @@
+"""Liveness: the kernels' protocol explored event by event, and an order that deadlocks where one exists.
+
+``test_verify.py`` explores the executor's machine, in which a task is one step. Here a contribution is
+granted and performed apart, as in the kernels (``machine.py``), and the plans are those of packed batches,
+windows, head groups and every placement as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from machine import (
+    Event,
+    IllegalEventError,
+    Machine,
+    Order,
+    contributions,
+    deadlock_is_possible,
+    deepest_item,
+    replay,
+    run,
+    run_randomly,
+)
+from test_many_plans import named_plan, random_problem
+
+from dash_attn.errors import TooFewWorkersError, UnsupportedMaskError
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import PLACEMENTS, POLICIES, Plan, Shift, build_plan, policy_by_name, verify
+from dash_attn.schedule.interleave import can_deadlock, task_order
+
+MASKS = (Mask.full(), Mask.causal(), Mask.window(1, 0), Mask.window(0, 1), Mask.window(None, 1))
+LENGTHS = (
+    ((1, 1),),
+    ((2, 2),),
+    ((3, 3),),
+    ((4, 4),),
+    ((2, 3),),
+    ((4, 2),),
+    ((2, 2), (1, 2)),
+    ((1, 0), (2, 2)),
+)
+HEADS = ((1, 1), (2, 1), (3, 1), (2, 2))
+MOST_TASKS = 7
+"""Of a plan whose every order of events is explored."""
+
+
+def placements(plan: Plan, rng: random.Random) -> Iterator[Plan]:
+    """The plan with its items as they are, from the last to the first, and in random order."""
+    yield plan
+    yield verify(plan.with_items(plan.items[::-1]))
+    order = list(range(len(plan.items)))
+    rng.shuffle(order)
+    yield verify(plan.with_items(plan.items[order]))
+
+
+def small_plans() -> Iterator[Plan]:
+    """Every policy under every mask, placement and deal of heads, one token a tile."""
+    rng, seen = random.Random(0), set()
+    for lengths in LENGTHS:
+        for heads, kv_heads in HEADS:
+            for mask in MASKS:
+                problem = Problem(lengths, heads, kv_heads, 1, mask, tile_m=1, tile_n=1)
+                if not 0 < problem.tasks <= MOST_TASKS:
+                    continue
+                policies = [*map(policy_by_name, POLICIES), Shift(ring=2)]
+                for policy in policies:
+                    for placement in PLACEMENTS:
+                        for groups in range(1, problem.group + 1):
+                            try:
+                                plan = build_plan(problem, policy, placement, head_groups=groups)
+                            except UnsupportedMaskError:
+                                continue
+                            for other in placements(plan, rng):
+                                key = str(contributions(other))  # many are the same machine
+                                if key not in seen:
+                                    seen.add(key)
+                                    yield other
+
+
+SMALL = list(small_plans())
+
+
+def explain(machine: Machine) -> list[str]:
+    """Why nobody can move: for each waiting worker the tile and ticket it waits for."""
+    return [machine.why_not(Event("grant", at)) for at, left in enumerate(machine.granting) if left]
+
+
+def counter_example(plan: Plan) -> list[Event]:
+    """An order of events that ends in a deadlock of ``min_workers - 1`` workers; proven, not believed.
+
+    The events are run again by a machine that refuses impossible ones. What is left at the end is compared
+    with what the dependences say: every worker holds an item that depends on one nobody has claimed.
+    """
+    items, workers = contributions(plan), plan.min_workers - 1
+    _, events = run(items, workers)
+    stuck = replay(items, workers, 8, events)
+    assert not any(map(stuck.possible, range(workers)))
+    assert not stuck.finished
+    assert len(explain(stuck)) == workers
+    assert all("is at" in reason for reason in explain(stuck)), "something else than tickets stops a worker"
+    deepest = deepest_item(items)
+    needing = [item for item in range(stuck.claimed) if deepest[item] >= stuck.claimed]
+    assert stuck.waiting_items() == needing
+    return events
+
+
+def refuses(plan: Plan, workers: int) -> bool:
+    """Whether the executor's machine ends in a deadlock, too."""
+    try:
+        done = sum(1 for _ in task_order(plan, workers))
+    except TooFewWorkersError:
+        return True
+    assert done == plan.problem.tasks
+    return False
+
+
+def test_every_order_of_events_of_small_plans() -> None:
+    """Every number of workers and of slots: a deadlock is possible exactly below ``min_workers``."""
+    searched = deadlocks = 0
+    for plan in SMALL:
+        items = contributions(plan)
+        for workers in range(1, min(len(items), plan.min_workers + 1) + 1):
+            expected = workers < plan.min_workers
+            assert can_deadlock(plan, workers) == expected, (plan, workers)
+            for slots in (1, 2, 8):
+                assert deadlock_is_possible(items, workers, slots) == expected, (plan, workers, slots)
+            searched, deadlocks = searched + 1, deadlocks + expected
+    assert len(SMALL) > 400
+    assert searched > 700
+    assert deadlocks > 100
+
+
+def test_every_small_plan_has_its_counter_example() -> None:
+    found = 0
+    for plan in SMALL:
+        if plan.min_workers > 1:
+            counter_example(plan)
+            assert refuses(plan, plan.min_workers - 1)
+            found += 1
+    assert found > 100
+
+
+def test_where_a_machine_stops_does_not_depend_on_the_order() -> None:
+    """Events enable others and disable none, so one order decides for all: random ones end in the same place.
+
+    This is what lets a single run stand for every order in the tests of larger plans."""
+    stopped = 0
+    for number in range(60):
+        rng = random.Random(number)
+        plan = SMALL[rng.randrange(len(SMALL))]
+        items = contributions(plan)
+        for workers in range(1, plan.min_workers + 1):
+            places = [run_randomly(items, workers, slots, rng) for slots in (1, 2, 8, 8, 8)]
+            assert len({tuple(sorted(place.counters.items())) for place in places}) == 1
+            assert len({tuple(place.waiting_items()) for place in places}) == 1
+            stopped += not places[0].finished
+    assert stopped > 20
+
+
+def larger_plans(seed: int, problems: int, most_tasks: int) -> Iterator[Plan]:
+    """Plans of random problems, each as placed, reversed and shuffled."""
+    rng = random.Random(seed)
+    while problems:
+        problem = random_problem(rng)
+        if 20 <= problem.tasks <= most_tasks:
+            problems -= 1
+            yield from placements(named_plan(problem, rng), rng)
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_larger_plans_with_every_number_of_workers(chunk: int) -> None:
+    """From ``min_workers`` to one worker an item, all tasks run."""
+    runs = 0
+    for plan in larger_plans(1000 + chunk, problems=25, most_tasks=150):
+        items = contributions(plan)
+        for workers in range(plan.min_workers, len(items) + 1):
+            assert run(items, workers)[0].finished, (plan, workers)
+            runs += 1
+    assert runs > 1000
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_larger_plans_have_their_counter_example(chunk: int) -> None:
+    """With ``min_workers - 1`` workers there is a deadlock, and with ``min_workers`` none."""
+    found, most = 0, 0
+    for plan in larger_plans(2000 + chunk, problems=75, most_tasks=1000):
+        assert run(contributions(plan), plan.min_workers)[0].finished
+        if plan.min_workers > 1:
+            counter_example(plan)
+            assert refuses(plan, plan.min_workers - 1)
+            found, most = found + 1, max(most, plan.min_workers)
+    assert found > 100
+    assert most > 20
+
+
+# The machine and its proofs can fail
+
+
+def ring(tiles: int) -> tuple[Plan, Order]:
+    plan = build_plan(Problem(((tiles, tiles),), 1, 1, 1, tile_m=1, tile_n=1), Shift())
+    assert plan.min_workers == tiles
+    return plan, contributions(plan)
+
+
+def test_a_counter_example_in_words() -> None:
+    """Two kv tiles in a ring on one worker: it adds to q tile 0 and waits at q tile 1 for the other item."""
+    plan, items = ring(2)
+    events = counter_example(plan)
+    assert [event.kind for event in events] == ["claim", "grant", "perform"]
+    assert explain(replay(items, 1, 8, events)) == ["tile (0, 0, 1) is at 0, worker 0 has ticket 1"]
+
+
+def test_enough_workers_have_no_counter_example() -> None:
+    _, items = ring(3)
+    machine, events = run(items, 3)
+    assert machine.finished
+    assert replay(items, 3, 8, events).finished
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda events: events[1:], "worker 0 has no task"),
+        (lambda events: [events[0], *events], "worker 0 still waits for tickets of item 0"),
+        (lambda events: [*events, Event("grant", 0)], r"tile \(0, 0, 1\) is at 0, worker 0 has ticket 1"),
+        (lambda events: [*events, Event("perform", 0)], "worker 0 holds no granted contribution"),
+    ],
+)
+def test_the_machine_refuses_what_cannot_happen(change, reason) -> None:
+    plan, items = ring(2)
+    events = counter_example(plan)
+    with pytest.raises(IllegalEventError, match=reason):
+        replay(items, 1, 8, change(events))
+
+
+def test_slots_are_limited_and_items_run_out() -> None:
+    problem = Problem(((3, 1),), 1, 1, 1, tile_m=1, tile_n=1)
+    items = contributions(build_plan(problem, Shift()))
+    machine = replay(items, 1, 2, [Event("claim", 0), Event("grant", 0), Event("grant", 0)])
+    assert machine.why_not(Event("grant", 0)) == "worker 0 holds 2 granted contributions"
+    machine.apply(Event("perform", 0))
+    machine.apply(Event("grant", 0))
+    assert machine.why_not(Event("claim", 0)) == "no item is left"
+    assert not machine.finished
+
+
+def test_claiming_before_the_tickets_are_granted_would_deadlock() -> None:
+    """Why the kernels claim so late: with the next item claimed early, ``min_workers`` would be too few."""
+    problem = Problem(((4, 4),), 1, 1, 1, Mask.full(), tile_m=1, tile_n=1)
+    plan = build_plan(problem, Shift(ring=2))
+    items = contributions(plan)
+    assert not deadlock_is_possible(items, plan.min_workers, 8)
+    early = [[*one, *other] for one, other in zip(items[::2], items[1::2])]  # two items at a time
+    assert deadlock_is_possible(early, plan.min_workers, 8)
+
+
+def test_dependences_of_a_triangle() -> None:
+    """Causal, kv tiles claimed upwards, sums descending: item 0 depends on the last, the last on none."""
+    problem = Problem(((3, 3),), 1, 1, 1, Mask.causal(), tile_m=1, tile_n=1)
+    plan = build_plan(problem, policy_by_name("spt"))
+    upwards = verify(plan.with_items(np.sort(plan.items, axis=0)))
+    assert deepest_item(contributions(upwards)) == [2, 2, 2]
+    assert upwards.min_workers == 3
+    assert deepest_item(contributions(plan)) == [0, 1, 2]
+    assert plan.min_workers == 1

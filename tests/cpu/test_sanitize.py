@@ -1,0 +1,95 @@
+"""How `make sanitize` judges what the tools print; the tools themselves need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sanitize import TOOLS, findings, inputs, plans
+
+from dash_attn.kernels.compile import variants
+from dash_attn.kernels.sm90.config import BackwardConfig
+
+
+def race(*accesses: tuple[str, str], kernel: str = "kernel_sm90Backward_1") -> str:
+    """A hazard as racecheck prints it: (kind, offset) of the first access and of those after it."""
+    (kind, place), *others = accesses
+    lines = [f"========= Error: Race reported between {kind} access at {kernel}+{place}"]
+    lines += [f"=========     and {kind} access at {kernel}+{place} [768 hazards]" for kind, place in others]
+    return "\n".join([*lines, "========= ", ""])
+
+
+def summary(hazards: int) -> str:
+    return f"========= RACECHECK SUMMARY: {hazards} hazards displayed ({hazards} errors, 0 warnings)\n"
+
+
+READ = ("Read", "0x4b50")
+KNOWN = "".join(race(("Write", place), READ, ("Read", "0x4b90")) for place in ("0x1440", "0x1180", "0x1160"))
+DONE = "launched a, window\n"
+
+
+def test_reads_after_the_three_known_writes_are_no_finding() -> None:
+    other = KNOWN.replace("0x1440", "0x1550")  # of another variant
+    assert findings("racecheck", KNOWN + DONE + other + DONE + summary(6)) == []
+    assert findings("racecheck", DONE + summary(0)) == []
+
+
+@pytest.mark.parametrize(
+    ("hazard", "message"),
+    [
+        (race(("Write", "0x2000"), READ), "reads race with the writes at 0x1160, 0x1180, 0x1440, 0x2000 of"),
+        (
+            race(("Read", "0x2000"), ("Write", "0x1440")),
+            "Read at 0x2000 of kernel_sm90Backward_1, then Write at 0x1440",
+        ),
+        (race(("Write", "0x1440"), READ, ("Write", "0x10")), "Write at 0x1440 of"),
+        (race(("Write", "0x10"), READ, kernel="kernel_Convert_1"), "0x10 of kernel_Convert_1"),
+    ],
+)
+def test_any_other_race_is_a_finding(hazard: str, message: str) -> None:
+    (found,) = findings("racecheck", DONE + KNOWN + hazard + DONE + summary(4))
+    assert message in found
+
+
+@pytest.mark.parametrize("end", ["", summary(4), summary(3).replace("(3", "(96")])
+def test_reports_that_were_not_understood_are_a_finding(end: str) -> None:
+    (found,) = findings("racecheck", KNOWN + DONE + end)
+    assert found.startswith("3 reports, of which racecheck's summary says")
+
+
+@pytest.mark.parametrize(
+    ("tool", "line"),
+    [
+        ("memcheck", "Invalid __global__ read of size 4 bytes"),
+        ("initcheck", "Uninitialized __global__ memory read of size 4 bytes"),
+        ("synccheck", "Barrier error detected. Divergent thread(s) in warp"),
+    ],
+)
+def test_an_error_of_a_tool_is_a_finding(tool: str, line: str) -> None:
+    log = f"========= COMPUTE-SANITIZER\n{DONE}========= {line}\n========= ERROR SUMMARY: 1 error\n"
+    assert findings(tool, log) == [line]
+    assert findings(tool, f"{DONE}========= something new\n========= ERROR SUMMARY: 1 error\n") == [
+        "1 errors"
+    ]
+    assert findings(tool, DONE) == ["no errors summary"]
+    assert findings(tool, f"{DONE}========= ERROR SUMMARY: 0 errors\n") == []
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_run_that_launched_nothing_is_a_finding(tool: str) -> None:
+    assert findings(tool, "========= ERROR SUMMARY: 0 errors\n") == ["nothing was launched"]
+
+
+def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
+    product = dict(plans(BackwardConfig(64)))
+    assert set(product) == {"window", "rings", "packed", "head groups"}
+    assert product["rings"].min_workers == 3
+    assert product["head groups"].partial_first[-1] > 0
+    assert (0, 0) in product["packed"].problem.sequences
+    for name, config in variants().items():
+        for label, plan in plans(config):
+            q, k, lse = (inputs(plan.problem)[i] for i in (1, 2, 5))
+            rows = sum(seqlen_q for seqlen_q, _ in plan.problem.sequences)
+            assert q.shape[:-2].numel() == rows, (name, label)
+            assert lse.numel() == rows * plan.problem.heads
+            assert k.shape[-2] == plan.problem.kv_heads

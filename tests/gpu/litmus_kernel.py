@@ -1,0 +1,448 @@
+"""Device code of the hand-over litmus test: bulk reductions handed from block to block, and checked.
+
+A block has those roles of the backward kernel that hand over, and no others: the ticket warp polls counters,
+the reduce warp stores (first contribution of a period) or adds by one bulk operation and waits for it, the
+release warp counts it. A further warp, the reader, looks at the tile between the grant of a ticket and the
+contribution that it allows. Two warpgroups (tensor cores, loads and stores) and one warp (bulk copies both
+ways) keep the queues full until the block's chains are done.
+
+Contribution t of tile `i + k * grid` belongs to block (i + t * shift) mod grid: every hand-over crosses from
+one SM to another, and which pairs of SMs meet changes with `shift`.
+"""
+
+import enum
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.utils import SmemAllocator, hopper_helpers
+
+from dash_attn.kernels.sm90 import ptx
+
+TRAFFIC_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_BUSY_WARP, READER_WARP = 0, 1, 2, 3, 4, 12
+THREADS = 32 * (READER_WARP + 1)
+SLOTS = 8
+SPIN_LIMIT = 1 << 21
+MMA_ROWS = MMA_COLUMNS = 128
+MMA_DEPTH = 64
+TRAFFIC_BYTES = 16_384
+STOP_BARRIER = 1
+MAX_PERIOD = 8
+# Words of the outcome; from BAD_READS on one a contribution of a period, the last one before the read.
+TIMEOUTS, FIRST_BLOCK, FIRST_TILE, FIRST_TICKET, FIRST_WORDS, LOCK, BAD_READS = 0, 1, 2, 3, 4, 5, 8
+OUTCOME_WORDS = BAD_READS + MAX_PERIOD
+
+
+class Wait(enum.Enum):
+    """What the reduce thread waits for before the flag is raised."""
+
+    PERFORMED = "cp.async.bulk.wait_group"
+    SOURCE_READ = "cp.async.bulk.wait_group.read"  # wrong: the global writes may still be under way
+    NOTHING = "nothing"  # wrong
+
+
+class Reader(enum.Enum):
+    """How the reader looks at a tile."""
+
+    LOAD = "ld.global"
+    BULK = "cp.async.bulk"  # behind a fence.proxy.async
+
+
+@dataclass(frozen=True)
+class Form:
+    """A hand-over: what is waited for, who raises the flag and how, and how it is polled."""
+
+    wait: Wait = Wait.PERFORMED
+    release: bool = True  # red.release.gpu, otherwise red.relaxed.gpu
+    by_release_warp: bool = True
+    acquire: bool = True  # ld.acquire.gpu, otherwise ld.relaxed.gpu
+
+
+@dataclass(frozen=True)
+class LitmusConfig:
+    """One compiled variant.
+
+    Attributes:
+        size: bytes a tile, a multiple of 512.
+        period: contributions until a tile is stored anew.
+        every_round: the tile is read after every hand-over, otherwise only after the last one of a period,
+            whose bits show the order of the additions.
+        busy: tensor cores and copies work beside the chains.
+    """
+
+    form: Form
+    size: int = 512
+    period: int = 8
+    every_round: bool = True
+    reader: Reader = Reader.LOAD
+    busy: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size % 512 or self.size <= 0:
+            raise ValueError(f"size must be a positive multiple of 512, got {self.size}")
+        if not 2 <= self.period <= MAX_PERIOD:
+            raise ValueError(f"period must be 2 to {MAX_PERIOD}, got {self.period}")
+
+    @property
+    def words(self) -> int:
+        """fp32 values a tile."""
+        return self.size // 4
+
+
+class Litmus:
+    """One launch; all tensors one-dimensional, int32, 128-byte aligned.
+
+    data: tiles * words, bits of fp32. counters: one a tile, 0. sources, expected: period * words, what is
+    added, and the tile after each of these additions. done: one a block, 0. outcome: OUTCOME_WORDS, 0.
+    traffic: what the busy warps copy, the same even number of 16 KB chunks a block.
+    """
+
+    def __init__(self, config: LitmusConfig):
+        self.config = config
+
+    def _mma(self):
+        major = cute.nvgpu.OperandMajorMode
+        return hopper_helpers.make_trivial_tiled_mma(
+            BFloat16,
+            BFloat16,
+            major.K,
+            major.K,
+            Float32,
+            (2, 1, 1),
+            (64, MMA_COLUMNS),
+            warpgroup.OperandSource.SMEM,
+        )
+
+    def _storage(self):
+        c = self.config
+        buffered = c.reader is Reader.BULK
+
+        @cute.struct
+        class Storage:
+            granted: cute.struct.MemRange[Int64, SLOTS]
+            checked: cute.struct.MemRange[Int64, SLOTS]
+            performed: cute.struct.MemRange[Int64, SLOTS]
+            slot_empty: cute.struct.MemRange[Int64, SLOTS]
+            read_full: cute.struct.MemRange[Int64, 1]
+            traffic_full: cute.struct.MemRange[Int64, 1]
+            stop: cute.struct.MemRange[Int32, 4]
+            source: cute.struct.Align[cute.struct.MemRange[Int32, c.period * c.words], 1024]
+            read: cute.struct.Align[cute.struct.MemRange[Int32, c.words if buffered else 4], 128]
+            buffer: cute.struct.Align[cute.struct.MemRange[Int32, TRAFFIC_BYTES // 4], 128]
+            a: cute.struct.Align[cute.struct.MemRange[BFloat16, MMA_ROWS * MMA_DEPTH], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[BFloat16, MMA_COLUMNS * MMA_DEPTH], 1024]
+
+        return Storage
+
+    @cute.jit
+    def __call__(
+        self, data: cute.Tensor, counters: cute.Tensor, sources: cute.Tensor, expected: cute.Tensor,
+        done: cute.Tensor, outcome: cute.Tensor, traffic: cute.Tensor, tickets: Int32, chains: Int32,
+        shift: Int32, grid: Int32, stream,
+    ):  # fmt: skip
+        """`chains` tiles a block, each with `tickets` contributions; 0 < `shift` < `grid`."""
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+        layout = cute.tile_to_shape(atom, (MMA_ROWS, MMA_DEPTH), order=(0, 1))
+        words = Int32(traffic.shape[0])
+        self.kernel(
+            data,
+            counters,
+            sources,
+            expected,
+            done,
+            outcome,
+            traffic,
+            words,
+            tickets,
+            chains,
+            shift,
+            layout,
+            self._mma(),
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def kernel(
+        self, mData: cute.Tensor, mCounters: cute.Tensor, mSources: cute.Tensor, mExpected: cute.Tensor,
+        mDone: cute.Tensor,
+        mOutcome: cute.Tensor, mTraffic: cute.Tensor, traffic_words: Int32, tickets: Int32, chains: Int32,
+        shift: Int32, operand: cute.ComposedLayout, mma: cute.TiledMma,
+    ):  # fmt: skip
+        c = self.config
+        tidx = cute.arch.thread_idx()[0]
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        storage = SmemAllocator().allocate(self._storage())
+        barriers = ("granted", "checked", "performed", "slot_empty", "read_full", "traffic_full")
+        names = (*barriers, "stop", "source", "read", "buffer")
+        t = SimpleNamespace(
+            **{name: getattr(storage, name).data_ptr() for name in names},
+            data=mData.iterator,
+            counters=mCounters.iterator,
+            expected=mExpected.iterator,
+            outcome=mOutcome.iterator,
+            traffic=mTraffic.iterator,
+            done=mDone.iterator + cute.arch.block_idx()[0],
+        )
+        if tidx == 0:
+            for slot in range(SLOTS):
+                cute.arch.mbarrier_init(t.granted + slot, 1)
+                cute.arch.mbarrier_init(t.checked + slot, 1)
+                cute.arch.mbarrier_init(t.performed + slot, 1)
+                cute.arch.mbarrier_init(t.slot_empty + slot, 2)
+            cute.arch.mbarrier_init(t.read_full, 1)
+            cute.arch.mbarrier_init(t.traffic_full, 1)
+            cute.arch.mbarrier_init_fence()
+        words = cute.make_tensor(t.source, cute.make_layout(c.period * c.words))
+        for i in range(tidx, c.period * c.words, THREADS):
+            words[i] = mSources[i]
+        sA = storage.a.get_tensor(operand.outer, swizzle=operand.inner)
+        sB = storage.b.get_tensor(operand.outer, swizzle=operand.inner)
+        for i in range(tidx, MMA_ROWS * MMA_DEPTH, THREADS):
+            row, column = i // MMA_DEPTH, i % MMA_DEPTH
+            sA[row, column] = BFloat16(Float32(i * 37 % 64 - 32))
+            sB[row, column] = BFloat16(Float32(i * 53 % 64 - 32))
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_threads()
+        if warp_idx == TICKET_WARP:
+            self.ticket_role(t, tickets, chains, shift)
+        if warp_idx == REDUCE_WARP:
+            self.reduce_role(t, tickets, chains, shift)
+        if const_expr(c.form.by_release_warp):
+            if warp_idx == RELEASE_WARP:
+                self.release_role(t, tickets, chains, shift)
+        if warp_idx == READER_WARP:
+            self.reader_role(t, tickets, chains, shift)
+        if const_expr(c.busy):
+            if warp_idx == TRAFFIC_WARP:
+                self.traffic_role(t, traffic_words)
+            if (warp_idx >= FIRST_BUSY_WARP) & (warp_idx < READER_WARP):
+                self.busy_role(t, traffic_words, mma, sA, sB)
+
+    @cute.jit
+    def next_place(self, place: Int32, shift: Int32) -> Int32:
+        """First tile of this block at the next ticket."""
+        grid = cute.arch.grid_dim()[0]
+        return place - shift + (grid if place < shift else Int32(0))
+
+    def tile(self, t, index: Int32):
+        """First word of a tile."""
+        return t.data + cute.assume(Int64(index) * self.config.words, divby=128)
+
+    @cute.jit
+    def ticket_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+        """One thread: waits for every ticket; once the bound is exceeded it counts, and waits no more."""
+        if cute.arch.lane_idx() == 0:
+            place, n, limit = cute.arch.block_idx()[0], Int32(0), Int32(SPIN_LIMIT)
+            for ticket in cutlass.range(tickets, unroll=1):
+                for k in cutlass.range(chains, unroll=1):
+                    counter = t.counters + (place + k * cute.arch.grid_dim()[0])
+                    cute.arch.mbarrier_wait(t.slot_empty + n % SLOTS, ((n // SLOTS) & 1) ^ 1)
+                    if ticket > 0:
+                        seen, spins = self.poll(counter), Int32(0)
+                        while (seen != ticket) & (spins < limit):
+                            seen = self.poll(counter)
+                            spins += 1
+                        if seen != ticket:
+                            limit = Int32(0)
+                            ptx.add_relaxed(t.outcome + TIMEOUTS)
+                    cute.arch.mbarrier_arrive(t.granted + n % SLOTS)
+                    n += 1
+                place = self.next_place(place, shift)
+
+    @cute.jit
+    def poll(self, counter) -> Int32:
+        if const_expr(self.config.form.acquire):
+            return ptx.load_acquire(counter)
+        else:
+            return ptx.load_relaxed(counter)
+
+    @cute.jit
+    def raise_flag(self, counter) -> None:
+        if const_expr(self.config.form.release):
+            ptx.add_release(counter)
+        else:
+            ptx.add_relaxed(counter)
+
+    @cute.jit
+    def reduce_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+        """One thread: performs the granted contributions, the first of a period as a store."""
+        c = self.config
+        if cute.arch.lane_idx() == 0:
+            place, n, part = cute.arch.block_idx()[0], Int32(0), Int32(0)
+            for _ in cutlass.range(tickets, unroll=1):
+                for k in cutlass.range(chains, unroll=1):
+                    tile = place + k * cute.arch.grid_dim()[0]
+                    cute.arch.mbarrier_wait(t.granted + n % SLOTS, (n // SLOTS) & 1)
+                    cute.arch.mbarrier_wait(t.checked + n % SLOTS, (n // SLOTS) & 1)
+                    source = t.source + part * c.words
+                    target = self.tile(t, tile)
+                    ptx.fence_proxy_async()
+                    if part == 0:
+                        ptx.bulk_store(source, target, c.size)
+                    else:
+                        ptx.bulk_add_f32(source, target, c.size)
+                    cute.arch.cp_async_bulk_commit_group()
+                    if const_expr(c.form.wait is not Wait.NOTHING):
+                        cute.arch.cp_async_bulk_wait_group(0, read=c.form.wait is Wait.SOURCE_READ)
+                    if const_expr(c.form.by_release_warp):
+                        cute.arch.mbarrier_arrive(t.performed + n % SLOTS)
+                    else:
+                        self.raise_flag(t.counters + tile)
+                        cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
+                    n += 1
+                part = part + 1 if part + 1 < c.period else Int32(0)
+                place = self.next_place(place, shift)
+            cute.arch.cp_async_bulk_wait_group(0)
+            ptx.add_relaxed(t.done)
+
+    @cute.jit
+    def release_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+        """One thread: raises the flag of each contribution that the reduce thread has passed on."""
+        if cute.arch.lane_idx() == 0:
+            place, n = cute.arch.block_idx()[0], Int32(0)
+            for _ in cutlass.range(tickets, unroll=1):
+                for k in cutlass.range(chains, unroll=1):
+                    cute.arch.mbarrier_wait(t.performed + n % SLOTS, (n // SLOTS) & 1)
+                    self.raise_flag(t.counters + (place + k * cute.arch.grid_dim()[0]))
+                    cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
+                    n += 1
+                place = self.next_place(place, shift)
+
+    @cute.jit
+    def reader_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+        """One warp: compares granted tiles with what the contributions before the ticket add up to."""
+        c = self.config
+        place, n, n_read, part = cute.arch.block_idx()[0], Int32(0), Int32(0), Int32(0)
+        for ticket in cutlass.range(tickets, unroll=1):
+            for k in cutlass.range(chains, unroll=1):
+                tile = place + k * cute.arch.grid_dim()[0]
+                cute.arch.mbarrier_wait(t.granted + n % SLOTS, (n // SLOTS) & 1)
+                due = ticket > 0
+                if const_expr(not c.every_round):
+                    due = due & (part == 0)
+                if due:
+                    row = part - 1 if part > 0 else Int32(c.period - 1)
+                    if const_expr(c.reader is Reader.BULK):
+                        with cute.arch.elect_one():
+                            ptx.fence_proxy_async()
+                            cute.arch.mbarrier_arrive_and_expect_tx(t.read_full, c.size)
+                            ptx.bulk_load(t.read, self.tile(t, tile), c.size, t.read_full)
+                        cute.arch.mbarrier_wait(t.read_full, n_read & 1)
+                        self.compare(t, t.read, row, tile, ticket)
+                    else:
+                        self.compare(t, self.tile(t, tile), row, tile, ticket)
+                    n_read += 1
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(t.checked + n % SLOTS)
+                    cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
+                n += 1
+            part = part + 1 if part + 1 < c.period else Int32(0)
+            place = self.next_place(place, shift)
+
+    @cute.jit
+    def compare(self, t, found, row: Int32, tile: Int32, ticket: Int32) -> None:
+        """Count a read that differs in any word, and keep the first."""
+        c = self.config
+        lane = cute.arch.lane_idx()
+        layout = cute.make_layout((4, 32, c.words // 128), stride=(1, 4, 128))
+        expected = t.expected + cute.assume(row * c.words, divby=128)
+        left, right = cute.make_tensor(found, layout), cute.make_tensor(expected, layout)
+        wrong = Int32(0)
+        for v in cutlass.range(c.words // 128, unroll=4):
+            ours, theirs = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor(4, Int32)
+            cute.autovec_copy(left[None, lane, v], ours)
+            cute.autovec_copy(right[None, lane, v], theirs)
+            for e in cutlass.range_constexpr(4):
+                wrong += Int32(1) if ours[e] != theirs[e] else Int32(0)
+        wrong = cute.arch.warp_reduction(wrong, lambda x, y: x + y)
+        if (lane == 0) & (wrong > 0):
+            ptx.add_relaxed(t.outcome + (BAD_READS + row))
+            if ptx.compare_and_swap(t.outcome + LOCK, Int32(0), Int32(1)) == 0:
+                first = (
+                    (FIRST_BLOCK, cute.arch.block_idx()[0]),
+                    (FIRST_TILE, tile),
+                    (FIRST_TICKET, ticket),
+                    (FIRST_WORDS, wrong),
+                )
+                line = cute.make_tensor(t.outcome, cute.make_layout(OUTCOME_WORDS))
+                for word, value in first:
+                    line[word] = value
+
+    @cute.jit
+    def traffic_role(self, t, traffic_words: Int32):
+        """One thread: bulk copies from one half of this block's traffic to the other."""
+        if cute.arch.lane_idx() == 0:
+            half = traffic_words // 2 // cute.arch.grid_dim()[0] // (TRAFFIC_BYTES // 4)  # chunks
+            first = Int64(cute.arch.block_idx()[0]) * (half * 2)
+            n, chunk = Int32(0), Int32(0)
+            while ptx.load_relaxed(t.done) == 0:
+                source = t.traffic + (first + chunk) * (TRAFFIC_BYTES // 4)
+                cute.arch.mbarrier_arrive_and_expect_tx(t.traffic_full, TRAFFIC_BYTES)
+                ptx.bulk_load(t.buffer, source, TRAFFIC_BYTES, t.traffic_full)
+                cute.arch.mbarrier_wait(t.traffic_full, n & 1)
+                ptx.bulk_store(t.buffer, source + half * (TRAFFIC_BYTES // 4), TRAFFIC_BYTES)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                n += 1
+                chunk = chunk + 1 if chunk + 1 < half else Int32(0)
+            cute.arch.cp_async_bulk_wait_group(0)
+
+    def multiply(self, mma, acc, a, b) -> None:
+        """Issue and commit acc += a b, four times."""
+        warpgroup.fence()
+        atom = cute.make_mma_atom(mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+        for k in 4 * [*range(cute.size(a.shape[2]))]:
+            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def busy_role(self, t, traffic_words: Int32, mma, sA, sB):
+        """Two warpgroups: products, and meanwhile loads and stores of this block's traffic."""
+        tidx = cute.arch.thread_idx()[0] - 32 * FIRST_BUSY_WARP
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        mine = mma.get_slice(group * 128)
+        a, b = mine.make_fragment_A(mine.partition_A(sA)), mine.make_fragment_B(mine.partition_B(sB))
+        acc = cute.make_rmem_tensor(mine.partition_shape_C((MMA_ROWS, MMA_COLUMNS)), Float32)
+        acc.fill(0.0)
+        vectors = traffic_words // cute.arch.grid_dim()[0] // 4
+        buffer = cute.make_tensor(
+            t.traffic + cute.assume(Int64(cute.arch.block_idx()[0]) * (vectors * 4), divby=4),
+            cute.make_layout((4, vectors), stride=(1, 4)),
+        )
+        stop = cute.make_tensor(t.stop, cute.make_layout(4))
+        place, running = Int32(tidx), Int32(1)
+        while running == 1:
+            self.multiply(mma, acc, a, b)
+            values = cute.make_rmem_tensor((4, 4), Int32)
+            for v in cutlass.range_constexpr(4):
+                cute.autovec_copy(buffer[None, (place + 256 * v) % vectors], values[None, v])
+            for v in cutlass.range_constexpr(4):
+                cute.autovec_copy(values[None, v], buffer[None, (place + vectors // 2 + 256 * v) % vectors])
+            place = (place + 1024) % vectors
+            warpgroup.wait_group(0)
+            if tidx % 128 == 0:
+                stop[group] = ptx.load_relaxed(t.done)
+            cute.arch.barrier(barrier_id=STOP_BARRIER + group, number_of_threads=128)
+            running = Int32(1) if stop[group] == 0 else Int32(0)
+            cute.arch.barrier(barrier_id=STOP_BARRIER + group, number_of_threads=128)
+        # Products that nobody uses would be removed.
+        for i in cutlass.range_constexpr(cute.size(acc)):
+            buffer[i % 4, tidx] = Int32(acc[i])
+
+
+def fake_arguments():
+    """Tensors without data, in the order of `Litmus.__call__`."""
+    vectors = [make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=128) for _ in range(7)]
+    return [*vectors, Int32(1), Int32(1), Int32(1), Int32(2), make_fake_stream(use_tvm_ffi_env_stream=True)]
+
+
+def compile_litmus(config: LitmusConfig, options: str = ""):
+    """Compile a variant for sm_90a, GPU or not."""
+    return cute.compile(
+        Litmus(config), *fake_arguments(), options=f"--enable-tvm-ffi --gpu-arch sm_90a {options}"
+    )

@@ -1,0 +1,188 @@
+"""compute-sanitizer over every kernel variant at small sizes; needs the CUDA toolkit and a Hopper GPU.
+
+Without --launch it starts itself once a tool and judges what the tool says. No oracle and no test framework:
+the tools are slow, and what is wrong here is found by them, not by values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import torch
+from gpu_cases import CAUSAL, FULL, WINDOW, auto_plan, dense, packed
+from torch import Tensor
+
+from dash_attn.kernels.compile import program, variants
+from dash_attn.kernels.launch import Debug, run_backward
+from dash_attn.kernels.sm90.config import BackwardConfig
+from dash_attn.problem import Problem
+from dash_attn.schedule import Plan, Shift, build_plan
+
+TOOLS = {
+    "memcheck": [
+        "--report-api-errors",
+        "no",
+    ],  # the compiler's runtime asks for symbols that a driver may lack
+    "racecheck": [],
+    "initcheck": [],
+    "synccheck": [],
+}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_RACE = r"^=+ (?:Error|Warning): Race reported between "
+RACE_WRITERS = 3
+"""Writing instructions of the main kernel whose readers racecheck takes for races: the bulk loads of LSE and
+delta, and the store of a task's mask bounds. The readers wait for a barrier on which arrive.expect_tx follows
+the write (docs/reliability.md); racecheck counts plain arrivals only."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), metavar="TOOL")
+    parser.add_argument("--only", default="", metavar="TEXT", help="variants whose name contains TEXT")
+    parser.add_argument("--launch", action="store_true", help="launch the variants, under no tool")
+    args = parser.parse_args(argv)
+    chosen = {name: config for name, config in variants().items() if args.only in name}
+    if not chosen:
+        parser.error(f"no variant's name contains {args.only!r}; known: {', '.join(variants())}")
+    if shutil.which("compute-sanitizer") is None and not args.launch:
+        parser.error("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
+    if args.launch:
+        launch_all(chosen)
+        return 0
+    for config in chosen.values():
+        program(config)  # compiled once, into the cache
+    failed = [tool for tool in args.tools if not passes(tool, args.only)]
+    return int(bool(failed))
+
+
+def passes(tool: str, only: str) -> bool:
+    """Run one tool over the chosen variants and print what it found."""
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10000", *TOOLS[tool]]
+    command += [sys.executable, __file__, "--launch", "--only", only]
+    # Every buffer an allocation of its own, so that the tool knows its ends.
+    uncached = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, env=uncached, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wrong = findings(tool, done.stdout)
+    if done.returncode:
+        wrong.append(f"the program ended with {done.returncode}: {done.stdout[-2000:]}")
+    print(f"{tool}: {len(launches(done.stdout))} launches, {len(wrong)} findings", flush=True)
+    for line in wrong[:20]:
+        print(f"  {line}")
+    return not wrong
+
+
+def launches(log: str) -> list[str]:
+    """Names of the launches that a log speaks of."""
+    return re.findall(r"^launched (.+)$", log, re.M)
+
+
+def findings(tool: str, log: str) -> list[str]:
+    """What a tool's log says is wrong, without what is known to be right."""
+    if not launches(log):
+        return ["nothing was launched"]
+    if tool == "racecheck":
+        shown = len(re.findall(_RACE, log, re.M))
+        summary = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warn", log)
+        if [(int(a), int(b) + int(c)) for a, b, c in summary] != [(shown, shown)]:
+            return [f"{shown} reports, of which racecheck's summary says {summary or 'nothing'}"]
+        return [line for launch in log.split("launched ") for line in races(launch)]
+    errors = re.findall(
+        r"^=+ ((?:Invalid|Uninitialized|Barrier|Divergent|Missing|Program hit) .+)$", log, re.M
+    )
+    total = re.findall(r"ERROR SUMMARY: (\d+) error", log)
+    if not total:
+        return [*errors, "no errors summary"]
+    return errors or ([] if total == ["0"] else [f"{total[-1]} errors"])
+
+
+def races(log: str) -> list[str]:
+    """Hazards of one launch beyond reads after the writes of at most RACE_WRITERS instructions a kernel."""
+    found, writers = [], defaultdict(set)
+    for hazard in re.split(_RACE, log, flags=re.M)[1:]:
+        first, *others = re.findall(r"(\w+) access at (\S+)\+(0x[0-9a-f]+)", hazard)
+        if first[0] != "Write" or any(other[0] != "Read" for other in others):
+            found.append(f"{first[0]} at {first[2]} of {first[1]}, then {others[0][0]} at {others[0][2]}")
+        else:
+            writers[first[1]].add(first[2])
+    for kernel, places in writers.items():
+        if len(places) > RACE_WRITERS or "Backward" not in kernel:
+            found.append(f"reads race with the writes at {', '.join(sorted(places))} of {kernel}")
+    return found
+
+
+def launch_all(chosen: dict[str, BackwardConfig]) -> None:
+    for name, config in chosen.items():
+        for label, plan in plans(config):
+            launch(config, plan)
+            print(f"launched {name}, {label}", flush=True)
+
+
+def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
+    """What a variant is launched with: a dense batch with a window. The variants that users get also run with
+    blocks that wait for each other at every task, packed with empty sequences, and in head groups."""
+    like = {"head_dim": config.head_dim, "dtype": DTYPES[config.dtype]}
+    yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
+    if config == BackwardConfig(config.head_dim, config.dtype):
+        yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
+        lengths = ((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64)
+        yield "packed", auto_plan(packed(*lengths, mask=CAUSAL, **like))
+        yield (
+            "head groups",
+            auto_plan(packed(300, 200, mask=FULL, heads=8, kv_heads=1, **like), head_groups=4),
+        )
+
+
+def launch(config: BackwardConfig, plan: Plan) -> None:
+    """One backward with random inputs, waited for.
+
+    initcheck does not see what bulk operations write to global memory, so the fp32 dQ is filled with NaN
+    first: were it read before it is written, dq would not be finite. Other buffers are as the allocator gives
+    them.
+    """
+    problem = plan.problem
+    tiles = problem.heads * sum(-(-seqlen_q // problem.tile_m) for seqlen_q, _ in problem.sequences)
+    size, empty, filled = tiles * config.dq_elements, torch.empty, []
+
+    def fill(*args: object, **how: object) -> Tensor:
+        x = empty(*args, **how)
+        if x.is_cuda and x.dtype is torch.float32 and x.numel() == size:
+            filled.append(x.fill_(torch.nan))
+        return x
+
+    arguments = inputs(problem)
+    debug = Debug(config.spin_limit > 0, config.dump_partials, config.trace)
+    with mock.patch.object(torch, "empty", fill):
+        result = run_backward(plan, *arguments, problem.head_dim**-0.5, ordered=config.ordered, debug=debug)
+    if not filled:
+        raise RuntimeError(f"no buffer of {size} fp32 values was allocated for dQ")
+    for name in ("dq", "dk", "dv"):
+        if not getattr(result, name).cpu().isfinite().all():
+            raise RuntimeError(f"{name} is not finite")
+
+
+def inputs(problem: Problem) -> list[Tensor]:
+    """dout, q, k, v, out, lse: made on the CPU, so that few kernels but ours run."""
+    generator = torch.Generator().manual_seed(0)
+    (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
+    rows_q, rows_k, stats = (batch, seqlen_q), (batch, seqlen_k), (batch, problem.heads, seqlen_q)
+    if len(set(problem.sequences)) > 1:
+        total_q, total_k = (sum(pair[side] for pair in problem.sequences) for side in (0, 1))
+        rows_q, rows_k, stats = (total_q,), (total_k,), (problem.heads, total_q)
+    q, k = (*rows_q, problem.heads, problem.head_dim), (*rows_k, problem.kv_heads, problem.head_dim)
+    dtype = getattr(torch, problem.dtype)
+    tensors = [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in (q, q, k, k, q)]
+    return [*tensors, torch.full(stats, 6.0).cuda()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
