@@ -23,6 +23,7 @@ from ..schedule.verify import check_workers
 from .compile import program
 from .forward import forward as any_forward
 from .forward import why_no_forward
+from .multiprocessors import multiprocessors, usable_multiprocessors
 from .resident import OnDevice, on_device
 from .sm90.config import CONTROL_WORDS, BackwardConfig
 
@@ -146,7 +147,8 @@ def run_backward(
         debug: see :class:`Debug`.
 
     Raises:
-        TooFewWorkersError: the plan needs more resident workers than there are.
+        TooFewWorkersError: the plan needs more resident workers than there are, or than the SMs that
+            the context or the stream is limited to.
         HandOverError: a bounded wait gave up (``debug.bounded`` only).
     """
     debug = debug or Debug()
@@ -154,9 +156,11 @@ def run_backward(
     if not q.numel() or not k.numel():
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     config = _config(problem.head_dim, problem.dtype, ordered, debug)
-    resident = _multiprocessors(q.device)
-    workers = min(resident if workers is None else workers, resident)
+    everywhere = multiprocessors(q.device)
+    workers = min(everywhere if workers is None else workers, everywhere)
     if ordered:
+        if plan.min_workers > 1:
+            workers = min(workers, usable_multiprocessors(q.device))
         check_workers(plan, workers)
     place = on_device(plan, q.device)
     work = _Workspace(config, place, problem.heads, q.device)
@@ -226,11 +230,6 @@ def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         torch.zeros(1, 4, dtype=torch.int64, device=device),
         torch.zeros(32, device=device),
     )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _loadable(x: Tensor) -> Tensor:
