@@ -2,7 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-gpu sanitize litmus check clean
+# LOCKED=1 installs the files of requirements.lock and no others, each checked by its hash; PyTorch is then the
+# build for CUDA. Otherwise versions are those of constraints.txt, and pip finds a PyTorch for this machine.
+ifdef LOCKED
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+SETUP = $(INSTALL) --require-hashes -r requirements.lock && $(INSTALL) --no-build-isolation -e .
+else
+SETUP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cuda]'
+endif
+
+.PHONY: demo test test-gpu soak sanitize litmus check clean
 
 demo: .venv/ready
 	$(BIN)/dash-attn demo
@@ -13,6 +22,10 @@ test: .venv/ready
 # On a machine with a Hopper GPU; with flash-attn-4 installed, packed batches and errors beside the peer's too.
 test-gpu: .venv/ready
 	DASH_ATTN_PROBLEMS=300 DASH_ATTN_REPLAYS=1000 $(BIN)/pytest tests/gpu
+
+# On a machine with a Hopper GPU: 10,000 replays under contention, after aborted launches, on few SMs.
+soak: .venv/ready
+	$(BIN)/python tests/gpu/soak.py --replays 10000
 
 # compute-sanitizer, from the CUDA toolkit, over every kernel variant.
 sanitize: .venv/ready
@@ -27,9 +40,9 @@ check: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/ready: pyproject.toml constraints.txt
+.venv/ready: pyproject.toml constraints.txt requirements.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,cuda]'
+	$(SETUP)
 	touch $@
 
 clean:

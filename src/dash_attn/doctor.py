@@ -147,15 +147,17 @@ def _support(
 
 
 def _kernel_cache() -> str:
-    from .kernels.cache import cache_folder
+    from .kernels.cache import cache_folder, why_unsafe
 
     folder = cache_folder()
     if not folder.is_dir():
         usable = "made by the first kernel"
+    elif reason := why_unsafe(folder.resolve()):
+        usable = f"not used: {reason}"
     elif not os.access(folder, os.W_OK):
         usable = "cannot be written"
     else:
-        entries = list(folder.glob("*.o"))
+        entries = list(folder.glob("*.program"))
         usable = f"{len(entries)} programs, {sum(entry.stat().st_size for entry in entries):,} bytes"
     return f"{folder} ({usable})"
 

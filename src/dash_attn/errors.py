@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CompilationError",
     "CostError",
     "CoverageError",
     "CycleError",
@@ -35,6 +36,10 @@ class InputError(DashError, ValueError):
 
 class UnavailableError(DashError, RuntimeError):
     """Something that this call needs is not installed here, or is too old."""
+
+
+class CompilationError(DashError, RuntimeError):
+    """The kernel compiler failed on a variant; the message has its words, and the next call tries again."""
 
 
 class CostError(DashError, ValueError):

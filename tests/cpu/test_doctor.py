@@ -62,8 +62,12 @@ def test_kernel_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "none"))
     assert doctor._kernel_cache().endswith("none (made by the first kernel)")
     monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path))
-    (tmp_path / "a.o").write_bytes(b"1234")
+    (tmp_path / "a.program").write_bytes(b"1234")
     assert doctor._kernel_cache() == f"{tmp_path} (1 programs, 4 bytes)"
+    tmp_path.chmod(0o777)
+    assert doctor._kernel_cache().endswith(
+        "(not used: " + f"{tmp_path} can be written by others (mode 0777))"
+    )
 
 
 @pytest.mark.parametrize(("found", "answer"), [("missing", "no: pip"), ("5.3.0", "no: "), ("5.4.0", "yes")])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,7 @@ pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip
 
 # What a block of 384 threads with one resident block a SM may use at most, see kernels/sm90/config.py.
 REGISTERS, SHARED = 168, 232_448
+SOURCES = Path(__file__).parents[2] / "src"
 
 
 @pytest.mark.filterwarnings("default")
@@ -43,3 +48,33 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_cubin() -> None:
     with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
         resources_of_cubin(b"#!/bin/sh")
+
+
+FIRST_CALL = """
+import sys
+from dash_attn.kernels import compile
+if sys.argv[1] == "load":
+    compile._PROGRAMS._compile = lambda config: sys.exit("compiled again")
+print("ready", flush=True)
+sys.stdin.readline()
+assert callable(compile.program(compile.variants()["backward-d128-bf16"]))
+"""
+
+
+def test_processes_that_make_the_first_call_together(tmp_path: Path) -> None:
+    """Two processes compile and store one variant at the same time; a third one loads it."""
+    environment = {**os.environ, "DASH_ATTN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(SOURCES)}
+
+    def start(what: str) -> subprocess.Popen[str]:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-c", FIRST_CALL, what], text=True, env=environment, **pipes)
+
+    for together in (["compile", "compile"], ["load"]):
+        processes = [start(what) for what in together]
+        assert [process.stdout.readline() for process in processes] == ["ready\n"] * len(together)
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(together), errors
+        assert [path.suffix for path in tmp_path.iterdir()] == [".program"]

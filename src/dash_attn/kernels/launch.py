@@ -23,6 +23,7 @@ from ..schedule.verify import check_workers
 from .compile import program
 from .forward import forward as any_forward
 from .forward import why_no_forward
+from .multiprocessors import multiprocessors, usable_multiprocessors
 from .resident import OnDevice, on_device
 from .sm90.config import CONTROL_WORDS, BackwardConfig
 
@@ -149,7 +150,8 @@ def run_backward(
         debug: see :class:`Debug`.
 
     Raises:
-        TooFewWorkersError: the plan needs more resident workers than there are.
+        TooFewWorkersError: the plan needs more resident workers than there are, or than the SMs that
+            the context or the stream is limited to.
         HandOverError: a bounded wait gave up (``debug.bounded`` only).
     """
     debug = debug or Debug()
@@ -157,12 +159,15 @@ def run_backward(
     if not q.numel() or not k.numel():
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     config = _config(problem.head_dim, problem.dtype, ordered, debug)
-    resident = _multiprocessors(q.device)
-    place = on_device(plan, q.device)
-    finishers = place.finishers(resident) if ordered and workers is None else 0
-    workers = min(resident - finishers if workers is None else workers, resident)
+    blocks = multiprocessors(q.device)
+    if ordered and plan.min_workers > 1:
+        blocks = usable_multiprocessors(q.device)
+    if workers is not None:
+        blocks = min(workers, blocks)
     if ordered:
-        check_workers(plan, workers)
+        check_workers(plan, blocks)
+    place = on_device(plan, q.device)
+    finishers = place.finishers(blocks) if ordered and workers is None else 0
     work = _Workspace(config, place, problem.heads, q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = [_loadable(x) for x in (q, k, v, out, dout)] + [lse.contiguous(), dq, dk, dv]
@@ -173,7 +178,7 @@ def run_backward(
             *tensors, place.table,
             work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
             softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0,
-            workers + finishers, workers, problem.heads * place.complete_q_tiles,
+            blocks, blocks - finishers, problem.heads * place.complete_q_tiles,
             CLAIM_AHEAD if plan.min_workers == 1 else 0,
         )  # fmt: skip
     if debug.bounded:
@@ -232,11 +237,6 @@ def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         torch.zeros(1, 4, dtype=torch.int64, device=device),
         torch.zeros(32, device=device),
     )
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _loadable(x: Tensor) -> Tensor:

@@ -1,0 +1,147 @@
+"""What is missing or goes wrong around the kernels ends in a message that names it; the next call works."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dash_attn.errors import CompilationError, DashError, TooFewWorkersError
+from dash_attn.kernels import compile as compiling
+from dash_attn.kernels import launch
+from dash_attn.kernels.compile import MissingCompilerError, program
+from dash_attn.kernels.sm90.config import BackwardConfig
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import FA3, Policy, Shift, build_plan
+
+CONFIG = BackwardConfig(64)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiling._PROGRAMS, "_functions", {})
+
+
+@pytest.mark.parametrize("missing", ["cutlass", "cutlass.cute", "tvm_ffi"])
+def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    pytest.importorskip("tvm_ffi")
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, "dash_attn.kernels.sm90.program", raising=False)
+    with pytest.raises(MissingCompilerError, match=r"pip install 'dash-attn\[cuda\]'") as caught:
+        program(CONFIG)
+    assert missing.partition(".")[0] in str(caught.value)
+    assert isinstance(caught.value, DashError)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_compiler_that_fails_is_named_with_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    cute = pytest.importorskip("cutlass.cute")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("ptxas died")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cute, "compile", fail)
+        with pytest.raises(CompilationError, match=r"BackwardConfig\(head_dim=64.*sm_90a.*ptxas died"):
+            program(CONFIG)
+    monkeypatch.setattr(compiling._PROGRAMS, "_compile", lambda config: Exported())
+    assert isinstance(program(CONFIG), Exported)
+
+
+class Exported:
+    def export_to_c(self, path: str, name: str) -> None:
+        with open(path, "w") as file:
+            file.write(name)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((8, 0), "sm_80"), ((10, 0), "sm_100"), ((9, 1), "sm_91")])
+def test_an_unsupported_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    problem = Problem.dense(seqlen=256, heads=2, head_dim=64)
+    reason = launch.why_not(problem, torch.device("cuda", 1))
+    assert reason == f"cuda:1 is {name}; the kernels are for Hopper, sm_90"
+
+
+class Allocator:
+    """A device's memory: allocations fail after some, until it is given more."""
+
+    def __init__(self, allowed: int) -> None:
+        self.allowed = allowed
+        self.empty = torch.empty
+
+    def __call__(self, *shape: object, **how: object) -> torch.Tensor:
+        if not self.allowed:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        self.allowed -= 1
+        return self.empty(*shape, **how)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The launcher on the CPU: instead of a launch, its number of blocks is noted."""
+    found: list[int] = []
+    monkeypatch.setattr(launch, "program", lambda config: lambda *a: found.append(a[-1]))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    launch._unused.cache_clear()
+    yield found
+    launch._unused.cache_clear()
+
+
+@pytest.mark.parametrize("allowed", range(7))
+def test_out_of_memory_launches_nothing_and_the_next_call_works(
+    monkeypatch: pytest.MonkeyPatch, launches: list[int], allowed: int
+) -> None:
+    """Whichever allocation of a call fails: the workspace's four, or one of the gradients."""
+    arguments = call(FA3())
+    allocator = Allocator(allowed)
+    monkeypatch.setattr(torch, "empty", allocator)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        launch.run_backward(*arguments)
+    assert launches == []
+    allocator.allowed = 7
+    launch.run_backward(*arguments)
+    assert (launches, allocator.allowed) == ([132], 0)
+
+
+def call(policy: Policy) -> tuple[Any, ...]:
+    """Arguments of a backward of 8 kv tiles."""
+    plan = build_plan(Problem.dense(seqlen=1024, heads=2, head_dim=64, mask=Mask.full()), policy)
+    q = torch.zeros(1, 1024, 2, 64, dtype=torch.bfloat16)
+    return (plan, q, q, q, q, q, torch.zeros(1, 2, 1024), 0.125)
+
+
+def test_a_ring_gets_no_more_blocks_than_the_stream_has_sms(
+    monkeypatch: pytest.MonkeyPatch, launches: list[int]
+) -> None:
+    """The device may have 132 SMs and a green context few of them."""
+    ring = call(Shift())
+    assert ring[0].min_workers == 8
+    for sms in (132, 8):
+        monkeypatch.setattr(launch, "usable_multiprocessors", lambda device, sms=sms: sms)
+        launch.run_backward(*ring)
+        launch.run_backward(*ring, workers=9)
+    assert launches == [132, 9, 8, 8]
+    monkeypatch.setattr(launch, "usable_multiprocessors", lambda device: 7)
+    with pytest.raises(TooFewWorkersError, match="needs 8 resident workers .* got 7"):
+        launch.run_backward(*ring)
+    launch.run_backward(*ring, ordered=False)
+    assert launches[4:] == [132]
+
+
+def test_a_plan_that_one_worker_can_run_does_not_ask_for_sms(
+    monkeypatch: pytest.MonkeyPatch, launches: list[int]
+) -> None:
+    monkeypatch.setattr(launch, "usable_multiprocessors", lambda device: pytest.fail("asked"))
+    launch.run_backward(*call(FA3()))
+    assert launches == [132]
