@@ -19,6 +19,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.utils import SmemAllocator, hopper_helpers
 
 from dash_attn.kernels.sm90 import ptx
@@ -35,6 +36,20 @@ MAX_PERIOD = 8
 # Words of the outcome; from BAD_READS on one a contribution of a period, the last one before the read.
 TIMEOUTS, FIRST_BLOCK, FIRST_TILE, FIRST_TICKET, FIRST_WORDS, LOCK, BAD_READS = 0, 1, 2, 3, 4, 5, 8
 OUTCOME_WORDS = BAD_READS + MAX_PERIOD
+
+
+@dsl_user_op
+def load_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
+    """ld.relaxed.gpu of one int32; the product has no use for it."""
+    text = "ld.relaxed.gpu.global.b32 $0, [$1];"
+    return Int32(ptx._asm(T.i32(), [ptx._address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
+
+
+@dsl_user_op
+def add_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
+    """red.relaxed.gpu: add 1; the product has no use for it."""
+    text = "red.relaxed.gpu.global.add.s32 [$0], 1;"
+    ptx._asm(None, [ptx._address(pointer, loc, ip)], text, "l,~{memory}", loc, ip)
 
 
 class Wait(enum.Enum):
@@ -247,7 +262,7 @@ class Litmus:
                             spins += 1
                         if seen != ticket:
                             limit = Int32(0)
-                            ptx.add_relaxed(t.outcome + TIMEOUTS)
+                            add_relaxed(t.outcome + TIMEOUTS)
                     cute.arch.mbarrier_arrive(t.granted + n % SLOTS)
                     n += 1
                 place = self.next_place(place, shift)
@@ -257,14 +272,14 @@ class Litmus:
         if const_expr(self.config.form.acquire):
             return ptx.load_acquire(counter)
         else:
-            return ptx.load_relaxed(counter)
+            return load_relaxed(counter)
 
     @cute.jit
     def raise_flag(self, counter) -> None:
         if const_expr(self.config.form.release):
             ptx.add_release(counter)
         else:
-            ptx.add_relaxed(counter)
+            add_relaxed(counter)
 
     @cute.jit
     def reduce_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
@@ -296,7 +311,7 @@ class Litmus:
                 part = part + 1 if part + 1 < c.period else Int32(0)
                 place = self.next_place(place, shift)
             cute.arch.cp_async_bulk_wait_group(0)
-            ptx.add_relaxed(t.done)
+            add_relaxed(t.done)
 
     @cute.jit
     def release_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
@@ -360,7 +375,7 @@ class Litmus:
                 wrong += Int32(1) if ours[e] != theirs[e] else Int32(0)
         wrong = cute.arch.warp_reduction(wrong, lambda x, y: x + y)
         if (lane == 0) & (wrong > 0):
-            ptx.add_relaxed(t.outcome + (BAD_READS + row))
+            add_relaxed(t.outcome + (BAD_READS + row))
             if ptx.compare_and_swap(t.outcome + LOCK, Int32(0), Int32(1)) == 0:
                 first = (
                     (FIRST_BLOCK, cute.arch.block_idx()[0]),
@@ -379,7 +394,7 @@ class Litmus:
             half = traffic_words // 2 // cute.arch.grid_dim()[0] // (TRAFFIC_BYTES // 4)  # chunks
             first = Int64(cute.arch.block_idx()[0]) * (half * 2)
             n, chunk = Int32(0), Int32(0)
-            while ptx.load_relaxed(t.done) == 0:
+            while load_relaxed(t.done) == 0:
                 source = t.traffic + (first + chunk) * (TRAFFIC_BYTES // 4)
                 cute.arch.mbarrier_arrive_and_expect_tx(t.traffic_full, TRAFFIC_BYTES)
                 ptx.bulk_load(t.buffer, source, TRAFFIC_BYTES, t.traffic_full)
@@ -426,7 +441,7 @@ class Litmus:
             place = (place + 1024) % vectors
             warpgroup.wait_group(0)
             if tidx % 128 == 0:
-                stop[group] = ptx.load_relaxed(t.done)
+                stop[group] = load_relaxed(t.done)
             cute.arch.barrier(barrier_id=STOP_BARRIER + group, number_of_threads=128)
             running = Int32(1) if stop[group] == 0 else Int32(0)
             cute.arch.barrier(barrier_id=STOP_BARRIER + group, number_of_threads=128)

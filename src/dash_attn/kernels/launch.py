@@ -41,9 +41,6 @@ _DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SPIN_LIMIT = 2_000_000
 """Polls after which a bounded wait gives up: a few seconds."""
 
-CLAIM_AHEAD = 3
-"""Tasks before the end of an item at which its block claims the next one, where that is safe."""
-
 
 @dataclass(frozen=True)
 class Debug:
@@ -179,7 +176,7 @@ def run_backward(
             work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
             softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0,
             blocks, blocks - finishers, problem.heads * place.complete_q_tiles,
-            CLAIM_AHEAD if plan.min_workers == 1 else 0,
+            plan.min_workers if ordered else 1,
         )  # fmt: skip
     if debug.bounded:
         _check_hand_overs(work.errors)
@@ -216,7 +213,7 @@ class _Workspace:
         tiles = heads * place.q_tiles
         self.lse2, self.delta = empty(tiles * config.tile_m), empty(tiles * config.tile_m)
         self.dq = empty(tiles * config.dq_elements)
-        self.control = empty(CONTROL_WORDS + tiles * (config.ticket_stride + 1), torch.int32)
+        self.control = empty(CONTROL_WORDS + 2 * tiles, torch.int32)
         # What only debugging variants or head groups need is a constant for the others.
         self.errors, self.partials, self.trace, self.parts = _unused(device)
         if place.partial_sums:

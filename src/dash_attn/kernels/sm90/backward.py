@@ -180,7 +180,7 @@ class Backward:
         grid,
         workers,
         complete,
-        ahead,
+        min_workers,
         stream,
     ):
         c = self.config
@@ -194,11 +194,14 @@ class Backward:
         atom_do, tma_do = self._tma(do, layouts.do, c.tile_m)
         atom_k, tma_k = self._tma(k, layouts.kv, c.tile_n)
         atom_v, tma_v = self._tma(v, layouts.kv, c.tile_n)
+        # Blocks of which several must be resident start together or not at all, whatever else runs on the GPU.
+        together = Int32(1) if min_workers > 1 else Int32(0)
         self.kernel(
             atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v,
             layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
-            lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete, ahead,
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
+            lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete, min_workers,
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
+                 cooperative=together)  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -208,7 +211,7 @@ class Backward:
         mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
         mdQacc: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
         mControl: cute.Tensor, mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
-        workers: Int32, complete: Int32, ahead: Int32,
+        workers: Int32, complete: Int32, min_workers: Int32,
     ):  # fmt: skip
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -246,12 +249,12 @@ class Backward:
                 tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
                 self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, mdK.shape[0], workers)
             if warp_idx == REDUCE_WARP:
-                reduce.reduce_role(c, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars)
-            if const_expr(c.has_release_warp):
+                reduce.reduce_role(c, mdQacc, mPartials, mTrace, sdQ, bars)
+            if const_expr(c.ordered):
                 if warp_idx == RELEASE_WARP:
-                    reduce.release_role(c, mPlan, mControl, bars)
+                    reduce.release_role(mPlan, mControl, bars)
             if warp_idx == TICKET_WARP:
-                reduce.ticket_role(c, mPlan, mControl, mErrors, bars, ahead)
+                reduce.ticket_role(c, mPlan, mControl, mErrors, bars, min_workers)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.mma(

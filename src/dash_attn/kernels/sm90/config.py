@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
@@ -20,19 +19,9 @@ CONTROL_WORDS = 128
 PARTS = 2  # of a dQ tile, converted by a warp each
 
 
-class Release(enum.Enum):
-    """Who hands a dQ tile to its next contributor, and with which memory order."""
-
-    REDUCE_WARP = "reduce_warp"  # red.release.gpu by the thread that waited for the bulk reduction
-    RELEASE_WARP = "release_warp"  # the same, by another warp that synchronised with it (cumulativity)
-    RELAXED = "relaxed"  # red.relaxed.gpu: not promised by the PTX model, for measurement only
-
-
-class Poll(enum.Enum):
-    """How the ticket is read while waiting for it."""
-
-    ACQUIRE = "acquire"
-    RELAXED = "relaxed"  # not promised by the PTX model, for measurement only
+CLAIM_AHEAD = (
+    3  # tickets of an item that need not be granted yet when its block claims another, where that is safe
+)
 
 
 @dataclass(frozen=True)
@@ -48,13 +37,9 @@ class BackwardConfig:
     tile_m: int = 0
     tile_n: int = 128
     ordered: bool = True
-    release: Release = Release.RELEASE_WARP
-    poll: Poll = Poll.ACQUIRE
-    proxy_fence: bool = True
     spin_limit: int = 0
     dump_partials: bool = False
     trace: bool = False
-    ticket_stride: int = 1
     q_stages: int = 3  # with two, the next Q has only half a task to arrive
     do_stages: int = 2
     ds_stages: int = 0
@@ -84,11 +69,6 @@ class BackwardConfig:
     def delayed_dq(self) -> bool:
         """Whether dQ is computed a task later (needs two dS buffers): q tiles of 128 rows."""
         return self.tile_m == 128
-
-    @property
-    def has_release_warp(self) -> bool:
-        """Whether a warp of its own hands contributions over."""
-        return self.ordered and self.release is Release.RELEASE_WARP
 
     @property
     def dq_elements(self) -> int:

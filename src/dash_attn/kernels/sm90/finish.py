@@ -16,24 +16,24 @@ from .config import CONTROL_WORDS, FINISHED, MMA_WARPGROUPS, PARTS, TAKEN
 MMA_WARPS = 4 * MMA_WARPGROUPS
 
 
-def queue(config, mControl, mPlan):
+def queue(mControl, mPlan):
     """Where the keys of complete tiles are, or will be, in the order in which they were completed; -1: not yet."""
     tiles = mPlan[plan_view.Q_TILES] * mPlan[plan_view.HEADS]
-    return mControl.iterator + (CONTROL_WORDS + tiles * config.ticket_stride)
+    return mControl.iterator + (CONTROL_WORDS + tiles)
 
 
 @cute.jit
-def clear(config: cutlass.Constexpr, mControl, mPlan, position: Int32) -> None:
+def clear(mControl, mPlan, position: Int32) -> None:
     """Make a queue entry empty, before the main kernel."""
-    entry = cute.make_tensor(queue(config, mControl, mPlan) + position, cute.make_layout(1))
+    entry = cute.make_tensor(queue(mControl, mPlan) + position, cute.make_layout(1))
     entry[0] = Int32(-1)
 
 
 @cute.jit
-def put(config: cutlass.Constexpr, mControl, mPlan, key: Int32) -> None:
+def put(mControl, mPlan, key: Int32) -> None:
     """Queue a tile whose last contribution has been performed: what reads the entry with acquire sees all of them."""
-    position = ptx.add_relaxed_get(mControl.iterator + FINISHED)
-    ptx.store_release(queue(config, mControl, mPlan) + position, key)
+    position = ptx.add(mControl.iterator + FINISHED)
+    ptx.store_release(queue(mControl, mPlan) + position, key)
 
 
 @cute.jit
@@ -41,7 +41,7 @@ def take(mControl) -> Int32:
     """The next part of the queue, for a warp; in lane 0, so that nobody waits for it yet."""
     part = Int32(0)
     if cute.arch.lane_idx() == 0:
-        part = ptx.add_relaxed_get(mControl.iterator + TAKEN)
+        part = ptx.add(mControl.iterator + TAKEN)
     return part
 
 
@@ -86,7 +86,7 @@ def finish_role(
     A part is 16 KB that a warp asks for at once. The way to the next one, four dependent reads, is gone while they arrive.
     """
     pieces, parts = MMA_WARPS // PARTS, complete * PARTS
-    entries, heads = queue(config, mControl, mPlan), mPlan[plan_view.HEADS]
+    entries, heads = queue(mControl, mPlan), mPlan[plan_view.HEADS]
     q_map = mPlan[plan_view.Q_MAP_OFFSET]
     part = cute.arch.shuffle_sync(take(mControl), 0)
     following = take(mControl)

@@ -44,8 +44,8 @@ class Preprocess:
         tile, where = finish.locate(mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, heads, mO.shape[0])
         batch, first, seqlen_q, q_tile, _ = where
         if tidx == 0:
-            mControl[CONTROL_WORDS + tile * c.ticket_stride] = Int32(0)
-            finish.clear(c, mControl, mPlan, tile)
+            mControl[CONTROL_WORDS + tile] = Int32(0)
+            finish.clear(mControl, mPlan, tile)
         stat = Int64(tile) * c.tile_m
         if tidx < c.tile_m:
             row = q_tile * c.tile_m + tidx

@@ -22,11 +22,11 @@ class Program:
         dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, plan: cute.Tensor, lse2: cute.Tensor, delta: cute.Tensor,
         dq_acc: cute.Tensor, parts: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor,
         trace: cute.Tensor, scale: Float32, q_tiles: Int32, kv_tiles: Int32, grid: Int32, workers: Int32,
-        complete: Int32, ahead: Int32, stream,
+        complete: Int32, min_workers: Int32, stream,
     ):  # fmt: skip
         """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group. The first
-        `workers` of `grid` blocks execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions; `ahead`:
-        tasks of an item that need no ticket yet when its block claims another item, 0 unless no item depends on a later one.
+        `workers` of `grid` blocks execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions; `min_workers`:
+        blocks that must be resident together.
         """
         self.preprocess(o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, stream)
         self.backward(
@@ -50,7 +50,7 @@ class Program:
             grid,
             workers,
             complete,
-            ahead,
+            min_workers,
             stream,
         )
         converted = 0 if const_expr(self.config.ordered) else q_tiles

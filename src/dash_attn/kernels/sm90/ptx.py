@@ -32,23 +32,9 @@ def load_acquire(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
-def load_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
-    """ld.relaxed.gpu of one int32."""
-    text = "ld.relaxed.gpu.global.b32 $0, [$1];"
-    return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
-
-
-@dsl_user_op
 def add_release(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
     """red.release.gpu: add 1."""
     text = "red.release.gpu.global.add.s32 [$0], 1;"
-    _asm(None, [_address(pointer, loc, ip)], text, "l,~{memory}", loc, ip)
-
-
-@dsl_user_op
-def add_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
-    """red.relaxed.gpu: add 1."""
-    text = "red.relaxed.gpu.global.add.s32 [$0], 1;"
     _asm(None, [_address(pointer, loc, ip)], text, "l,~{memory}", loc, ip)
 
 
@@ -66,7 +52,7 @@ def sleep(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def add_relaxed_get(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
+def add(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
     """atom.relaxed.gpu: add 1, return the old value."""
     text = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"
     return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))

@@ -9,7 +9,7 @@ Three warps share the work of a contribution. The ticket warp alone walks the pl
 contributions ahead of the reduction, and writes (tile, ticket) of each granted one into a ring of slots in shared memory. The
 reduce warp and the release warp only follow that ring, so neither keeps any state of the schedule in registers.
 
-Why another warp may hand over (Release.RELEASE_WARP): the reduce thread's mbarrier arrive (release.cta) and the other
+Why another warp may hand over: the reduce thread's mbarrier arrive (release.cta) and the other
 warp's wait (acquire.cta) synchronise, and release is cumulative in the PTX model, so its red.release.gpu covers writes that the
 reduce thread has observed as performed. The fence it needs is then no longer in the reduce thread's loop. The ticket's
 ld.acquire.gpu reaches the reduce thread the same way.
@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from . import finish, plan_view, ptx
-from .config import ARRIVED, CLAIMED, CONTROL_WORDS, SLOTS, Poll, Release
+from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS, SLOTS
 
 TRACE_WORDS = 4
 SLOT_WORDS = 4  # dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution or else -1
@@ -55,8 +55,8 @@ def claim_first_item(mPlan, mControl, bars, batches: Int32, workers: Int32):
     """`claim_item` for the first time: blocks that arrive after the first `workers` get no items, and convert dQ tiles."""
     index = Int32(plan_view.NO_ITEM)
     if cute.arch.lane_idx() == 0:
-        if ptx.add_relaxed_get(mControl.iterator + ARRIVED) < workers:
-            index = ptx.add_relaxed_get(mControl.iterator + CLAIMED)
+        if ptx.add(mControl.iterator + ARRIVED) < workers:
+            index = ptx.add(mControl.iterator + CLAIMED)
     return _put_item(mPlan, bars, index, Int32(0), batches)
 
 
@@ -65,7 +65,7 @@ def claim_item(mPlan: cute.Tensor, mControl: cute.Tensor, bars, n_item: Int32, b
     """Claim the next item and put it into the mailbox, by one warp; returns its slot, where the index is -1 at the end."""
     index = Int32(0)
     if cute.arch.lane_idx() == 0:
-        index = ptx.add_relaxed_get(mControl.iterator + CLAIMED)
+        index = ptx.add(mControl.iterator + CLAIMED)
     return _put_item(mPlan, bars, index, n_item, batches)
 
 
@@ -82,44 +82,26 @@ def _put_item(mPlan, bars, index: Int32, n_item: Int32, batches: Int32):
 
 
 @cute.jit
-def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32) -> Int32:
-    """Wait until the tile's counter equals `expected`; returns the last value seen (another one: the bound was exceeded)."""
-    seen = _poll(config, pointer)
-    if const_expr(config.spin_limit > 0):
-        spins = Int32(0)
-        while (seen != expected) & (spins < config.spin_limit):
-            seen = _poll(config, pointer)
+def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, mErrors) -> Int32:
+    """Wait until the tile's counter equals `expected`; returns the last value seen. Another one: a bounded wait gave up, here or elsewhere."""
+    seen = ptx.load_acquire(pointer)
+    spins = Int32(0)
+    while (seen != expected) & (spins <= config.spin_limit):
+        seen = ptx.load_acquire(pointer)
+        if const_expr(config.spin_limit > 0):
             spins += 1
-    else:
-        while seen != expected:
-            seen = _poll(config, pointer)
+            if mErrors[0] != 0:
+                spins = Int32(config.spin_limit + 1)
     return seen
 
 
 @cute.jit
-def _poll(config: cutlass.Constexpr, pointer) -> Int32:
-    if const_expr(config.poll is Poll.ACQUIRE):
-        return ptx.load_acquire(pointer)
-    else:
-        return ptx.load_relaxed(pointer)
-
-
-@cute.jit
-def hand_over(config: cutlass.Constexpr, pointer) -> None:
-    """Count one completed contribution."""
-    if const_expr(config.release is Release.RELAXED):
-        ptx.add_relaxed(pointer)
-    else:
-        ptx.add_release(pointer)
-
-
-@cute.jit
-def pass_on(config: cutlass.Constexpr, mControl, mPlan, slot) -> None:
+def pass_on(mControl, mPlan, slot) -> None:
     """A contribution has been performed: let the next one follow, or queue the complete tile for conversion."""
     if slot[2] < 0:
-        hand_over(config, counter_of(config, mControl, slot[0]))
+        ptx.add_release(counter_of(mControl, slot[0]))
     else:
-        finish.put(config, mControl, mPlan, slot[2])
+        finish.put(mControl, mPlan, slot[2])
 
 
 def _slots(bars):
@@ -144,7 +126,7 @@ def wait_slot(barrier, bars, n_task: Int32):
 
 
 @cute.jit
-def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, ahead: Int32):
+def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, min_workers: Int32):
     """Ticket warp, one thread: goes through the tasks of every item and waits for the ticket of each.
 
     The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
@@ -155,9 +137,10 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, ahead
         slot = wait_item(bars, n_item)
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
-            # Not before the first grant: `ahead` tasks before the last one, a short item has fewer.
             left = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
-            claim_at = cutlass.min(ahead, left - 1)
+            claim_at = Int32(0)
+            if min_workers == 1:
+                claim_at = cutlass.min(CLAIM_AHEAD, left - 1)  # not before the first grant
             r = Int32(0)
             while r < plan_view.mailbox_item(slot).run_count:
                 run = plan_view.read_run(mPlan, slot, r)
@@ -175,7 +158,7 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, ahead
                         cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
                         if const_expr(config.ordered):
                             if ticket > 0:
-                                seen = wait_ticket(config, counter_of(config, mControl, tile), ticket)
+                                seen = wait_ticket(config, counter_of(mControl, tile), ticket, mErrors)
                                 if const_expr(config.spin_limit > 0):
                                     if seen != ticket:
                                         item = plan_view.mailbox_item(slot)
@@ -198,13 +181,13 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, ahead
         publish(bars, n_task, Int32(-1), Int32(0), Int32(-1))
 
 
-def counter_of(config, mControl, tile: Int32):
+def counter_of(mControl, tile: Int32):
     """The ticket counter of a dQ tile."""
-    return mControl.iterator + (CONTROL_WORDS + tile * config.ticket_stride)
+    return mControl.iterator + (CONTROL_WORDS + tile)
 
 
 @cute.jit
-def reduce_role(config: cutlass.Constexpr, mPlan, mControl, mdQacc, mPartials, mTrace, sdQ, bars):
+def reduce_role(config: cutlass.Constexpr, mdQacc, mPartials, mTrace, sdQ, bars):
     """Reduce warp, one thread: performs the granted contributions in the order of the ring."""
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
@@ -236,15 +219,13 @@ def reduce_role(config: cutlass.Constexpr, mPlan, mControl, mdQacc, mPartials, m
                 line = cute.make_tensor(mTrace.iterator + record, cute.make_layout(TRACE_WORDS))
                 for k, value in enumerate((granted_at, ready_at, ptx.nanoseconds(), ptx.multiprocessor())):
                     line[k] = Int64(value)
-            if const_expr(config.has_release_warp):
+            if const_expr(config.ordered):
                 cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
             else:
-                if const_expr(config.ordered):
-                    pass_on(config, mControl, mPlan, slot)
                 cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
             n_task += 1
             slot = wait_slot(bars.granted, bars, n_task)
-        if const_expr(config.has_release_warp):
+        if const_expr(config.ordered):
             cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -256,9 +237,8 @@ def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int
     source = sdQ[None, stage].iterator
     target = mdQacc.iterator + Int64(tile) * config.dq_elements
     if const_expr(config.ordered):
-        if const_expr(config.proxy_fence):
-            # The ticket was read through the generic proxy, the reduction goes through the async proxy.
-            ptx.fence_proxy_async()
+        # The ticket was read through the generic proxy, the reduction goes through the async proxy.
+        ptx.fence_proxy_async()
         if ticket == 0:
             ptx.bulk_store(source, target, size)
         else:
@@ -268,13 +248,13 @@ def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int
 
 
 @cute.jit
-def release_role(config: cutlass.Constexpr, mPlan, mControl, bars):
+def release_role(mPlan, mControl, bars):
     """Release warp, one thread: follows the reduce warp along the ring and hands finished contributions over."""
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
         slot = wait_slot(bars.performed, bars, n_task)
         while slot[0] >= 0:
-            pass_on(config, mControl, mPlan, slot)
+            pass_on(mControl, mPlan, slot)
             cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
             n_task += 1
             slot = wait_slot(bars.performed, bars, n_task)
