@@ -1,6 +1,6 @@
 """The backward kernel: persistent, warp specialised, told what to do by the plan table.
 
-Roles of a block of 384 threads: warp 0 loads, and claims items, warp 1 adds dQ partials to global memory, warp 2 hands
+Roles of a block of 384 threads: warp 0 loads, claims items, and stores dV, warp 1 adds dQ partials to global memory, warp 2 hands
 finished contributions over, warp 3 walks the plan and waits for tickets, two warpgroups multiply.
 
 All products keep kv rows on the wgmma M axis: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers in exactly the
@@ -25,7 +25,8 @@ from .config import MMA_WARPGROUPS, SLOTS, THREADS, BackwardConfig
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
 MMA_WARPS = 4 * MMA_WARPGROUPS
-DS_BARRIER = 1
+DS_BARRIER, V_BARRIER = 1, 2  # named barriers; V_BARRIER one a warpgroup
+DV_PLACE_WORDS = 8
 MAX_INT32 = (1 << 31) - 1
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -129,6 +130,7 @@ class Backward:
             slots: cute.struct.Align[cute.struct.MemRange[Int32, reduce.SLOT_WORDS * SLOTS], 16]
             item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
+            dv_place: cute.struct.Align[cute.struct.MemRange[Int32, DV_PLACE_WORDS], 16]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
             q: tile(c.tile_m, c.head_dim, c.q_stages)
@@ -141,8 +143,8 @@ class Backward:
         return Storage
 
     @cute.jit
-    def _tma(self, tensor, layout, rows: cutlass.Constexpr[int]):
-        """TMA load of (rows, head_dim) tiles from a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
+    def _tma(self, op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]):
+        """Copy-engine operation on (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
         batch_stride, row_stride, head_stride, _ = tensor.stride
         row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
         if tensor.shape[0] == 1:
@@ -152,7 +154,6 @@ class Backward:
         shape = (row_extent, self.config.head_dim, tensor.shape[2], batches, shifts)
         stride = (row_stride, 1, head_stride, batch_stride, row_stride)
         view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        op = cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(
             op, view, cute.select(layout, [0, 1]), (rows, self.config.head_dim)
         )
@@ -190,14 +191,16 @@ class Backward:
             kv=tile_layout(self.dtype, c.tile_n, c.head_dim, 1),
             ds=tile_layout(self.dtype, c.tile_m, c.tile_n, c.ds_stages),
         )
-        atom_q, tma_q = self._tma(q, layouts.q, c.tile_m)
-        atom_do, tma_do = self._tma(do, layouts.do, c.tile_m)
-        atom_k, tma_k = self._tma(k, layouts.kv, c.tile_n)
-        atom_v, tma_v = self._tma(v, layouts.kv, c.tile_n)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        atom_q, tma_q = self._tma(load, q, layouts.q, c.tile_m)
+        atom_do, tma_do = self._tma(load, do, layouts.do, c.tile_m)
+        atom_k, tma_k = self._tma(load, k, layouts.kv, c.tile_n)
+        atom_v, tma_v = self._tma(load, v, layouts.kv, c.tile_n)
+        atom_dv, tma_dv = self._tma(store, dv, layouts.kv, c.tile_n)
         # Blocks of which several must be resident start together or not at all, whatever else runs on the GPU.
         together = Int32(1) if min_workers > 1 else Int32(0)
         self.kernel(
-            atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v,
+            atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v, atom_dv, tma_dv,
             layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
             lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete, min_workers,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
@@ -206,7 +209,7 @@ class Backward:
     @cute.kernel
     def kernel(
         self, atom_q: cute.CopyAtom, mQ: cute.Tensor, atom_do: cute.CopyAtom, mdO: cute.Tensor, atom_k: cute.CopyAtom,
-        mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, q_layout: cute.ComposedLayout,
+        mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, atom_dv: cute.CopyAtom, tma_dV: cute.Tensor, q_layout: cute.ComposedLayout,
         do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout,
         mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
         mdQacc: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
@@ -216,7 +219,7 @@ class Backward:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == LOAD_WARP:
-            for atom in (atom_q, atom_do, atom_k, atom_v):
+            for atom in (atom_q, atom_do, atom_k, atom_v, atom_dv):
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self._storage())
         bars = SimpleNamespace(
@@ -224,12 +227,15 @@ class Backward:
             item=storage.item.data_ptr(),
             q_info=storage.q_info.data_ptr(),
             slots=storage.slots.data_ptr(),
+            dv_place=storage.dv_place.data_ptr(),
         )
+        dv_place = self._dv_place(bars)
         if warp_idx == LOAD_WARP:
             with cute.arch.elect_one():
                 for name, (stages, count) in self._barrier_counts().items():
                     for stage in range(stages):
                         cute.arch.mbarrier_init(getattr(bars, name) + stage, count)
+                dv_place[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
         sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sdO = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
@@ -246,7 +252,7 @@ class Backward:
         if warp_idx < FIRST_MMA_WARP:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_idx == LOAD_WARP:
-                tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
+                tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV, atom_dv, tma_dV)
                 self.load(tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, mdK.shape[0], workers)
             if warp_idx == REDUCE_WARP:
                 reduce.reduce_role(c, mdQacc, mPartials, mTrace, sdQ, bars)
@@ -295,7 +301,7 @@ class Backward:
     def load(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, batches, workers):
         """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
         c = self.config
-        atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV = tma
+        atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV, atom_dv, tma_dV = tma
         tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
         kv_bytes = 2 * c.tile_n * c.head_dim
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
@@ -336,6 +342,10 @@ class Backward:
                             rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
                             for which, atom, mX, sX in ((0, atom_k, mK, sK), (1, atom_v, mV, sV)):
                                 cute.arch.mbarrier_wait(bars.kv_empty + which, (n_kv & 1) ^ 1)
+                                if const_expr(which == 1):
+                                    self._store_dv(atom_dv, tma_dV, sV, bars)
+                                    with cute.arch.elect_one():
+                                        self._put_dv_place(bars, item)
                                 full = bars.kv_full + which
                                 with cute.arch.elect_one():
                                     cute.arch.mbarrier_arrive_and_expect_tx(full, kv_bytes)
@@ -349,6 +359,32 @@ class Backward:
                 # Only an item whose tickets are granted no longer depends on other blocks: see reduce.py, Claiming.
                 cute.arch.mbarrier_wait(bars.item_granted, (n_kv & 1) ^ 1)
             slot = reduce.claim_item(mPlan, mControl, bars, n_item, batches)
+        cute.arch.mbarrier_wait(bars.kv_empty + 1, (n_kv & 1) ^ 1)
+        self._store_dv(atom_dv, tma_dV, sV, bars)
+        cute.arch.cp_async_bulk_wait_group(0)
+
+    def _dv_place(self, bars):
+        """Where the dV in V's buffer belongs: [there is one, kv tile, kv head, row, batch, shift] as `plan_view.tma_rows` defines them."""
+        return cute.make_tensor(bars.dv_place, cute.make_layout(DV_PLACE_WORDS))
+
+    def _put_dv_place(self, bars, item) -> None:
+        """Remember where dV of an item that gets its V now will belong; partial sums are stored elsewhere."""
+        place = self._dv_place(bars)
+        words = (Int32(item.partial_slot < 0), item.kv_tile, item.kv_head, item.k_tma_row, item.tma_batch, item.k_tma_shift)
+        for i, word in enumerate(words):
+            place[i] = word
+
+    @cute.jit
+    def _store_dv(self, atom, tensor, sV, bars):
+        """Store the dV that the MMA warps have put into V's buffer, if there is one, and wait until the buffer has been read."""
+        cute.arch.sync_warp()
+        place = self._dv_place(bars)
+        if place[0] == 1:
+            shared, target = self._tiles(atom, tensor, sV[None, None, 0], (place[3], place[4], place[5]), place[2])
+            cute.copy(atom, shared, target[None, place[1]])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
 
     def _put_q_info(self, bars, stage, item, q_tile: Int32) -> None:
         """Tell the MMA warps which scores of a task the mask hides."""
@@ -368,14 +404,18 @@ class Backward:
 
     def _load_tile(self, atom, tensor, shared, rows, tile: Int32, head: Int32, barrier) -> None:
         """Start the TMA load of one tile of a sequence; `rows`: (row, batch, shift) as `plan_view.tma_rows` defines them."""
+        target, source = self._tiles(atom, tensor, shared, rows, head)
+        cute.copy(atom, source[None, tile], target, tma_bar_ptr=barrier)
+
+    def _tiles(self, atom, tensor, shared, rows, head: Int32):
+        """Partitions of a tile in shared memory and of a sequence's tiles, (., tile), for the copy engine; `rows` as in `_load_tile`."""
         row, batch, shift = rows
         sequence = cute.domain_offset((row, 0), tensor[None, None, head, batch, shift])
         tile_shape = (cute.size(shared, mode=[0]), self.config.head_dim)
         tiles = cute.flat_divide(sequence, tile_shape)[None, None, None, 0]
-        target, source = cpasync.tma_partition(
+        return cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
-        cute.copy(atom, source[None, tile], target, tma_bar_ptr=barrier)
 
     @cute.jit
     def mma(
@@ -396,7 +436,11 @@ class Backward:
         store_ds = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
         ).get_slice(tidx)
+        store_dv = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_grads
+        ).get_slice(tidx)
         t = SimpleNamespace(
+            store_dv=store_dv, tVsdV=store_dv.partition_D(sV),
             scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, scale_log2=scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
@@ -429,19 +473,22 @@ class Backward:
                         self.wide_task(t, n_task, first, bars, False)
                         n_task += 1
                     self.wide_task(t, n_task, first, bars, True)
+                    self.put_dv(t, slot, bars)
                     self.last_dq(t, n_task, bars)
                 else:
                     for _ in cutlass.range(tasks - 1, unroll=1):
-                        self.task(t, n_task, bars, False)
+                        self.task(t, n_task, bars, slot, False)
                         n_task += 1
-                    self.task(t, n_task, bars, True)
+                    self.task(t, n_task, bars, slot, True)
                 n_task += 1
                 n_kv += 1
             item = plan_view.mailbox_item(slot)
             if item.partial_slot >= 0:
                 self.store_partial_grads(t, mParts, item.partial_slot)
             else:
-                self.store_grads(t, mdK, mdV, item, scale)
+                self.store_grads(t.acc_dK, mdK, item, scale)
+                if tasks == 0:
+                    self.store_grads(t.acc_dV, mdV, item, None)
             reduce.release_item(bars, n_item)
             n_item += 1
             slot = reduce.wait_item(bars, n_item)
@@ -462,7 +509,7 @@ class Backward:
         return cute.make_tensor(stat.iterator, layout)[None, lane % 4, None, None]
 
     @cute.jit
-    def task(self, t, n_task: Int32, bars, is_last: cutlass.Constexpr[bool]):
+    def task(self, t, n_task: Int32, bars, slot, is_last: cutlass.Constexpr[bool]):
         """One (kv tile, q tile) with 64 query rows: expects S^T in acc_S, and leaves the next task's there unless it is the last.
 
         Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS beside dV, its trip through shared memory beside the next
@@ -483,7 +530,9 @@ class Backward:
             acc_dP[i] = t.acc_S[i] * acc_dP[i]
         warpgroup.wait_group(0)
         self._arrive(t, bars.do_empty + do_stage)
-        if const_expr(not is_last):
+        if const_expr(is_last):
+            self.put_dv(t, slot, bars)
+        else:
             self.start_s(t, n_task + 1, bars)
         rdS = as_operand_a(acc_dP, self.dtype)
         cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
@@ -497,7 +546,6 @@ class Backward:
         self._arrive(t, bars.ds_empty + ds_stage)
         if const_expr(is_last):
             self._arrive(t, bars.kv_empty)
-            self._arrive(t, bars.kv_empty + 1)
         self.store_dq(t, acc_dQ, dq_stage)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -567,12 +615,29 @@ class Backward:
         acc_dQ = self.start_dq(t, last % c.ds_stages)
         cute.arch.mbarrier_wait(bars.dq_empty + last % c.dq_stages, ((last // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(0)
-        for barrier in (bars.ds_empty + last % c.ds_stages, bars.kv_empty, bars.kv_empty + 1):
+        for barrier in (bars.ds_empty + last % c.ds_stages, bars.kv_empty):
             self._arrive(t, barrier)
         self.store_dq(t, acc_dQ, last % c.dq_stages)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         self._arrive(t, bars.dq_full + last % c.dq_stages)
+
+    @cute.jit
+    def put_dv(self, t, slot, bars):
+        """V of an item is no longer needed: put the finished dV into its buffer, for the load warp to store, if the item owns its kv head."""
+        if plan_view.mailbox_item(slot).partial_slot < 0:
+            self._put_dv(t)
+        self._arrive(t, bars.kv_empty + 1)
+
+    @cute.jit
+    def _put_dv(self, t):
+        """A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so."""
+        cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
+        converted = cute.make_rmem_tensor(t.acc_dV.layout, self.dtype)
+        converted.store(t.acc_dV.load().to(self.dtype))
+        cute.copy(t.store_dv, t.store_dv.retile(converted), t.tVsdV[None, None, None, 0])
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
 
     def start_dq(self, t, stage):
         """Issue dQ = dS K of the dS in a stage."""
@@ -648,20 +713,19 @@ class Backward:
                 acc[element] = cutlass.select_(hidden, Float32(-Float32.inf), acc[element])
 
     @cute.jit
-    def store_grads(self, t, mdK, mdV, item, scale: Float32):
-        """Write this thread's rows of dK (scaled) and dV, converted; rows beyond the sequence are left alone."""
+    def store_grads(self, acc, target, item, factor):
+        """Write this thread's rows of dK or dV, times the factor if there is one, converted; rows beyond the sequence are left alone."""
         c = self.config
-        for acc, target, factor in ((t.acc_dV, mdV, None), (t.acc_dK, mdK, scale)):
-            pairs = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, c.head_dim // 8)))
-            for half in cutlass.range_constexpr(2):
-                values = cute.make_rmem_tensor((2, c.head_dim // 8), self.dtype)
-                row_values = pairs[None, half, None].load()
-                if const_expr(factor is not None):
-                    row_values = row_values * factor
-                values.store(row_values.to(self.dtype))
-                row = item.kv_tile * c.tile_n + self._first_row() + 8 * half
-                line = target[item.batch, item.k_row_first + row, item.kv_head, None]
-                registers.store_rows(values, line, ptx.thread_index() % 32, row < item.seqlen_k)
+        pairs = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, c.head_dim // 8)))
+        for half in cutlass.range_constexpr(2):
+            values = cute.make_rmem_tensor((2, c.head_dim // 8), self.dtype)
+            row_values = pairs[None, half, None].load()
+            if const_expr(factor is not None):
+                row_values = row_values * factor
+            values.store(row_values.to(self.dtype))
+            row = item.kv_tile * c.tile_n + self._first_row() + 8 * half
+            line = target[item.batch, item.k_row_first + row, item.kv_head, None]
+            registers.store_rows(values, line, ptx.thread_index() % 32, row < item.seqlen_k)
 
     @cute.jit
     def store_partial_grads(self, t, mParts, slot: Int32):
