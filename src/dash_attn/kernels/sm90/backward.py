@@ -370,7 +370,14 @@ class Backward:
     def _put_dv_place(self, bars, item) -> None:
         """Remember where dV of an item that gets its V now will belong; partial sums are stored elsewhere."""
         place = self._dv_place(bars)
-        words = (Int32(item.partial_slot < 0), item.kv_tile, item.kv_head, item.k_tma_row, item.tma_batch, item.k_tma_shift)
+        words = (
+            Int32(item.partial_slot < 0),
+            item.kv_tile,
+            item.kv_head,
+            item.k_tma_row,
+            item.tma_batch,
+            item.k_tma_shift,
+        )
         for i, word in enumerate(words):
             place[i] = word
 
@@ -380,7 +387,9 @@ class Backward:
         cute.arch.sync_warp()
         place = self._dv_place(bars)
         if place[0] == 1:
-            shared, target = self._tiles(atom, tensor, sV[None, None, 0], (place[3], place[4], place[5]), place[2])
+            shared, target = self._tiles(
+                atom, tensor, sV[None, None, 0], (place[3], place[4], place[5]), place[2]
+            )
             cute.copy(atom, shared, target[None, place[1]])
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
