@@ -127,10 +127,13 @@ def _target_lines(points: Points) -> list[str]:
     lines = ["targets"]
     for target in TARGETS:
         value, count = reached(target, points)
-        unknown = "incomplete" if count else "not measured"
-        outcome = unknown if math.isnan(value) else "met" if value >= target.at_least else "missed"
+        outcome = "met" if value >= target.at_least else "missed"
+        if math.isnan(value) or count < target.points:
+            outcome = "incomplete" if count else "not measured"
         figures = f"{_figure(value, 6, 3)} (at least {target.at_least:.2f})"
-        lines.append(f"{outcome:13}{figures}  {target.what}; {target.how} of {count} points")
+        lines.append(
+            f"{outcome:13}{figures}  {target.what}; {target.how} of {count} of {target.points} points"
+        )
     return lines
 
 
