@@ -35,6 +35,7 @@ COLOURS = {
     "shift": PALETTE[0],
     "shift(ring=32)": "#7A5195",
     "shift(ring=64)": PALETTE[5],
+    "shift(ring=64, min_stride=2)": PALETTE[5],
     "symmetric_shift": PALETTE[0],
     "descending": PALETTE[6],
     "spt": PALETTE[2],
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args(argv)
-    rows = read("h200-backward.json")
+    rows = [row for row in read("h200-backward.json") if row.get("set", "grid") == "grid"]
     for mask, number in (("full", 8), ("causal", 9)):
         print(throughput([row for row in rows if row["mask"] == mask], mask, number))
     fill("measurements.md", "table 1", deviation_table)
@@ -91,6 +92,11 @@ def series_name(row: Row) -> str:
     return policy if row["deterministic"] else "unordered"
 
 
+def coloured(series: str) -> str:
+    """The key of a series in COLOURS: a policy, or the name of a peer without its mode."""
+    return series.removesuffix(" nondet").removesuffix(" det")
+
+
 @plotting
 def throughput(rows: Sequence[Row], mask: str, number: int) -> Path:
     """Figure 8 or 9: TFLOP/s by length, a panel a head dim; of a policy its faster placement."""
@@ -104,10 +110,10 @@ def throughput(rows: Sequence[Row], mask: str, number: int) -> Path:
             of_series = best[series_name(row)]
             of_series[row["seqlen"]] = max(row["tflops"], of_series.get(row["seqlen"], 0.0))
         ours = {series_name(row) for row in here if row["impl"] == "dash_attn"}
-        names = sorted(best, key=lambda name: (list(COLOURS).index(name.split(" ")[0]), name))
+        names = sorted(best, key=lambda name: (list(COLOURS).index(coloured(name)), name))
         width = 0.85 / len(names)
         for k, name in enumerate(names):
-            colour = COLOURS[name.split(" ")[0]]
+            colour = COLOURS[coloured(name)]
             loose = name == "unordered" or name.endswith("nondet")
             x = [lengths.index(seqlen) + (k + 0.5) * width - 0.425 for seqlen in best[name]]
             style: Row = {"facecolor": lighter(colour) if loose else colour}

@@ -11,9 +11,9 @@ import torch
 from ..testing import same_bytes
 from .peers import Backward
 
-__all__ = ["Contender", "measure"]
+__all__ = ["REPLAYS", "Contender", "measure"]
 
-WARM_UP, REPLAYS = 3, 4
+REPLAYS = 4
 HEAD_START = 4_000_000
 """Cycles that the GPU pauses before a round, about 2 ms: calls queue up behind it, so that the time
 between two events is the GPU's and not the host's."""
@@ -49,15 +49,16 @@ class Contender:
         return (high - low) / self.ms
 
 
-def measure(contenders: Sequence[Contender], rounds: int) -> None:
+def measure(contenders: Sequence[Contender], rounds: int, replays: int = REPLAYS) -> None:
     """Time all contenders that run, ``rounds`` calls each, in interleaved rounds.
 
+    Before that each is called once and replayed ``replays`` times, which compares the bytes and warms up.
     Every other round goes through them backwards, so that none always follows the same one. All kernels
     and allocations of a call count. A contender that fails keeps the error as its reason.
     """
     calls = []
     for contender in contenders:
-        if not contender.reason and (call := _prepared(contender)):
+        if not contender.reason and (call := _prepared(contender, replays)):
             calls.append((contender, call))
     for number in range(rounds):
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
@@ -67,14 +68,12 @@ def measure(contenders: Sequence[Contender], rounds: int) -> None:
             contender.times.append(start.elapsed_time(end))
 
 
-def _prepared(contender: Contender) -> Backward | None:
-    """Compile, warm up and compare replays."""
+def _prepared(contender: Contender, replays: int) -> Backward | None:
+    """Compile, and compare replays with the first call."""
     try:
         call = contender.make()
         first = [x.clone() for x in call()]
-        contender.repeatable = all(same_bytes(a, b) for _ in range(REPLAYS) for a, b in zip(first, call()))
-        for _ in range(WARM_UP):
-            call()
+        contender.repeatable = all(same_bytes(a, b) for _ in range(replays) for a, b in zip(first, call()))
         torch.cuda.synchronize()
     except Exception as error:  # a library that fails is a row of the table
         lines = str(error).strip().splitlines() or [""]

@@ -1,0 +1,70 @@
+"""What nvidia-smi says of the current GPU: its driver, and clock and power under a load."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+HEAT_S = 0.2
+"""Seconds of load before nvidia-smi is asked."""
+PATIENCE_S = 5.0
+IN_FLIGHT = 2
+
+
+def driver() -> str:
+    """Version of the driver, empty where nvidia-smi does not say."""
+    try:
+        command = _command("driver_version")
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return found.stdout.strip()
+
+
+def clock_and_power(call: Callable[[], object]) -> tuple[float | None, float | None]:
+    """SM clock in MHz and power in W while ``call`` runs back to back; None where nvidia-smi does not say.
+
+    The GPU has work from ``HEAT_S`` before nvidia-smi starts until it has ended. The power is the momentary
+    one: the average that nvidia-smi gives by default is over a second.
+    """
+    start = time.monotonic()
+    _keep_busy(call, lambda: time.monotonic() >= start + HEAT_S)
+    command = _command("clocks.sm,power.draw.instant")
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None, None
+    late = time.monotonic() + PATIENCE_S
+    _keep_busy(call, lambda: process.poll() is not None or time.monotonic() > late)
+    process.kill()  # does nothing to one that has ended
+    fields = process.communicate()[0].split(",")
+    return (_number(fields[0]), _number(fields[1])) if len(fields) == 2 else (None, None)
+
+
+def _keep_busy(call: Callable[[], object], until: Callable[[], bool]) -> None:
+    """Launch ``call`` again and again, a few ahead of the GPU, then wait for all of it."""
+    ends: deque[torch.cuda.Event] = deque()
+    while not until():
+        call()
+        ends.append(torch.cuda.Event())
+        ends[-1].record()
+        if len(ends) > IN_FLIGHT:
+            ends.popleft().synchronize()
+    torch.cuda.synchronize()
+
+
+def _command(fields: str) -> list[str]:
+    """Asks for fields of the current GPU, whose index may differ from the one it has in CUDA."""
+    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+    return ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # "[N/A]"
+        return None
