@@ -5,7 +5,7 @@ hands finished contributions over, warp 3 walks the plan and waits for tickets (
 convert complete dQ tiles when there are no items left (finish.py).
 
 The fp32 dQ tile, in shared and global memory, is kept in the order of the accumulator registers: value (row, col) of
-warpgroup g, thread t sits at ((g * tile_m*head_dim/1024 + v) * 128 + t) * 4 + e; `accumulator_coordinates` inverts it.
+warpgroup g, thread t sits at ((g * tile_m*head_dim/1024 + v) * 128 + t) * 4 + e; `launch._accumulator_order` inverts it.
 """
 
 from types import SimpleNamespace
@@ -14,7 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.utils import SmemAllocator, hopper_helpers
+from cutlass.memory import SmemAllocator
+from cutlass.utils import hopper_helpers
 
 from . import finish, load, mma, plan_view, reduce
 from .config import MMA_WARPGROUPS, SLOTS, THREADS, BackwardConfig
