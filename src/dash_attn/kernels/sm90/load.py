@@ -34,6 +34,10 @@ class LoadRole:
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
             fresh = Int32(1)
+            if plan_view.mailbox_item(slot).run_count > 0:
+                # Their buffers may not be free for a while: until then K and V can come as far as L2.
+                for atom, mX, sX in ((atom_k, mK, sK), (atom_v, mV, sV)):
+                    self._prefetch_kv(atom, mX, sX, plan_view.mailbox_item(slot))
             for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
                 run = plan_view.read_run(mPlan, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
@@ -136,6 +140,13 @@ class LoadRole:
         """Start the TMA load of one tile of a sequence; `rows`: (row, batch, shift) as `plan_view.tma_rows` defines them."""
         target, source = self._tiles(atom, tensor, shared, rows, head)
         cute.copy(atom, source[None, tile], target, tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _prefetch_kv(self, atom, tensor, shared, item) -> None:
+        """Fetch K or V of an item into L2."""
+        rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
+        _, source = self._tiles(atom, tensor, shared[None, None, 0], rows, item.kv_head)
+        cute.prefetch(atom, source[None, item.kv_tile])
 
     def _tiles(self, atom, tensor, shared, rows, head: Int32):
         """Partitions of a tile in shared memory and of a sequence's tiles, (., tile), for the copy engine; `rows` as in `_load_tile`."""
