@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 from gpu_cases import FULL, dense
 
 from dash_attn.schedule import FA3, HeadPattern, Plan, Run, Verdict, build_plan
@@ -23,7 +24,7 @@ def broken_plan() -> Plan:
 def released(plan: Plan) -> Plan:
     """A plan with a forged verdict: any number of workers will do."""
     forged = replace(plan)
-    object.__setattr__(forged, "verdict", Verdict(1, plan.problem.tasks))
+    object.__setattr__(forged, "verdict", Verdict(1, plan.problem.tasks, np.arange(len(plan.items))))
     return forged
 
 

@@ -1,4 +1,4 @@
-"""The plan table: the int32 layout in which a kernel reads a plan (the device ABI, version 2).
+"""The plan table: the int32 layout in which a kernel reads a plan (the device ABI, version 3).
 
 One contiguous int32 array. Every section starts at a multiple of four words, so that records are read
 with 16-byte loads. Offsets are in words from the start of the table.
@@ -11,11 +11,12 @@ Header, 20 words
     4 sequence_count        9 tile_m            14 window_left, -1  19 partial_count
 
 Item, 12 words, in the order in which workers claim them
-    sequence, kv_head, kv_tile, q_head_first, q_head_count, run_first, run_count, task_count, partial,
-    three words of 0. It goes through runs run_first .. run_first + run_count - 1, task_count tasks in
+    sequence, kv_head, kv_tile, q_head_first, q_head_count, run_first, run_count, task_count, partial, needs,
+    two words of 0. It goes through runs run_first .. run_first + run_count - 1, task_count tasks in
     all, and does each task for q heads q_head_first, q_head_first + 1, ... (q_head_count of them) before
     the next. partial: where it leaves its sums of dK and dV, of partial_count places; -1 if it owns all
-    q heads of its kv head, and finishes dK and dV alone.
+    q heads of its kv head, and finishes dK and dV alone. needs: the last item of the list that it depends on,
+    or its own place: a block may claim ahead of it what is behind that one.
 
 Run, 4 words
     q_first, count, t_first, steps
@@ -65,7 +66,7 @@ __all__ = [
 ]
 
 MAGIC = 0x44534148
-ABI_VERSION = 2
+ABI_VERSION = 3
 HEADER_WORDS, ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 20, 12, 4, 12
 
 Words = NDArray[np.int32]
@@ -79,8 +80,8 @@ def to_table(plan: Plan) -> Words:
 
     >>> from dash_attn.schedule import FA3, build_plan
     >>> table = to_table(build_plan(Problem.dense(seqlen=256, head_dim=64), FA3()))
-    >>> table[[2, 3, 4]].tolist(), table[20:44].reshape(2, 12)[:, :9].tolist()
-    ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2, -1], [0, 0, 1, 0, 1, 1, 1, 2, -1]])
+    >>> table[[2, 3, 4]].tolist(), table[20:44].reshape(2, 12)[:, :10].tolist()
+    ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2, -1, 0], [0, 0, 1, 0, 1, 1, 1, 2, -1, 1]])
     """
     p = plan.problem
     runs = _pack_runs(np.concatenate([pattern.runs for pattern in plan.patterns.values()]))
@@ -135,9 +136,10 @@ def _item_records(plan: Plan) -> NDArray[np.int64]:
     run_first = plan.by_item(lambda p: p.offsets[:-1] + next(base))
     partial = plan.partial_first[sequence] + (kv_head * kv_tiles + kv) * groups + part
     records = np.zeros((len(plan.items), ITEM_WORDS), dtype=np.int64)
-    records[:, :9] = np.stack(
+    assert plan.verdict is not None
+    records[:, :10] = np.stack(
         [sequence, kv_head, kv, kv_head * group + first, end - first, run_first, run_counts,
-         plan.by_item(lambda p: p.task_counts), np.where(groups > 1, partial, -1)], axis=1
+         plan.by_item(lambda p: p.task_counts), np.where(groups > 1, partial, -1), plan.verdict.needs], axis=1
     )  # fmt: skip
     return records
 

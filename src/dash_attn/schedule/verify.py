@@ -15,11 +15,17 @@ slices, so a million tokens take a fraction of a second.
 list is claimed, W of its items are unfinished, and each of those depends, through tickets and item
 order, on an item behind the prefix. So min_workers = 1 + max over prefixes of the number of items in
 it that depend on an item behind it. The tests check this against an exhaustive search.
+
+``needs``, the last item that each item depends on, allows claiming ahead. A worker may claim an item X while its
+own item B is unfinished if X is behind everything B depends on. Nothing changes for min_workers: among the items
+that are claimed and wait for a worker that cannot move, let X be the first of the list. What the worker runs depends
+on an item before X that nobody runs; it is claimed, because items are claimed in order, so it waits for a worker
+that cannot move, and X was not the first.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from weakref import WeakKeyDictionary
 
@@ -45,10 +51,13 @@ class Verdict:
     Attributes:
         min_workers: smallest number of resident workers under which the plan cannot deadlock.
         tasks: number of tasks proven to run once each, over all sequences and q heads.
+        needs: (items,) int64, the place in the list of the last item that each item depends on; its own if it
+            depends on no later one.
     """
 
     min_workers: int
     tasks: int
+    needs: IntArray = field(compare=False, repr=False)
 
 
 def verify(plan: Plan) -> Plan:
@@ -69,9 +78,11 @@ def verify(plan: Plan) -> Plan:
         if plan.patterns[pair] not in _PROVEN:
             _check_coverage(plan.patterns[pair], where)
     _check_placement(plan)
-    min_workers = 1 + _deepest_dependence(plan)
+    needs = _last_needed(plan)
+    needs.setflags(write=False)
     verified = replace(plan)
-    object.__setattr__(verified, "verdict", Verdict(min_workers, plan.problem.tasks))
+    verdict = Verdict(1 + _deepest_dependence(needs), plan.problem.tasks, needs)
+    object.__setattr__(verified, "verdict", verdict)
     plan.items.setflags(write=False)
     return verified
 
@@ -168,14 +179,13 @@ def _check_item_coverage(pattern: HeadPattern, kv: int, where: str) -> None:
         raise CoverageError(f"{where}, q tile {first + at}: the task is missing")
 
 
-def _deepest_dependence(plan: Plan) -> int:
-    """Largest number of items of one prefix of the list that depend on an item behind that prefix."""
+def _last_needed(plan: Plan) -> IntArray:
+    """The place in the list of the last item that each item depends on, or its own."""
     items = plan.items
-    position = np.arange(len(items), dtype=np.int64)
+    needed = np.arange(len(items), dtype=np.int64)
     head = plan.group_first[items[:, 0]] + items[:, 1]
     by_head = np.argsort(head, kind="stable")
     starts = np.flatnonzero(np.diff(head[by_head], prepend=-1))
-    needed = position.copy()
     for rows in np.split(by_head, starts[1:]):
         if not len(rows):
             continue
@@ -186,10 +196,15 @@ def _deepest_dependence(plan: Plan) -> int:
             found = _dependences(pattern, order, where)
             _PROVEN.setdefault(pattern, {})[order.tobytes()] = found
         needed[rows] = rows[_PROVEN[pattern][order.tobytes()]]
-    change = np.zeros(len(items) + 2, dtype=np.int64)
-    np.add.at(change, position + 1, 1)
-    np.add.at(change, needed + 1, -1)
-    waiting = np.cumsum(change)[: len(items)]
+    return needed
+
+
+def _deepest_dependence(needs: IntArray) -> int:
+    """Largest number of items of one prefix of the list that depend on an item behind that prefix."""
+    change = np.zeros(len(needs) + 2, dtype=np.int64)
+    np.add.at(change, np.arange(len(needs)) + 1, 1)
+    np.add.at(change, needs + 1, -1)
+    waiting = np.cumsum(change)[: len(needs)]
     return int(waiting.max(initial=0))
 
 

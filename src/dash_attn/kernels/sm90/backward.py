@@ -166,7 +166,7 @@ class Backward:
         self.kernel(
             atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v, atom_dv, tma_dv,
             layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
-            lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete, min_workers,
+            lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
                  cooperative=together)  # fmt: skip
 
@@ -178,7 +178,7 @@ class Backward:
         mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
         mdQacc: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
         mControl: cute.Tensor, mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
-        workers: Int32, complete: Int32, min_workers: Int32,
+        workers: Int32, complete: Int32,
     ):  # fmt: skip
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -226,7 +226,7 @@ class Backward:
                 if warp_idx == RELEASE_WARP:
                     reduce.release_role(mPlan, mControl, bars)
             if warp_idx == TICKET_WARP:
-                reduce.ticket_role(c, mPlan, mControl, mErrors, bars, min_workers)
+                reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
             self.mma_role.run(

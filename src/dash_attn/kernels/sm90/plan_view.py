@@ -1,6 +1,6 @@
 """Device-side reading of the plan table (int32): header, items, runs, sequences, maps, totals.
 
-Word offsets follow the table's ABI version 2; every reader is one function, so that a new ABI touches this file only.
+Word offsets follow the table's ABI version 3; every reader is one function, so that a new ABI touches this file only.
 
 Rows of a sequence: tensors of batch extent 1 hold all sequences one after the other (packed), otherwise the batch index is the
 sequence: `first_rows` for plain pointers, `tma_rows` for the copy engine.
@@ -15,7 +15,7 @@ from cutlass import Int32
 ITEM_COUNT, SEQUENCE_COUNT, ITEM_OFFSET, RUN_OFFSET, SEQUENCE_OFFSET = 2, 4, 5, 6, 7
 HEADS, WINDOW_LEFT, WINDOW_RIGHT, Q_MAP_OFFSET, Q_TILES, KV_MAP_OFFSET = 11, 14, 15, 16, 17, 18
 ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 12, 4, 12
-ITEM_FIELDS = 9  # the words of an item that mean something
+ITEM_FIELDS = 10  # the words of an item that mean something
 RUN_FIRST, RUN_COUNT = 5, 6  # words of an item
 
 PACKED_ROWS = 1 << 30  # row extent of a packed tensor for the copy engine, see tma_rows
@@ -34,6 +34,7 @@ class Item(NamedTuple):
     run_count: Int32
     task_count: Int32
     partial_slot: Int32  # -1: the item owns all q heads of its kv head
+    needs: Int32  # the last item of the list that it depends on
     run_q_first: Int32  # the words of its first run
     run_tasks: Int32
     run_t_first: Int32
@@ -54,7 +55,7 @@ class Item(NamedTuple):
     high: Int32
 
 
-MAILBOX_WORDS = 28
+MAILBOX_WORDS = 32
 UNBOUNDED = 1 << 30
 NO_ITEM = (1 << 31) - 1  # an index beyond every list
 

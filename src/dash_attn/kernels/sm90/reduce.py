@@ -16,8 +16,8 @@ ld.acquire.gpu reaches the reduce thread the same way.
 
 Claiming: an item is claimed by the load warp, in list order, once every ticket of the block's current item has been granted. From then
 on nothing the block still does depends on another block, so the block counts as free for the liveness argument of the plan.
-Where no item depends on a later one (min_workers = 1) it is claimed a few tasks earlier: the first unfinished item of the list then has
-all its tickets, and whatever its block claimed before it is finished. (Not much earlier: a block that claims and waits keeps an item from others.)
+Three tickets earlier it is claimed if every item that the current one depends on has been claimed by then (schedule/verify.py says why that is
+safe); not much earlier, because a block that claims and then waits keeps an item from others.
 """
 
 import cutlass
@@ -126,7 +126,7 @@ def wait_slot(barrier, bars, n_task: Int32):
 
 
 @cute.jit
-def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, min_workers: Int32):
+def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
     """Ticket warp, one thread: goes through the tasks of every item and waits for the ticket of each.
 
     The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
@@ -138,9 +138,7 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, min_w
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
             left = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
-            claim_at = Int32(0)
-            if min_workers == 1:
-                claim_at = cutlass.min(CLAIM_AHEAD, left - 1)  # not before the first grant
+            claim_at = cutlass.min(CLAIM_AHEAD, left - 1)  # not before the first grant
             r = Int32(0)
             while r < plan_view.mailbox_item(slot).run_count:
                 run = plan_view.read_run(mPlan, slot, r)
@@ -168,7 +166,15 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars, min_w
                         n_task += 1
                         left -= 1
                         if left == claim_at:
-                            cute.arch.mbarrier_arrive(bars.item_granted)
+                            claim_at = Int32(-1)
+                            if left > 0:
+                                if (
+                                    ptx.load_acquire(mControl.iterator + CLAIMED)
+                                    <= plan_view.mailbox_item(slot).needs
+                                ):
+                                    claim_at = Int32(0)
+                            if claim_at < 0:
+                                cute.arch.mbarrier_arrive(bars.item_granted)
                     held += 1
                     if held == run.t_hold:
                         held = Int32(0)
