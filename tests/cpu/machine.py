@@ -268,5 +268,7 @@ def _steps(
         last = len(items[own[-1].item]) if own else 1
         if claimed < len(items) and len(own) - granted <= left_at_claim(last, ahead):
             yield at, _Worker((*mine, claimed), granted, performed)
-        if granted < len(own) and granted - performed < slots and counters[own[granted].tile] == own[granted].ticket:
-            yield at, _Worker(mine, granted + 1, performed)
+        if granted < min(len(own), performed + slots):
+            _, tile, ticket = own[granted]
+            if counters[tile] == ticket:
+                yield at, _Worker(mine, granted + 1, performed)
