@@ -4,12 +4,14 @@ Independent of the verifier and of ``schedule/interleave.py``: it knows the item
 and nothing of dependences. A worker claims the next item of the list; its tasks are granted, in item order,
 when as many contributions to their dQ tile are performed as their tickets say, and performed later, in the
 same order. At most ``slots`` contributions of a worker are granted and not yet performed. A worker claims
-again once every task of its item is granted (kernels/sm90/reduce.py, Claiming).
+again once all tasks of its last item but ``ahead`` are granted, and one at least (kernels/sm90/reduce.py,
+Claiming). It may then hold several items, and handles them strictly in the order in which it claimed them.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +26,15 @@ Tile = tuple[int, int, int]
 
 Kind = Literal["perform", "grant", "claim"]
 KINDS: tuple[Kind, ...] = ("perform", "grant", "claim")
+
+
+AT_ONCE = sys.maxsize
+"""An ``ahead`` with which a worker claims whenever it likes."""
+
+
+def left_at_claim(tasks: int, ahead: int) -> int:
+    """So many tasks of a worker's last item may wait for their tickets when it claims another item."""
+    return ahead if ahead == AT_ONCE else min(ahead, tasks - 1)
 
 
 class Contribution(NamedTuple):
@@ -64,8 +75,10 @@ class Machine:
         items: the plan, by :func:`contributions`.
         workers: how many there are.
         slots: contributions of a worker that may be granted and not yet performed.
+        ahead: tasks of an item that may wait for tickets when its worker claims another one.
         claimed: items claimed so far, the first ones of the list.
-        granting: for each worker, what is left of its item to be granted.
+        granting: for each worker, what is left of its items to be granted.
+        claim_at: for each worker, how much of that may be left when it claims again.
         performing: for each worker, what is granted and not performed.
         counters: performed contributions of every dQ tile.
     """
@@ -73,13 +86,16 @@ class Machine:
     items: Order
     workers: int
     slots: int = 8
+    ahead: int = 0
     claimed: int = 0
     granting: list[list[Contribution]] = field(default_factory=list)
+    claim_at: list[int] = field(default_factory=list)
     performing: list[list[Contribution]] = field(default_factory=list)
     counters: Counter[Tile] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.granting = [[] for _ in range(self.workers)]
+        self.claim_at = [0] * self.workers
         self.performing = [[] for _ in range(self.workers)]
 
     def why_not(self, event: Event) -> str:
@@ -87,7 +103,7 @@ class Machine:
         kind, worker = event
         granting, performing = self.granting[worker], self.performing[worker]
         if kind == "claim":
-            if granting:
+            if len(granting) > self.claim_at[worker]:
                 return f"worker {worker} still waits for tickets of item {granting[0].item}"
             return "" if self.claimed < len(self.items) else "no item is left"
         if kind == "perform":
@@ -118,7 +134,9 @@ class Machine:
             raise IllegalEventError(f"{event}: {reason}")
         granting, performing = self.granting[event.worker], self.performing[event.worker]
         if event.kind == "claim":
-            granting.extend(self.items[self.claimed])
+            if tasks := self.items[self.claimed]:
+                granting.extend(tasks)
+                self.claim_at[event.worker] = left_at_claim(len(tasks), self.ahead)
             self.claimed += 1
         elif event.kind == "grant":
             performing.append(granting.pop(0))
@@ -127,7 +145,7 @@ class Machine:
 
     def waiting_items(self) -> list[int]:
         """Claimed items of which a task is not granted."""
-        return sorted(left[0].item for left in self.granting if left)
+        return sorted({task.item for left in self.granting for task in left})
 
     @property
     def finished(self) -> bool:
@@ -135,9 +153,9 @@ class Machine:
         return self.counters.total() == sum(map(len, self.items)) and self.claimed == len(self.items)
 
 
-def run(items: Order, workers: int, slots: int = 8) -> tuple[Machine, list[Event]]:
+def run(items: Order, workers: int, slots: int = 8, ahead: int = 0) -> tuple[Machine, list[Event]]:
     """Events until none is possible, each worker in turn as far as it can; and where the machine stands."""
-    machine, events = Machine(items, workers, slots), []
+    machine, events = Machine(items, workers, slots, ahead), []
     moved = True
     while moved:
         before = len(events)
@@ -149,21 +167,28 @@ def run(items: Order, workers: int, slots: int = 8) -> tuple[Machine, list[Event
     return machine, events
 
 
-def run_randomly(items: Order, workers: int, slots: int, rng: random.Random) -> Machine:
-    """A random one of the possible events at a time, until there is none."""
-    machine = Machine(items, workers, slots)
+def run_randomly(items: Order, workers: int, slots: int, rng: random.Random, ahead: int = 0) -> Machine:
+    """A random one of the possible events at a time, until there is none.
+
+    Each run has preferences of its own among workers and among kinds of events, so that some workers or
+    some kinds lag far behind others.
+    """
+    machine = Machine(items, workers, slots, ahead)
+    weights = {kind: 10 ** rng.uniform(-2, 0) for kind in KINDS}
+    speeds = [10 ** rng.uniform(-2, 0) for _ in range(workers)]
     while possible := [event for w in range(workers) for event in machine.possible(w)]:
-        machine.apply(rng.choice(possible))
+        likely = [weights[event.kind] * speeds[event.worker] for event in possible]
+        machine.apply(rng.choices(possible, likely)[0])
     return machine
 
 
-def replay(items: Order, workers: int, slots: int, events: list[Event]) -> Machine:
+def replay(items: Order, workers: int, slots: int, events: list[Event], ahead: int = 0) -> Machine:
     """Where a fresh machine stands after these events.
 
     Raises:
         IllegalEventError: one of them cannot happen when its turn comes.
     """
-    machine = Machine(items, workers, slots)
+    machine = Machine(items, workers, slots, ahead)
     for event in events:
         machine.apply(event)
     return machine
@@ -203,7 +228,7 @@ class _Worker(NamedTuple):
         return self
 
 
-def deadlock_is_possible(items: Order, workers: int, slots: int) -> bool:
+def deadlock_is_possible(items: Order, workers: int, slots: int, ahead: int = 0) -> bool:
     """Whether some order of events ends with tasks left. Explores every order of all events; workers are
     interchangeable."""
     start = (0, (_Worker(),) * workers)  # items claimed, workers
@@ -211,7 +236,7 @@ def deadlock_is_possible(items: Order, workers: int, slots: int) -> bool:
     while frontier:
         claimed, states = frontier.pop()
         following = []
-        for at, new in _steps(items, claimed, states, slots):
+        for at, new in _steps(items, claimed, states, slots, ahead):
             count = claimed + (len(new.items) > len(states[at].items))
             trimmed = new.trimmed(items)
             following.append((count, tuple(sorted((*states[:at], trimmed, *states[at + 1 :])))))
@@ -225,7 +250,7 @@ def deadlock_is_possible(items: Order, workers: int, slots: int) -> bool:
 
 
 def _steps(
-    items: Order, claimed: int, states: tuple[_Worker, ...], slots: int
+    items: Order, claimed: int, states: tuple[_Worker, ...], slots: int, ahead: int
 ) -> Iterator[tuple[int, _Worker]]:
     """(worker, what it becomes) of every event that can happen."""
     tasks = [[task for item in worker.items for task in items[item]] for worker in states]
@@ -235,11 +260,15 @@ def _steps(
     for own, worker in zip(tasks, states):
         counters.update(task.tile for task in own[: worker.performed])
     for at, (own, worker) in enumerate(zip(tasks, states)):
+        if at and worker == states[at - 1]:
+            continue  # sorted: the same events with the same worker
         mine, granted, performed = worker
         if performed < granted:
             yield at, _Worker(mine, granted, performed + 1)
-        if granted == len(own):
-            if claimed < len(items):
-                yield at, _Worker((*mine, claimed), granted, performed)
-        elif granted - performed < slots and counters[own[granted].tile] == own[granted].ticket:
-            yield at, _Worker(mine, granted + 1, performed)
+        last = len(items[own[-1].item]) if own else 1
+        if claimed < len(items) and len(own) - granted <= left_at_claim(last, ahead):
+            yield at, _Worker((*mine, claimed), granted, performed)
+        if granted < min(len(own), performed + slots):
+            _, tile, ticket = own[granted]
+            if counters[tile] == ticket:
+                yield at, _Worker(mine, granted + 1, performed)

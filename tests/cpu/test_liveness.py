@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from machine import (
+    AT_ONCE,
     Event,
     IllegalEventError,
     Machine,
@@ -20,6 +21,7 @@ from machine import (
     contributions,
     deadlock_is_possible,
     deepest_item,
+    left_at_claim,
     replay,
     run,
     run_randomly,
@@ -144,9 +146,10 @@ def test_every_small_plan_has_its_counter_example() -> None:
 
 
 def test_where_a_machine_stops_does_not_depend_on_the_order() -> None:
-    """Events enable others and disable none, so one order decides for all: random ones end in the same place.
+    """Where items are not claimed ahead, events enable others and disable none, so one order decides for all.
 
-    This is what lets a single run stand for every order in the tests of larger plans."""
+    Random ones end in the same place. This is what lets a single run stand for every order in the tests of
+    larger plans."""
     stopped = 0
     for number in range(60):
         rng = random.Random(number)
@@ -194,6 +197,82 @@ def test_larger_plans_have_their_counter_example(chunk: int) -> None:
             found, most = found + 1, max(most, plan.min_workers)
     assert found > 100
     assert most > 20
+
+
+# Items claimed ahead
+
+
+def depends_on_a_later_item(items: Order) -> bool:
+    return any(deepest > item for item, deepest in enumerate(deepest_item(items)))
+
+
+def test_claiming_ahead_is_safe_where_no_item_depends_on_a_later_one() -> None:
+    """Every order of events, from one worker to one an item: however early a worker claims, all tasks run."""
+    searched = 0
+    for plan in SMALL:
+        items = contributions(plan)
+        assert depends_on_a_later_item(items) == (plan.min_workers > 1)
+        if plan.min_workers > 1:
+            continue
+        # Short items make several of them the same machine.
+        machines = {tuple(left_at_claim(len(i), ahead) for i in items): ahead for ahead in (0, 1, 3, AT_ONCE)}
+        for workers in range(1, len(items) + 1):
+            for ahead in machines.values():
+                for slots in (1, 8):
+                    assert not deadlock_is_possible(items, workers, slots, ahead), (plan, workers, ahead)
+            searched += 1
+    assert searched > 400
+
+
+def test_claiming_ahead_can_deadlock_where_an_item_depends_on_a_later_one() -> None:
+    """So the kernels do it elsewhere only. Claiming at once deadlocks in every such plan, one task ahead in
+    many."""
+    dependent = [plan for plan in SMALL if plan.min_workers > 1]
+    found = dict.fromkeys((1, 3, AT_ONCE), 0)
+    for plan in dependent:
+        for ahead in found:
+            found[ahead] += deadlock_is_possible(contributions(plan), plan.min_workers, 8, ahead)
+    assert 50 < found[1] <= found[3] < found[AT_ONCE] == len(dependent)
+
+
+def test_more_workers_do_not_help_who_claims_ahead() -> None:
+    """Two kv tiles in a ring: worker 0 claims both and waits in the first for the second."""
+    _, items = ring(2)
+    events = [Event(kind, 0) for kind in ("claim", "grant", "claim", "perform")]
+    for workers in (2, 3, 4):
+        machine = replay(items, workers, 8, events, ahead=1)
+        assert not any(map(machine.possible, range(workers)))
+        assert not machine.finished
+        assert explain(machine) == ["tile (0, 0, 1) is at 0, worker 0 has ticket 1"]
+        assert deepest_item(items)[0] == 1 in machine.waiting_items()
+        assert not deadlock_is_possible(items, workers, 8)
+
+
+def test_claims_ahead_take_items_from_others() -> None:
+    """Then events disable others, and orders end differently: one order does not decide for all any more."""
+    _, items = ring(2)
+    rng = random.Random(0)
+    ends = {run_randomly(items, 2, 8, rng, ahead=1).finished for _ in range(50)}
+    assert ends == {True, False}
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_larger_plans_with_items_claimed_ahead(chunk: int) -> None:
+    """A sample: orders in which each worker goes as far as it can, and random ones."""
+    rng, plans, orders = random.Random(chunk), 0, 0
+    for plan in larger_plans(3000 + chunk, problems=30, most_tasks=120):
+        if plan.min_workers > 1:
+            continue
+        plans += 1
+        items = contributions(plan)
+        for ahead in (1, 3, AT_ONCE):
+            for workers in sorted({1, 2, rng.randint(1, len(items)), len(items)}):
+                assert run(items, workers, 8, ahead)[0].finished, (plan, workers, ahead)
+                for slots in (1, 8):
+                    assert run_randomly(items, workers, slots, rng, ahead).finished, (plan, workers, ahead)
+                    orders += 1
+    assert plans > 20
+    assert orders > 500
 
 
 # The machine and its proofs can fail
@@ -247,14 +326,18 @@ def test_slots_are_limited_and_items_run_out() -> None:
     assert not machine.finished
 
 
-def test_claiming_before_the_tickets_are_granted_would_deadlock() -> None:
-    """Why the kernels claim so late: with the next item claimed early, ``min_workers`` would be too few."""
-    problem = Problem(((4, 4),), 1, 1, 1, Mask.full(), tile_m=1, tile_n=1)
-    plan = build_plan(problem, Shift(ring=2))
-    items = contributions(plan)
-    assert not deadlock_is_possible(items, plan.min_workers, 8)
-    early = [[*one, *other] for one, other in zip(items[::2], items[1::2])]  # two items at a time
-    assert deadlock_is_possible(early, plan.min_workers, 8)
+def test_claiming_ahead_waits_for_the_first_grant_and_for_older_items() -> None:
+    """Two tasks an item: a worker claims again when the second one waits, and a third item not yet then."""
+    _, items = ring(2)
+    events = [Event("claim", 0), Event("grant", 0), Event("claim", 0)]
+    with pytest.raises(IllegalEventError, match="worker 0 still waits for tickets of item 0"):
+        replay(items, 1, 8, events)
+    with pytest.raises(IllegalEventError, match="worker 0 still waits for tickets of item 0"):
+        replay(items, 1, 8, [events[0], events[2]], ahead=1)
+    machine = replay(items, 1, 8, events, ahead=1)
+    assert machine.waiting_items() == [0, 1]
+    assert machine.why_not(Event("claim", 0)) == "worker 0 still waits for tickets of item 0"
+    assert replay(items, 1, 8, [events[0], events[2]], ahead=AT_ONCE).claimed == 2
 
 
 def test_dependences_of_a_triangle() -> None:
