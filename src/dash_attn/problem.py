@@ -33,15 +33,19 @@ TileCut = Literal["empty", "cut", "whole"]
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
+LONGEST = 2**30
+"""Rows of the longest sequence; sums of two lengths fit the kernels' int32."""
+
 
 @dataclass(frozen=True)
 class Mask:
     """A band mask: ``left`` and ``right`` columns around the (bottom-right aligned) diagonal.
 
-    ``None`` leaves a side unbounded. Build one with :meth:`full`, :meth:`causal` or :meth:`window`.
+    ``None`` leaves a side unbounded, and so does ``LONGEST``, for no sequence is longer. Build one with
+    :meth:`full`, :meth:`causal` or :meth:`window`.
 
-    >>> Mask.causal().name, Mask.window(128, 0).name
-    ('causal', 'window(128,0)')
+    >>> Mask.causal().name, Mask.window(128, 0).name, Mask.window(2**31 - 1, 0).name
+    ('causal', 'window(128,0)', 'causal')
     """
 
     left: int | None = None
@@ -54,7 +58,7 @@ class Mask:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 raise ProblemError(f"mask {side} must be None or an integer >= 0, got {value!r}")
-            object.__setattr__(self, side, int(value))
+            object.__setattr__(self, side, int(value) if value < LONGEST else None)
 
     @classmethod
     def full(cls) -> Mask:
@@ -336,8 +340,13 @@ def _visible(grid: SequenceGrid) -> int:
 def _lengths(index: int, pair: object) -> tuple[int, int]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ProblemError(f"sequence {index} must be (seqlen_q, seqlen_k), got {pair!r}")
-    seqlen_q = _integer(f"seqlen_q of sequence {index}", pair[0], least=0)
-    return seqlen_q, _integer(f"seqlen_k of sequence {index}", pair[1], least=0)
+    lengths = []
+    for side, value in zip(("q", "k"), pair):
+        name = f"seqlen_{side} of sequence {index}"
+        lengths.append(_integer(name, value, least=0))
+        if lengths[-1] > LONGEST:
+            raise ProblemError(f"{name} must be at most 2**30, got {value}")
+    return lengths[0], lengths[1]
 
 
 def _integer(name: str, value: object, *, least: int) -> int:

@@ -159,6 +159,7 @@ def test_causal_is_aligned_bottom_right():
         ({"window": [-1, 0]}, {"causal": True}),
         ({"window": (3, 5), "causal": True}, {"window": (3, 0)}),
         ({"window": (-1, 5), "causal": True}, {"causal": True}),
+        ({"window": (2**31 - 1, 0)}, {"causal": True}),
     ],
 )
 def test_windows_that_mean_the_same(options, same):

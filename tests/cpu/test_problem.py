@@ -61,6 +61,7 @@ def test_ragged_rectangular_causal() -> None:
         ({"seqlen": -1}, "seqlen_q of sequence 0 must be an integer >= 0, got -1"),
         ({"seqlen": 2.5}, "got 2.5"),
         ({"seqlen": 2**31}, "must fit in int32"),
+        ({"seqlen": 2**30 + 1}, r"seqlen_q of sequence 0 must be at most 2\*\*30, got 1073741825"),
         ({"seqlen": None}, "give seqlen"),
         ({"head_dim": 0}, "head_dim must be an integer >= 1, got 0"),
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
@@ -71,6 +72,14 @@ def test_ragged_rectangular_causal() -> None:
 def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         Problem.dense(**{"seqlen": 128, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("side", [2**30, 2**31 - 1, 2**40])
+def test_a_window_longer_than_every_sequence_is_none(side: int) -> None:
+    """In int32 arithmetic it would hide the wrong scores."""
+    assert Mask.window(side, 0) == Mask.causal()
+    assert Mask.window(None, side) == Mask.full()
+    assert Mask.window(2**30 - 1, 0) != Mask.causal()
 
 
 @pytest.mark.parametrize("side", [-1, 1.5, True])
