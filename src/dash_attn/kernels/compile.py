@@ -93,7 +93,7 @@ def resources(config: BackwardConfig) -> list[KernelResources]:
     for kernel in kernels:
         role = next(role for role in _ROLES if role in kernel.name)
         # Only the main kernel's shared memory is sized at launch.
-        shared = kernel.shared + (config.shared_bytes if role == "Backward" else 0)
+        shared = config.shared_bytes if role == "Backward" else kernel.shared
         named.append(replace(kernel, name=role.lower(), shared=shared))
     if sorted(kernel.name for kernel in named) != sorted(role.lower() for role in _ROLES):
         raise DashError(f"expected the kernels {_ROLES}, found {[kernel.name for kernel in kernels]}")

@@ -10,6 +10,7 @@ a call that finds it there neither copies nor waits, and can be captured in a CU
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +27,7 @@ from .forward import why_no_forward
 from .multiprocessors import multiprocessors, usable_multiprocessors
 from .resident import OnDevice, on_device
 from .sm90.config import CONTROL_WORDS, BackwardConfig
+from .turns import in_turn
 
 __all__ = [
     "Debug",
@@ -156,27 +158,25 @@ def run_backward(
     if not q.numel() or not k.numel():
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     config = _config(problem.head_dim, problem.dtype, ordered, debug)
-    blocks = multiprocessors(q.device)
-    if ordered and plan.min_workers > 1:
-        blocks = usable_multiprocessors(q.device)
+    ring = ordered and plan.min_workers > 1
+    available = usable_multiprocessors(q.device) if ring else multiprocessors(q.device)
     if workers is not None:
-        blocks = min(workers, blocks)
+        available = min(workers, available)
     if ordered:
-        check_workers(plan, blocks)
+        check_workers(plan, available)
     place = on_device(plan, q.device)
-    finishers = place.finishers(blocks) if ordered and workers is None else 0
+    blocks, with_items = place.blocks(available) if workers is None else (available, available)
     work = _Workspace(config, place, problem.heads, q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = [_loadable(x) for x in (q, k, v, out, dout)] + [lse.contiguous(), dq, dk, dv]
     if q.dim() == 3:
         tensors = [x.unsqueeze(0) for x in tensors]
-    with torch.cuda.device(q.device):
+    with torch.cuda.device(q.device), in_turn(q.device) if ring else nullcontext():
         program(config)(
             *tensors, place.table,
             work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
             softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0,
-            blocks, blocks - finishers, problem.heads * place.complete_q_tiles,
-            plan.min_workers if ordered else 1,
+            blocks, with_items, problem.heads * place.complete_q_tiles,
         )  # fmt: skip
     if debug.bounded:
         _check_hand_overs(work.errors)

@@ -45,11 +45,16 @@ class OnDevice:
     min_workers: int
     converting: float
 
-    def finishers(self, multiprocessors: int) -> int:
-        """Blocks that get no items, and convert dQ tiles from the start: while the tiles are still in L2."""
-        if self.items <= multiprocessors:
-            return 0  # blocks beyond the items do it anyway
-        return max(0, min(int(multiprocessors * self.converting), multiprocessors - self.min_workers))
+    def blocks(self, available: int) -> tuple[int, int]:
+        """(blocks to launch on so many SMs, how many of them get items); the others convert dQ tiles from the
+        start, while these are still in L2. All convert once there are no items left."""
+        if self.items <= available:
+            few = min(available, self.items + -(-self.items // 8))
+            return few, few
+        rounds = -(-self.items // available)
+        spare = min(int(available * self.converting), available - self.min_workers)
+        spare = min(spare, available - -(-self.items // rounds))  # items of one length take no more rounds
+        return available, available - spare
 
 
 TASK, ITEM, CONVERSION = 3400, 6000, 500

@@ -16,11 +16,11 @@ list is claimed, W of its items are unfinished, and each of those depends, throu
 order, on an item behind the prefix. So min_workers = 1 + max over prefixes of the number of items in
 it that depend on an item behind it. The tests check this against an exhaustive search.
 
-``needs``, the last item that each item depends on, allows claiming ahead. A worker may claim an item X while its
-own item B is unfinished if X is behind everything B depends on. Nothing changes for min_workers: among the items
-that are claimed and wait for a worker that cannot move, let X be the first of the list. What the worker runs depends
-on an item before X that nobody runs; it is claimed, because items are claimed in order, so it waits for a worker
-that cannot move, and X was not the first.
+``needs``, the last item that each item depends on, allows claiming ahead. A worker may claim an item X
+while its own item B is unfinished if X is behind everything B depends on. Nothing changes for
+min_workers: among the items that are claimed and wait for a worker that cannot move, let X be the first
+of the list. What the worker runs depends on an item before X that nobody runs; it is claimed, because
+items are claimed in order, so it waits for a worker that cannot move, and X was not the first.
 """
 
 from __future__ import annotations

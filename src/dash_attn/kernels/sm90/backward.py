@@ -145,7 +145,6 @@ class Backward:
         grid,
         workers,
         complete,
-        min_workers,
         stream,
     ):
         c = self.config
@@ -161,14 +160,11 @@ class Backward:
         atom_k, tma_k = self._tma(fetch, k, layouts.kv, c.tile_n)
         atom_v, tma_v = self._tma(fetch, v, layouts.kv, c.tile_n)
         atom_dv, tma_dv = self._tma(store, dv, layouts.kv, c.tile_n)
-        # Blocks of which several must be resident start together or not at all, whatever else runs on the GPU.
-        together = Int32(1) if min_workers > 1 else Int32(0)
         self.kernel(
             atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v, atom_dv, tma_dv,
             layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
             lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete,
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True,
-                 cooperative=together)  # fmt: skip
+        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(

@@ -77,10 +77,10 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Estimate of the shared memory of one block, barriers included."""
+        """Shared memory of one block; barriers, slots and mailbox take less than 1 KB, and tiles begin at a multiple of that."""
         q = 2 * self.tile_m * self.head_dim * (self.q_stages + self.do_stages)
         kv = 2 * 2 * self.tile_n * self.head_dim
         ds = 2 * self.tile_m * self.tile_n * self.ds_stages
         dq = 4 * self.dq_elements * self.dq_stages
-        stats = 4 * self.tile_m * (self.q_stages + self.do_stages)
-        return q + kv + ds + dq + stats + 512
+        head = 1024 + 4 * self.tile_m * (self.q_stages + self.do_stages)
+        return -(-head // 1024) * 1024 + q + kv + ds + dq

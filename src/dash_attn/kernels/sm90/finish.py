@@ -51,21 +51,24 @@ def look(entries, part: Int32, parts: Int32) -> Int32:
     key = Int32(-1)
     if (part < parts) & (cute.arch.lane_idx() == 0):
         key = ptx.load_acquire(entries + part // PARTS)
+    cute.arch.sync_warp()  # what lane 0 has acquired, the other lanes may read
     return cute.arch.shuffle_sync(key, 0)
 
 
 @cute.jit
-def wait(config: cutlass.Constexpr, entries, mErrors, part: Int32, parts: Int32) -> Int32:
-    """`look` until there is a key; -1 where a bounded wait gave up."""
-    key, spins = look(entries, part, parts), Int32(0)
+def wait(config: cutlass.Constexpr, mControl, entries, mErrors, part: Int32, parts: Int32) -> Int32:
+    """`look` until there is a key; -1 where a bounded wait gave up, since for so long no tile at all was completed."""
+    key, spins, finished = look(entries, part, parts), Int32(0), Int32(0)
     while (key < 0) & (spins <= config.spin_limit):
         ptx.sleep()
         key = look(entries, part, parts)
         if const_expr(config.spin_limit > 0):
-            spins += 1
+            now = ptx.load_acquire(mControl.iterator + FINISHED)
+            spins = spins + 1 if now == finished else Int32(0)
+            finished = now
     if const_expr(config.spin_limit > 0):
         if (key < 0) & (cute.arch.lane_idx() == 0):
-            report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), parts // PARTS, part // PARTS))
+            report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), parts // PARTS, finished))
     return key
 
 
@@ -94,7 +97,7 @@ def finish_role(
     tile, where = locate(mPlan, q_map, key, heads, mdQ.shape[0])
     while part < parts:
         if key < 0:
-            key = wait(config, entries, mErrors, part, parts)
+            key = wait(config, mControl, entries, mErrors, part, parts)
             tile, where = locate(mPlan, q_map, key, heads, mdQ.shape[0])
         if key < 0:
             part = parts

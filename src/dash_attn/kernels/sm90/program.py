@@ -22,11 +22,10 @@ class Program:
         dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, plan: cute.Tensor, lse2: cute.Tensor, delta: cute.Tensor,
         dq_acc: cute.Tensor, parts: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor,
         trace: cute.Tensor, scale: Float32, q_tiles: Int32, kv_tiles: Int32, grid: Int32, workers: Int32,
-        complete: Int32, min_workers: Int32, stream,
+        complete: Int32, stream,
     ):  # fmt: skip
         """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group. The first
-        `workers` of `grid` blocks execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions; `min_workers`:
-        blocks that must be resident together.
+        `workers` of `grid` blocks execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions.
         """
         self.preprocess(o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, stream)
         self.backward(
@@ -50,7 +49,6 @@ class Program:
             grid,
             workers,
             complete,
-            min_workers,
             stream,
         )
         converted = 0 if const_expr(self.config.ordered) else q_tiles
@@ -85,7 +83,7 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
     return [
         *matrices, lse, matrix(), matrix(), matrix(), vector(Int32, 16), vector(Float32, 128), vector(Float32, 128),
         vector(Float32, 128), vector(Float32, 128), vector(Int32, 128), vector(Int32, 16), table(Float32), table(Int64),
-        Float32(1.0), Int32(1), Int32(0), *[Int32(1)] * 4, make_fake_stream(use_tvm_ffi_env_stream=env_stream),
+        Float32(1.0), Int32(1), Int32(0), *[Int32(1)] * 3, make_fake_stream(use_tvm_ffi_env_stream=env_stream),
     ]  # fmt: skip
 
 
