@@ -30,8 +30,7 @@ _LAST: dict[torch.device, _Turn] = {}
 
 @contextmanager
 def in_turn(device: torch.device) -> Iterator[None]:
-    """Launch on the current stream of the current device, behind the last launch made so on any stream of this
-    process.
+    """Launch on the current stream of the current device, behind the last launch of this kind in the process.
 
     A launch that is captured in a CUDA graph takes no turns: graphs with rings must not be replayed side by
     side on streams of different priorities.
@@ -46,5 +45,7 @@ def in_turn(device: torch.device) -> Iterator[None]:
             if turn is not None:
                 stream.wait_event(turn.done)
             turn = _LAST[device] = _Turn(stream.cuda_stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
-        yield
-        turn.done.record(stream)
+        try:
+            yield
+        finally:  # also after a failed launch: this stream has waited for the one before
+            turn.done.record(stream)
