@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     found: list[int] = []
     monkeypatch.setattr(launch, "program", lambda config: lambda *a: found.append(a[-1]))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "in_turn", lambda device: nullcontext())  # tested in test_turns.py
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)

@@ -121,20 +121,15 @@ def test_a_ring_is_captured_in_a_graph():
     "priorities",
     [
         (0, 0, 0),
-        pytest.param(
-            (0, -1, -2),
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="blocks of three launches share the SMs: only a cooperative launch has none or all",
-            ),
-        ),
+        (0, -1, -2),
     ],
 )
 def test_streams_that_get_a_third_of_the_sms_each(monkeypatch, priorities):
     """Rings of 64 on three streams, while SMs become free 44 at a time.
 
     A stream of higher priority takes the next free SMs although an earlier launch still waits for its own:
-    each of the three could hold 44 and wait for ever. Bounded waits make that an error here.
+    each of the three would hold 44 and wait for ever, did the launches not take turns. Bounded waits would
+    make that an error here.
     """
     monkeypatch.undo()  # filling memory takes SMs, and so changes who gets which
     problem = dense(FULL, batch=1, heads=1, kv_heads=1, seqlen=8192)

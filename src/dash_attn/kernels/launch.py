@@ -10,6 +10,7 @@ a call that finds it there neither copies nor waits, and can be captured in a CU
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +27,7 @@ from .forward import why_no_forward
 from .multiprocessors import multiprocessors, usable_multiprocessors
 from .resident import OnDevice, on_device
 from .sm90.config import CONTROL_WORDS, BackwardConfig
+from .turns import in_turn
 
 __all__ = [
     "Debug",
@@ -168,7 +170,8 @@ def run_backward(
     tensors = [_loadable(x) for x in (q, k, v, out, dout)] + [lse.contiguous(), dq, dk, dv]
     if q.dim() == 3:
         tensors = [x.unsqueeze(0) for x in tensors]
-    with torch.cuda.device(q.device):
+    ring = ordered and plan.min_workers > 1
+    with torch.cuda.device(q.device), in_turn(q.device) if ring else nullcontext():
         program(config)(
             *tensors, place.table,
             work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
