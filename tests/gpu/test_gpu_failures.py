@@ -128,7 +128,7 @@ def test_streams_that_get_a_third_of_the_sms_each(monkeypatch, priorities):
     """Rings of 64 on three streams, while SMs become free 44 at a time.
 
     A stream of higher priority takes the next free SMs although an earlier launch still waits for its own:
-    each of the three would hold 44 and wait for ever, were the launches not cooperative. Bounded waits would
+    each of the three would hold 44 and wait for ever, did the launches not take turns. Bounded waits would
     make that an error here.
     """
     monkeypatch.undo()  # filling memory takes SMs, and so changes who gets which
