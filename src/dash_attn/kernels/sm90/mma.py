@@ -320,14 +320,14 @@ class MmaRole:
     def probabilities(self, t, h: cutlass.Constexpr[int], stage):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score."""
         acc = part(t.acc_S, h)
-        if t.info[0, stage] == 1:
-            self._mask(acc, t.info[None, stage], 64 * h)
         for column in cutlass.range_constexpr(8):
             lse2 = cute.make_rmem_tensor(2, Float32)
             cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
             for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
                 acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
+        if t.info[0, stage] == 1:
+            self._mask(acc, t.info[None, stage], 64 * h)
 
     @cute.jit
     def _arrive(self, t, barrier):
@@ -341,7 +341,7 @@ class MmaRole:
 
     @cute.jit
     def _mask(self, acc, info, first_column: cutlass.Constexpr[int]):
-        """Set invisible scores of the S^T tile to -inf, `acc` beginning at query column `first_column`."""
+        """Set P of the scores that the mask hides to 0, whatever they and the LSE are; `acc` begins at query column `first_column`."""
         row, column = self._first_row(), ptx.thread_index() % 4 * 2 + first_column
         for half in cutlass.range_constexpr(2):
             first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
@@ -351,7 +351,7 @@ class MmaRole:
                 c = i // 2 * 8 + i % 2
                 element = i // 2 * 4 + half * 2 + i % 2
                 hidden = (c < first) | (c > last)
-                acc[element] = cutlass.select_(hidden, Float32(-Float32.inf), acc[element])
+                acc[element] = cutlass.select_(hidden, Float32(0.0), acc[element])
 
     @cute.jit
     def store_grads(self, acc, target, item, factor):
