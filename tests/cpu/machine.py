@@ -4,8 +4,13 @@ Independent of the verifier and of ``schedule/interleave.py``: it knows the item
 and nothing of dependences. A worker claims the next item of the list; its tasks are granted, in item order,
 when as many contributions to their dQ tile are performed as their tickets say, and performed later, in the
 same order. At most ``slots`` contributions of a worker are granted and not yet performed. A worker claims
-again once all tasks of its last item but ``ahead`` are granted, and one at least (kernels/sm90/reduce.py,
-Claiming). It may then hold several items, and handles them strictly in the order in which it claimed them.
+again once all tasks of its last item are granted. It may claim ahead, once all but ``ahead`` are and one at
+least, if every item up to the ``needs`` of its last one is claimed (kernels/sm90/reduce.py, Claiming). It may
+then hold several items, and handles them strictly in the order in which it claimed them.
+
+A kernel's block looks once whether it may claim ahead; a worker here may at any time until the last grant, so
+it can do all that blocks do. Nor does it miss the deadlock of a block that looked too early: what a waiting
+worker claims lets nobody move, so the machine ends in that deadlock, too.
 """
 
 from __future__ import annotations
@@ -37,6 +42,11 @@ def left_at_claim(tasks: int, ahead: int) -> int:
     return ahead if ahead == AT_ONCE else min(ahead, tasks - 1)
 
 
+def may_claim_ahead(last: int, claimed: int, needs: Needs) -> bool:
+    """Whether a worker may claim while tasks of its last item wait for their tickets."""
+    return needs is None or claimed > needs[last]
+
+
 class Contribution(NamedTuple):
     """A task, by what matters to others: its item, its dQ tile and its ticket."""
 
@@ -53,6 +63,7 @@ class Event(NamedTuple):
 
 
 Order = list[list[Contribution]]
+Needs = list[int] | None
 
 
 def contributions(plan: Plan) -> Order:
@@ -76,6 +87,8 @@ class Machine:
         workers: how many there are.
         slots: contributions of a worker that may be granted and not yet performed.
         ahead: tasks of an item that may wait for tickets when its worker claims another one.
+        needs: for each item, the last one that must be claimed before its worker claims ahead; without it
+            workers claim ahead unconditionally.
         claimed: items claimed so far, the first ones of the list.
         granting: for each worker, what is left of its items to be granted.
         claim_at: for each worker, how much of that may be left when it claims again.
@@ -87,6 +100,7 @@ class Machine:
     workers: int
     slots: int = 8
     ahead: int = 0
+    needs: Needs = None
     claimed: int = 0
     granting: list[list[Contribution]] = field(default_factory=list)
     claim_at: list[int] = field(default_factory=list)
@@ -105,6 +119,8 @@ class Machine:
         if kind == "claim":
             if len(granting) > self.claim_at[worker]:
                 return f"worker {worker} still waits for tickets of item {granting[0].item}"
+            if granting and not may_claim_ahead(granting[-1].item, self.claimed, self.needs):
+                return f"item {granting[-1].item} depends on one that nobody has claimed"
             return "" if self.claimed < len(self.items) else "no item is left"
         if kind == "perform":
             return "" if performing else f"worker {worker} holds no granted contribution"
@@ -153,9 +169,11 @@ class Machine:
         return self.counters.total() == sum(map(len, self.items)) and self.claimed == len(self.items)
 
 
-def run(items: Order, workers: int, slots: int = 8, ahead: int = 0) -> tuple[Machine, list[Event]]:
+def run(
+    items: Order, workers: int, slots: int = 8, ahead: int = 0, needs: Needs = None
+) -> tuple[Machine, list[Event]]:
     """Events until none is possible, each worker in turn as far as it can; and where the machine stands."""
-    machine, events = Machine(items, workers, slots, ahead), []
+    machine, events = Machine(items, workers, slots, ahead, needs), []
     moved = True
     while moved:
         before = len(events)
@@ -167,13 +185,15 @@ def run(items: Order, workers: int, slots: int = 8, ahead: int = 0) -> tuple[Mac
     return machine, events
 
 
-def run_randomly(items: Order, workers: int, slots: int, rng: random.Random, ahead: int = 0) -> Machine:
+def run_randomly(
+    items: Order, workers: int, slots: int, rng: random.Random, ahead: int = 0, needs: Needs = None
+) -> Machine:
     """A random one of the possible events at a time, until there is none.
 
     Each run has preferences of its own among workers and among kinds of events, so that some workers or
     some kinds lag far behind others.
     """
-    machine = Machine(items, workers, slots, ahead)
+    machine = Machine(items, workers, slots, ahead, needs)
     weights = {kind: 10 ** rng.uniform(-2, 0) for kind in KINDS}
     speeds = [10 ** rng.uniform(-2, 0) for _ in range(workers)]
     while possible := [event for w in range(workers) for event in machine.possible(w)]:
@@ -182,13 +202,15 @@ def run_randomly(items: Order, workers: int, slots: int, rng: random.Random, ahe
     return machine
 
 
-def replay(items: Order, workers: int, slots: int, events: list[Event], ahead: int = 0) -> Machine:
+def replay(
+    items: Order, workers: int, slots: int, events: list[Event], ahead: int = 0, needs: Needs = None
+) -> Machine:
     """Where a fresh machine stands after these events.
 
     Raises:
         IllegalEventError: one of them cannot happen when its turn comes.
     """
-    machine = Machine(items, workers, slots, ahead)
+    machine = Machine(items, workers, slots, ahead, needs)
     for event in events:
         machine.apply(event)
     return machine
@@ -228,7 +250,7 @@ class _Worker(NamedTuple):
         return self
 
 
-def deadlock_is_possible(items: Order, workers: int, slots: int, ahead: int = 0) -> bool:
+def deadlock_is_possible(items: Order, workers: int, slots: int, ahead: int = 0, needs: Needs = None) -> bool:
     """Whether some order of events ends with tasks left. Explores every order of all events; workers are
     interchangeable."""
     start = (0, (_Worker(),) * workers)  # items claimed, workers
@@ -236,7 +258,7 @@ def deadlock_is_possible(items: Order, workers: int, slots: int, ahead: int = 0)
     while frontier:
         claimed, states = frontier.pop()
         following = []
-        for at, new in _steps(items, claimed, states, slots, ahead):
+        for at, new in _steps(items, claimed, states, slots, ahead, needs):
             count = claimed + (len(new.items) > len(states[at].items))
             trimmed = new.trimmed(items)
             following.append((count, tuple(sorted((*states[:at], trimmed, *states[at + 1 :])))))
@@ -250,7 +272,7 @@ def deadlock_is_possible(items: Order, workers: int, slots: int, ahead: int = 0)
 
 
 def _steps(
-    items: Order, claimed: int, states: tuple[_Worker, ...], slots: int, ahead: int
+    items: Order, claimed: int, states: tuple[_Worker, ...], slots: int, ahead: int, needs: Needs
 ) -> Iterator[tuple[int, _Worker]]:
     """(worker, what it becomes) of every event that can happen."""
     tasks = [[task for item in worker.items for task in items[item]] for worker in states]
@@ -265,8 +287,12 @@ def _steps(
         mine, granted, performed = worker
         if performed < granted:
             yield at, _Worker(mine, granted, performed + 1)
-        last = len(items[own[-1].item]) if own else 1
-        if claimed < len(items) and len(own) - granted <= left_at_claim(last, ahead):
+        left = len(own) - granted
+        may_claim = left == 0 or (
+            left <= left_at_claim(len(items[own[-1].item]), ahead)
+            and may_claim_ahead(own[-1].item, claimed, needs)
+        )
+        if claimed < len(items) and may_claim:
             yield at, _Worker((*mine, claimed), granted, performed)
         if granted < min(len(own), performed + slots):
             _, tile, ticket = own[granted]

@@ -202,42 +202,57 @@ def test_larger_plans_have_their_counter_example(chunk: int) -> None:
 # Items claimed ahead
 
 
-def depends_on_a_later_item(items: Order) -> bool:
-    return any(deepest > item for item, deepest in enumerate(deepest_item(items)))
+def needs_of(plan: Plan) -> list[int]:
+    assert plan.verdict is not None
+    return plan.verdict.needs.tolist()
 
 
-def test_claiming_ahead_is_safe_where_no_item_depends_on_a_later_one() -> None:
-    """Every order of events, from one worker to one an item: however early a worker claims, all tasks run."""
-    searched = 0
+def test_needs_is_the_last_item_that_an_item_depends_on() -> None:
+    """The verifier's, against a computation that goes from task to task."""
+    dependent = 0
+    for plan in [*SMALL, *larger_plans(4000, problems=40, most_tasks=300)]:
+        needs = deepest_item(contributions(plan))
+        assert needs_of(plan) == needs, plan
+        dependent += needs != list(range(len(needs)))
+    assert dependent > 300
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_claiming_ahead_behind_what_an_item_depends_on_is_safe(slots: int) -> None:
+    """Every order of events, from one worker to one an item: however early a worker claims, a deadlock is
+    possible exactly below ``min_workers``, as without claims ahead."""
+    searched = deadlocks = 0
     for plan in SMALL:
-        items = contributions(plan)
-        assert depends_on_a_later_item(items) == (plan.min_workers > 1)
-        if plan.min_workers > 1:
-            continue
+        items, needs = contributions(plan), needs_of(plan)
         # Short items make several of them the same machine.
-        machines = {tuple(left_at_claim(len(i), ahead) for i in items): ahead for ahead in (0, 1, 3, AT_ONCE)}
+        machines = {tuple(left_at_claim(len(i), ahead) for i in items): ahead for ahead in (1, 3, AT_ONCE)}
         for workers in range(1, len(items) + 1):
+            expected = workers < plan.min_workers
             for ahead in machines.values():
-                for slots in (1, 8):
-                    assert not deadlock_is_possible(items, workers, slots, ahead), (plan, workers, ahead)
-            searched += 1
-    assert searched > 400
+                found = deadlock_is_possible(items, workers, slots, ahead, needs)
+                assert found == expected, (plan, workers, ahead)
+            searched, deadlocks = searched + 1, deadlocks + expected
+    assert searched > 1400
+    assert deadlocks > 300
 
 
-def test_claiming_ahead_can_deadlock_where_an_item_depends_on_a_later_one() -> None:
-    """So the kernels do it elsewhere only. Claiming at once deadlocks in every such plan, one task ahead in
-    many."""
+def test_claiming_ahead_without_looking_can_deadlock() -> None:
+    """With ``min_workers`` workers: in every plan in which an item depends on a later one if workers claim at
+    once, in many if one task ahead. To look for one item less than an item needs is as bad."""
     dependent = [plan for plan in SMALL if plan.min_workers > 1]
-    found = dict.fromkeys((1, 3, AT_ONCE), 0)
+    found, too_early = (dict.fromkeys((1, 3, AT_ONCE), 0) for _ in range(2))
     for plan in dependent:
+        items, less = contributions(plan), [last - 1 for last in needs_of(plan)]
         for ahead in found:
-            found[ahead] += deadlock_is_possible(contributions(plan), plan.min_workers, 8, ahead)
+            found[ahead] += deadlock_is_possible(items, plan.min_workers, 8, ahead)
+            too_early[ahead] += deadlock_is_possible(items, plan.min_workers, 8, ahead, less)
     assert 50 < found[1] <= found[3] < found[AT_ONCE] == len(dependent)
+    assert 50 < too_early[1] <= too_early[3] < too_early[AT_ONCE] == len(dependent)
 
 
-def test_more_workers_do_not_help_who_claims_ahead() -> None:
+def test_more_workers_do_not_help_who_claims_without_looking() -> None:
     """Two kv tiles in a ring: worker 0 claims both and waits in the first for the second."""
-    _, items = ring(2)
+    plan, items = ring(2)
     events = [Event(kind, 0) for kind in ("claim", "grant", "claim", "perform")]
     for workers in (2, 3, 4):
         machine = replay(items, workers, 8, events, ahead=1)
@@ -245,7 +260,8 @@ def test_more_workers_do_not_help_who_claims_ahead() -> None:
         assert not machine.finished
         assert explain(machine) == ["tile (0, 0, 1) is at 0, worker 0 has ticket 1"]
         assert deepest_item(items)[0] == 1 in machine.waiting_items()
-        assert not deadlock_is_possible(items, workers, 8)
+        with pytest.raises(IllegalEventError, match="item 0 depends on one that nobody has claimed"):
+            replay(items, workers, 8, events, 1, needs_of(plan))
 
 
 def test_claims_ahead_take_items_from_others() -> None:
@@ -258,21 +274,24 @@ def test_claims_ahead_take_items_from_others() -> None:
 
 @pytest.mark.parametrize("chunk", range(2))
 def test_larger_plans_with_items_claimed_ahead(chunk: int) -> None:
-    """A sample: orders in which each worker goes as far as it can, and random ones."""
-    rng, plans, orders = random.Random(chunk), 0, 0
+    """A sample: orders in which each worker goes as far as it can, and random ones.
+
+    Without looking whether an item may be claimed, the random ones find deadlocks."""
+    rng, dependent, orders, stopped = random.Random(chunk), 0, 0, 0
     for plan in larger_plans(3000 + chunk, problems=30, most_tasks=120):
-        if plan.min_workers > 1:
-            continue
-        plans += 1
-        items = contributions(plan)
+        items, needs, least = contributions(plan), needs_of(plan), plan.min_workers
+        dependent += least > 1
         for ahead in (1, 3, AT_ONCE):
-            for workers in sorted({1, 2, rng.randint(1, len(items)), len(items)}):
-                assert run(items, workers, 8, ahead)[0].finished, (plan, workers, ahead)
+            for workers in sorted({least, min(least + 1, len(items)), rng.randint(least, len(items))}):
+                assert run(items, workers, 8, ahead, needs)[0].finished, (plan, workers, ahead)
                 for slots in (1, 8):
-                    assert run_randomly(items, workers, slots, rng, ahead).finished, (plan, workers, ahead)
+                    assert run_randomly(items, workers, slots, rng, ahead, needs).finished, (plan, workers)
                     orders += 1
-    assert plans > 20
-    assert orders > 500
+            if least > 1:
+                stopped += not run_randomly(items, least, 8, rng, ahead).finished
+    assert dependent > 30
+    assert orders > 1000
+    assert stopped > 40
 
 
 # The machine and its proofs can fail
@@ -338,6 +357,20 @@ def test_claiming_ahead_waits_for_the_first_grant_and_for_older_items() -> None:
     assert machine.waiting_items() == [0, 1]
     assert machine.why_not(Event("claim", 0)) == "worker 0 still waits for tickets of item 0"
     assert replay(items, 1, 8, [events[0], events[2]], ahead=AT_ONCE).claimed == 2
+
+
+def test_claiming_ahead_waits_until_what_the_item_needs_is_claimed() -> None:
+    """Two rings of two: in item 0, worker 0 may claim item 2 once item 1 is claimed, then no other."""
+    problem = Problem(((2, 2),), 2, 2, 1, tile_m=1, tile_n=1)
+    plan = build_plan(problem, Shift())
+    items, needs = contributions(plan), needs_of(plan)
+    assert needs == [1, 1, 3, 3]
+    machine = replay(items, 2, 8, [Event("claim", 0), Event("grant", 0)], 1, needs)
+    assert machine.why_not(Event("claim", 0)) == "item 0 depends on one that nobody has claimed"
+    for event in (Event("claim", 1), Event("claim", 0)):
+        machine.apply(event)
+    assert machine.waiting_items() == [0, 1, 2]
+    assert machine.why_not(Event("claim", 0)) == "worker 0 still waits for tickets of item 0"
 
 
 def test_dependences_of_a_triangle() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
+from machine import Contribution, Order, deepest_item
 from strategies import plans
 
 from dash_attn.errors import FingerprintError, PlanError, ProblemError, TableError
@@ -33,11 +34,12 @@ def test_a_reader_that_knows_only_the_documentation(plan: Plan) -> None:
     words = to_table(plan).tolist()
     problem = plan.problem
     assert words[0] == 0x44534148
-    tasks, partials = 0, list[int]()
+    tasks, partials, order, needs = 0, list[int](), Order(), list[int]()
     for i in range(words[2]):
         record = words[words[5] + 12 * i :][:12]
-        sequence, kv_head, kv, head_first, heads, run_first, runs, count, partial, *rest = record
-        assert rest == [0, 0, 0]
+        sequence, kv_head, kv, head_first, heads, run_first, runs, count, partial, last, *rest = record
+        assert rest == [0, 0]
+        needs.append(last)
         _, head_group, tile = plan.items[i].tolist()
         groups = plan.pattern(sequence).head_groups
         assert (kv, kv_head) == (tile, head_group // groups)
@@ -59,6 +61,14 @@ def test_a_reader_that_knows_only_the_documentation(plan: Plan) -> None:
         assert walked == list(zip(*(a.tolist() for a in plan.pattern(sequence).tasks_of(kv))))
         assert len(walked) == count
         tasks += count * heads
+        order.append(
+            [
+                Contribution(i, (sequence, q_head, q_tile), ticket)
+                for q_tile, ticket in walked
+                for q_head in range(head_first, head_first + heads)
+            ]
+        )
+    assert needs == deepest_item(order)
     assert tasks == problem.tasks
     assert sorted(partials) == list(range(words[19]))
     q_row = k_row = q_tile = kv_tile = 0
@@ -88,7 +98,8 @@ def test_two_tickets_swapped_in_the_table() -> None:
     table = to_table(plan)
     first_run = int(table[6])
     table[[first_run + 2, first_run + 6]] = table[[first_run + 6, first_run + 2]]
-    table[13] = 2  # min_workers: item 0 now waits for item 1
+    table[13] = 2  # min_workers: item 0 now waits for item 1,
+    table[int(table[5]) + 9] = 1  # its needs
     read_back(plan, table)
     with pytest.raises(FingerprintError, match="expected numerics"):
         read_back(plan, table, fingerprint=plan.fingerprint)
@@ -103,6 +114,7 @@ def test_two_tickets_swapped_in_the_table() -> None:
         (3, 10**6, "1000000 runs at word"),
         (2, -1, "-1 items"),
         (13, 1, "contradicts itself"),
+        (29, 5, "contradicts itself"),  # needs of item 0
         (19, 1, "contradicts itself"),
     ],
 )
