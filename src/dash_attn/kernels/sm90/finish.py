@@ -89,16 +89,15 @@ def finish_role(
     A part is 16 KB that a warp asks for at once. The way to the next one, four dependent reads, is gone while they arrive.
     """
     pieces, parts = MMA_WARPS // PARTS, complete * PARTS
-    entries, heads = queue(mControl, mPlan), mPlan[plan_view.HEADS]
-    q_map = mPlan[plan_view.Q_MAP_OFFSET]
+    entries, q_map = queue(mControl, mPlan), mPlan[plan_view.Q_MAP_OFFSET]
     part = cute.arch.shuffle_sync(take(mControl), 0)
     following = take(mControl)
     key = look(entries, part, parts)
-    tile, where = locate(mPlan, q_map, key, heads, mdQ.shape[0])
+    tile, where = locate(config, mPlan, q_map, key, mdQ)
     while part < parts:
         if key < 0:
             key = wait(config, mControl, entries, mErrors, part, parts)
-            tile, where = locate(mPlan, q_map, key, heads, mdQ.shape[0])
+            tile, where = locate(config, mPlan, q_map, key, mdQ)
         if key < 0:
             part = parts
         else:
@@ -108,7 +107,7 @@ def finish_role(
             part = cute.arch.shuffle_sync(following, 0)
             following = take(mControl)
             key = look(entries, part, parts)
-            tile, where = locate(mPlan, q_map, key, heads, mdQ.shape[0])
+            tile, where = locate(config, mPlan, q_map, key, mdQ)
             for n in cutlass.range_constexpr(pieces):
                 store_piece(config, values[n], mdQ, here, first + n, scale)
 
@@ -121,18 +120,29 @@ def contributions(mPlan, index: Int32) -> Int32:
 
 
 @cute.jit
-def locate(mPlan, q_map: Int32, key: Int32, heads: Int32, batches: Int32):
+def locate(config: cutlass.Constexpr, mPlan, q_map: Int32, key: Int32, tensor):
     """The dQ tile of a key, q tile * heads + q head with q tiles counted over all sequences, and its place, see `store_piece`.
 
-    `q_map`: word of the table where the map of q tiles begins. A key of -1 is read like 0.
+    `q_map`: word of the table where the map of q tiles begins; `tensor`: (B, Sq, H, D). A key of -1 is read like 0.
     """
+    heads = tensor.shape[2]
     index, q_head = cutlass.max(key, 0) // heads, cutlass.max(key, 0) % heads
-    sequence = mPlan[q_map + index]
-    seq = plan_view.read_sequence(mPlan, mPlan[plan_view.SEQUENCE_OFFSET], sequence)
-    batch, first_row, _ = plan_view.first_rows(seq, sequence, batches)
-    q_tile = index - seq.q_tile_first
-    tile = seq.q_tile_first * heads + q_head * seq.q_tile_count + q_tile
-    return tile, (batch, first_row, seq.seqlen_q, q_tile, q_head)
+    # A dense batch: all sequences are as long as the tensor, and nothing has to be looked up.
+    seqlen_q, row_first = Int32(tensor.shape[1]), Int32(0)
+    tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
+    batch = index // cutlass.max(tiles, 1)
+    tile_first = batch * tiles
+    if tensor.shape[0] == 1:
+        seq = plan_view.read_sequence(mPlan, mPlan[plan_view.SEQUENCE_OFFSET], mPlan[q_map + index])
+        seqlen_q, row_first, tiles, tile_first = (
+            seq.seqlen_q,
+            seq.q_row_first,
+            seq.q_tile_count,
+            seq.q_tile_first,
+        )
+        batch = Int32(0)
+    q_tile = index - tile_first
+    return tile_first * heads + q_head * tiles + q_tile, (batch, row_first, seqlen_q, q_tile, q_head)
 
 
 @cute.jit

@@ -39,9 +39,8 @@ class Preprocess:
         if (tidx == 0) & (index + q_head == 0):
             for counter in (CLAIMED, ARRIVED, FINISHED, TAKEN):
                 mControl[counter] = Int32(0)
-        heads = mPlan[plan_view.HEADS]
-        key = index * heads + q_head
-        tile, where = finish.locate(mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, heads, mO.shape[0])
+        key = index * mO.shape[2] + q_head
+        tile, where = finish.locate(c, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mO)
         batch, first, seqlen_q, q_tile, _ = where
         if tidx == 0:
             mControl[CONTROL_WORDS + tile] = Int32(0)
@@ -116,9 +115,8 @@ class Convert:
         index, y, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_wait()
         if index < q_tiles:
-            heads = mPlan[plan_view.HEADS]
-            key = index * heads + y
-            tile, where = finish.locate(mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, heads, mdQ.shape[0])
+            key = index * mdQ.shape[2] + y
+            tile, where = finish.locate(self.config, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mdQ)
             piece = cute.arch.warp_idx()
             values = finish.load_piece(self.config, mdQacc, tile, piece)
             finish.store_piece(self.config, values, mdQ, where, piece, scale)
