@@ -33,6 +33,15 @@ def test_compiles_without_spills(name: str) -> None:
     assert 1 <= kernels["backward"].barriers <= 16
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
+    from dash_attn.kernels.sm90.backward import Backward
+
+    config = variants()[f"backward-d{head_dim}-bf16"]
+    assert Backward(config)._storage().size_in_bytes() == config.shared_bytes <= SHARED
+
+
 def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels", "--only", "nonsense", "--json"]) == 2
     assert "unknown variant 'nonsense'; known: backward-d64-bf16" in capsys.readouterr().err
