@@ -145,9 +145,9 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
 def launch(config: BackwardConfig, plan: Plan) -> None:
     """One backward with random inputs, waited for.
 
-    initcheck does not see what bulk operations write to global memory, so the fp32 dQ is filled with NaN
-    first: were it read before it is written, dq would not be finite. Other buffers are as the allocator gives
-    them.
+    initcheck does not see what bulk operations write to global memory, so the fp32 dQ and the gradients are
+    filled with NaN first: what is read before it is written, or never written, would not be finite. Other
+    buffers are as the allocator gives them.
     """
     problem = plan.problem
     tiles = problem.heads * sum(-(-seqlen_q // problem.tile_m) for seqlen_q, _ in problem.sequences)
@@ -157,6 +157,8 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
         x = empty(*args, **how)
         if x.is_cuda and x.dtype is torch.float32 and x.numel() == size:
             filled.append(x.fill_(torch.nan))
+        elif x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
+            x.fill_(torch.nan)
         return x
 
     arguments = inputs(problem)

@@ -18,6 +18,7 @@ from gpu_cases import (
     differing,
     grads,
     launch,
+    make_case,
     make_packed_case,
     packed,
     relative_error,
@@ -93,6 +94,36 @@ def test_a_sequence_has_the_same_bytes_packed_alone_and_elsewhere(mask, head_dim
             assert_same_bytes(mine, getattr(single, name)[0], f"{name} of sequence {index}, alone")
             other = getattr(elsewhere, name)[getattr(there, side)]
             assert_same_bytes(mine, other, f"{name} of sequence {index}, at another index")
+
+
+@BOTH_DIMS
+@pytest.mark.parametrize("batch", [0, 1, 2], ids=["packed", "batch of one", "batch of two"])
+def test_nothing_is_written_behind_a_gradient(batch, head_dim, monkeypatch):
+    """The last tiles are ragged; tensors end in memory that belongs to somebody else."""
+    how = {"heads": 2, "kv_heads": 2, "head_dim": head_dim}
+    case = (
+        make_case(dense(CAUSAL, batch=batch, seqlen=130, **how))
+        if batch
+        else make_packed_case(packed(70, 130, **how))
+    )
+    case_plan, empty, behind = auto_plan(case.problem), torch.empty, []
+    shapes = {x.shape for x in (case.inputs.q, case.inputs.k)}
+
+    def with_rows_behind(shape, **options):
+        if shape not in shapes or options.get("dtype") is not case.inputs.q.dtype:
+            return empty(shape, **options)
+        count = shape.numel()
+        whole = torch.full(
+            (count + 256 * 2 * head_dim,), 7.0, dtype=options["dtype"], device=options["device"]
+        )
+        behind.append(whole[count:])
+        return whole[:count].view(shape)
+
+    monkeypatch.setattr(torch, "empty", with_rows_behind)
+    result = launch(case_plan, case)
+    assert_accurate(result, case)
+    assert len(behind) == 3
+    assert all(bool((x == 7).all()) for x in behind)
 
 
 @BOTH_DIMS

@@ -145,7 +145,8 @@ def run_backward(
         lse: (batch, heads, seqlen_q), or packed (heads, total_q), fp32, natural logarithm.
         softmax_scale: factor on Q K^T.
         ordered: False adds as contributions come, by atomics: the negative control.
-        workers: thread blocks to launch, at most one a SM and by default so many.
+        workers: thread blocks to launch, at most one a SM, all of which get items. By default as many as are
+            of use; a few of them may only convert dQ.
         debug: see :class:`Debug`.
 
     Raises:
@@ -165,14 +166,16 @@ def run_backward(
     if ordered:
         check_workers(plan, available)
     place = on_device(plan, q.device)
-    blocks, with_items = place.blocks(available) if workers is None else (available, available)
+    deal = ordered and workers is None
+    blocks, with_items = place.blocks(available) if deal else (available, available)
+    run = program(config)
     work = _Workspace(config, place, problem.heads, q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = [_loadable(x) for x in (q, k, v, out, dout)] + [lse.contiguous(), dq, dk, dv]
     if q.dim() == 3:
         tensors = [x.unsqueeze(0) for x in tensors]
     with torch.cuda.device(q.device), in_turn(q.device) if ring else nullcontext():
-        program(config)(
+        run(
             *tensors, place.table,
             work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
             softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0,

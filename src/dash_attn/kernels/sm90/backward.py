@@ -33,14 +33,15 @@ def tile_layout(dtype, rows: int, columns: int, stages: int):
 
 
 class Backward:
-    """dQ partials, dK and dV of one plan.
+    """dQ, dK and dV of one plan.
 
     Tensors: q, do (B, Sq, H, D), k, v (B, Sk, Hkv, D), any strides with D contiguous and rows of 16-byte multiples; with B = 1 the
     sequences of the plan lie one after the other, otherwise one a batch. lse2 and
     delta fp32, tile_m values a dQ tile, in tile-index order (base-2 LSE, +inf for rows without keys; -rowsum(O dO));
     dq_acc fp32, tile_m*D values a dQ tile; parts fp32, 2*tile_n*D values an item that owns one of several head groups (dK, dV,
-    in accumulator order, unscaled); control int32, claim counter and tickets, zero at launch.
-    Guarantee: for one plan the bits of dK, dV and dq_acc do not depend on timing, grid size or neighbours (ordered=True).
+    in accumulator order, unscaled); control int32, counters, tickets and queue as Preprocess leaves them. dq, dk, dv as q, k, v.
+    Guarantee: for one plan the bits of dQ, dK and dV do not depend on timing, grid size or neighbours (ordered=True; without
+    order, Convert makes dq of dq_acc).
     """
 
     def __init__(self, config: BackwardConfig):

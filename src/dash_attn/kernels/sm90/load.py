@@ -71,11 +71,13 @@ class LoadRole:
                         self._load_tile(atom_do, mdO, sdO[None, None, stage], rows, q_tile, q_head, full)
                         # K and V last: their buffers are the last ones the previous item lets go.
                         if fresh == 1:
-                            if const_expr(c.k_stages == 1):
-                                self._load_k(atom_k, mK, sK, item, n_kv, bars)
-                            rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
                             cute.arch.mbarrier_wait(bars.v_empty, (n_kv & 1) ^ 1)
                             self._store_dv(atom_dv, tma_dV, sV, bars)
+                            if const_expr(c.k_stages == 1):
+                                self._load_k(atom_k, mK, sK, item, n_kv, bars)
+                            cute.arch.cp_async_bulk_wait_group(0, read=True)
+                            cute.arch.sync_warp()
+                            rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
                             with cute.arch.elect_one():
                                 self._put_dv_place(bars, item)
                                 cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, kv_bytes)
@@ -113,17 +115,19 @@ class LoadRole:
 
     @cute.jit
     def _store_dv(self, atom, tensor, sV, bars):
-        """Store the dV that the MMA warps have put into V's buffer, if there is one, and wait until the buffer has been read."""
+        """Begin to store the dV that the MMA warps have put into V's buffer, if there is one.
+
+        One lane stores, and every lane waits for its own bulk groups before the buffer is used again.
+        """
         cute.arch.sync_warp()
         place = self.dv_place(bars)
         if place[0] == 1:
             shared, target = self._tiles(
                 atom, tensor, sV[None, None, 0], (place[3], place[4], place[5]), place[2]
             )
-            cute.copy(atom, shared, target[None, place[1]])
+            with cute.arch.elect_one():
+                cute.copy(atom, shared, target[None, place[1]])
             cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_warp()
 
     def _put_q_info(self, bars, stage, item, q_tile: Int32) -> None:
         """Tell the MMA warps which scores of a task the mask hides."""
@@ -158,7 +162,8 @@ class LoadRole:
         """Fetch K or V of an item into L2."""
         rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
         _, source = self._tiles(atom, tensor, shared[None, None, 0], rows, item.kv_head)
-        cute.prefetch(atom, source[None, item.kv_tile])
+        with cute.arch.elect_one():
+            cute.prefetch(atom, source[None, item.kv_tile])
 
     def _tiles(self, atom, tensor, shared, rows, head: Int32):
         """Partitions of a tile in shared memory and of a sequence's tiles, (., tile), for the copy engine; `rows` as in `_load_tile`."""

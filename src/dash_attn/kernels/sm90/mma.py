@@ -173,9 +173,7 @@ class MmaRole:
             acc_dP[i] = t.acc_S[i] * acc_dP[i]
         warpgroup.wait_group(0)
         self._arrive(t, bars.do_empty + do_stage)
-        if const_expr(is_last):
-            self.put_dv(t, slot, bars)
-        else:
+        if const_expr(not is_last):
             self.start_s(t, n_task + 1, 0, bars)
         rdS = as_operand_a(acc_dP, self.dtype)
         cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
@@ -184,6 +182,8 @@ class MmaRole:
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
         acc_dQ = self.start_dq(t, ds_stage, 0)
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
+        if const_expr(is_last):
+            self.put_dv(t, slot, bars)
         cute.arch.mbarrier_wait(bars.dq_empty + dq_stage, ((n_task // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(1)
         self._arrive(t, bars.ds_empty + ds_stage)

@@ -150,7 +150,7 @@ def tma_rows(length: Int32, row_first: Int32, batches: Int32):
     The view has modes (row, head_dim, head, batch, shift). Of a dense tensor it is (S, D, H, B, 1). Of a packed one with row
     stride s it is (2^30, D, H, 2^31 - 1, 2^31 - 1) with strides (s, 1, h, 2^34 - s, s) elements, and row r of a sequence is
     (2^30 - length + r, ., ., 2^30, row_first + length). Its address is that of row row_first + r plus 2^64 elements, which is
-    nothing modulo 2^64, and rows r >= length lie beyond the extent: they are read as zeros.
+    nothing modulo 2^64, and rows r >= length lie beyond the extent: they are read as zeros, and not written.
     """
     row, shift = Int32(0), Int32(0)
     if batches == 1:

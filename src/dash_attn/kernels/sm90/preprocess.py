@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from . import finish, plan_view, registers
 from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardConfig
@@ -13,18 +13,19 @@ THREADS = 256
 
 
 class Preprocess:
-    """delta = -rowsum(O dO) (the value dP starts from), base-2 LSE, tickets and claim counter reset.
+    """delta = -rowsum(O dO) (the value dP starts from), base-2 LSE; counters, tickets and queue as the main kernel expects them.
 
     Tensors: o, do (B, Sq, H, D); lse (B, H, Sq) fp32, natural logarithm; B = 1: sequences one after the other; lse2, delta fp32,
-    tile_m values a dQ tile, in tile-index order. One block a q tile and head. Zeroes dQ where nobody contributes; without order, fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
+    tile_m values a dQ tile, in tile-index order. One block a q tile and head. Zeroes dQ where nobody contributes (`everywhere`: there is no such tile); without order, fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
     """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
 
     @cute.jit
-    def __call__(self, o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, stream):
-        self.kernel(o, do, lse, lse2, delta, dq_acc, dq, plan, control).launch(
+    def __call__(self, o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, complete, stream):
+        everywhere = complete == q_tiles * o.shape[2]
+        self.kernel(o, do, lse, lse2, delta, dq_acc, dq, plan, control, everywhere).launch(
             grid=(q_tiles, o.shape[2], 1), block=(THREADS, 1, 1), stream=stream
         )
 
@@ -32,6 +33,7 @@ class Preprocess:
     def kernel(
         self, mO: cute.Tensor, mdO: cute.Tensor, mLse: cute.Tensor, mLse2: cute.Tensor, mDelta: cute.Tensor,
         mdQacc: cute.Tensor, mdQ: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
+        everywhere: Boolean,
     ):  # fmt: skip
         c = self.config
         index, q_head, _ = cute.arch.block_idx()
@@ -72,7 +74,10 @@ class Preprocess:
                 inside = q_tile * c.tile_m + local < seqlen_q
                 mDelta[stat + local] = -total if inside else Float32(0.0)
         if const_expr(c.ordered):
-            if finish.contributions(mPlan, index) == 0:
+            here = everywhere
+            if not everywhere:
+                here = finish.contributions(mPlan, index) > 0
+            if not here:
                 # Nobody will write, queue or convert this tile.
                 for n in cutlass.range_constexpr(c.tile_m // rows):
                     row = q_tile * c.tile_m + n * rows + tidx // lanes

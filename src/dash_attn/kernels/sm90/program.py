@@ -25,9 +25,9 @@ class Program:
         complete: Int32, stream,
     ):  # fmt: skip
         """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group. The first
-        `workers` of `grid` blocks execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions.
+        `workers` of `grid` blocks to arrive execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions.
         """
-        self.preprocess(o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, stream)
+        self.preprocess(o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, complete, stream)
         self.backward(
             q,
             k,
