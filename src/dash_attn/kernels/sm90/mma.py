@@ -77,11 +77,8 @@ class MmaRole:
         store_ds = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
         ).get_slice(tidx)
-        store_dv = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma_grads
-        ).get_slice(tidx)
         t = SimpleNamespace(
-            store_dv=store_dv, tVsdV=store_dv.partition_D(sV),
+            sV=sV,
             scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, scale_log2=scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
@@ -280,7 +277,10 @@ class MmaRole:
         cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
         converted = cute.make_rmem_tensor(t.acc_dV.layout, self.dtype)
         converted.store(t.acc_dV.load().to(self.dtype))
-        cute.copy(t.store_dv, t.store_dv.retile(converted), t.tVsdV[None, None, None, 0])
+        # Addresses are made of the thread index read here: the main loop has no registers for them.
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        store = cute.make_tiled_copy_C(matrices, t.grads).get_slice(self._mma_thread())
+        cute.copy(store, store.retile(converted), store.partition_D(t.sV)[None, None, None, 0])
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
 
@@ -346,9 +346,13 @@ class MmaRole:
         with cute.arch.elect_one():  # comparing the lane would keep it in a register
             cute.arch.mbarrier_arrive(barrier)
 
+    def _mma_thread(self):
+        """This thread's index among those of the MMA warpgroups, read here: it takes no register before."""
+        return ptx.thread_index() - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+
     def _first_row(self):
         """Row of the kv tile of this thread's first accumulator value. Not kept in a register: the main loop has none to spare."""
-        tidx = ptx.thread_index() - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+        tidx = self._mma_thread()
         return tidx // 32 * 16 + tidx % 32 // 4
 
     @cute.jit
@@ -387,7 +391,7 @@ class MmaRole:
         size = c.tile_n * c.head_dim
         vectors = size // 1024
         layout = cute.make_layout((4, vectors), stride=(1, 512))
-        tidx = ptx.thread_index() - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+        tidx = self._mma_thread()
         place = tidx // 128 * (512 * vectors) + tidx % 128 * 4
         for which, acc in ((0, t.acc_dK), (1, t.acc_dV)):
             start = (Int64(slot) * 2 + which) * size + place
