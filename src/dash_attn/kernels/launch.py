@@ -171,8 +171,9 @@ def run_backward(
     if q.dim() == 3:
         tensors = [x.unsqueeze(0) for x in tensors]
     ring = ordered and plan.min_workers > 1
+    run = program(config)  # compiled before others wait for this launch's turn
     with torch.cuda.device(q.device), in_turn(q.device) if ring else nullcontext():
-        program(config)(
+        run(
             *tensors, place.table,
             work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
             softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0, workers,
