@@ -340,13 +340,16 @@ def _visible(grid: SequenceGrid) -> int:
 def _lengths(index: int, pair: object) -> tuple[int, int]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ProblemError(f"sequence {index} must be (seqlen_q, seqlen_k), got {pair!r}")
-    lengths = []
-    for side, value in zip(("q", "k"), pair):
-        name = f"seqlen_{side} of sequence {index}"
-        lengths.append(_integer(name, value, least=0))
-        if lengths[-1] > LONGEST:
-            raise ProblemError(f"{name} must be at most 2**30, got {value}")
-    return lengths[0], lengths[1]
+    return _length(f"seqlen_q of sequence {index}", pair[0]), _length(
+        f"seqlen_k of sequence {index}", pair[1]
+    )
+
+
+def _length(name: str, value: object) -> int:
+    length = _integer(name, value, least=0)
+    if length > LONGEST:
+        raise ProblemError(f"{name} must be at most 2**30, got {length}")
+    return length
 
 
 def _integer(name: str, value: object, *, least: int) -> int:

@@ -10,6 +10,8 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
+from fuzz_case import GRADS
+from fuzz_case import Tensors as Inputs
 from torch import Tensor
 
 from dash_attn.kernels.launch import Result, run_backward
@@ -27,8 +29,6 @@ from dash_attn.schedule import (
 )
 from dash_attn.testing import same_bytes
 
-GRADS = ("dq", "dk", "dv")
-
 FULL, CAUSAL, WINDOW = Mask.full(), Mask.causal(), Mask.window(300, 0)
 
 POLICIES: list[tuple[Mask, Policy]] = [
@@ -37,17 +37,6 @@ POLICIES: list[tuple[Mask, Policy]] = [
     *((WINDOW, policy) for policy in (FA3(), Descending(), SPT())),
 ]
 """Every policy under every mask it covers."""
-
-
-class Inputs(NamedTuple):
-    """Tensors of a backward, in the order in which the kernels take them."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def run_backward(
     place = on_device(plan, q.device)
     deal = ordered and workers is None
     blocks, with_items = place.blocks(available) if deal else (available, available)
-    run = program(config)
+    run = program(config)  # compiled before others wait for this launch's turn
     work = _Workspace(config, place, problem.heads, q.device)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     tensors = [_loadable(x) for x in (q, k, v, out, dout)] + [lse.contiguous(), dq, dk, dv]

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..errors import CostError
+from ..schedule.policies.shift import H200_WORKERS
 
 __all__ = ["H200", "H200_WORKERS", "Costs", "require_workers"]
 
@@ -46,9 +47,6 @@ class Costs:
         """Cycles a worker needs for each of many tasks when it never waits."""
         return self.compute + self.reduce if self.dq_buffers == 0 else max(self.compute, self.reduce)
 
-
-H200_WORKERS = 132
-"""Streaming multiprocessors of one H200."""
 
 H200 = Costs(compute=3400, reduce=1336, latency=1460, dq_buffers=1, launch=3400)
 """Measured on one H200 (docs/design.md): a 64 x 128 tile at head dim 128, or 128 x 128 at 64, at three

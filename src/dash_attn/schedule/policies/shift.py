@@ -17,7 +17,8 @@ from ..tickets import SummationGroup, Visit
 __all__ = ["Shift"]
 
 H200_WORKERS = 132
-"""Blocks that a placement keeps busy; on a machine with another number it costs time and changes no bit."""
+"""Streaming multiprocessors of one H200: so many blocks a placement keeps busy. On a machine with another
+number that costs time and changes no bit."""
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,9 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
         of a head has nothing to add before its first one has been round."""
         rings = {head.grid: self._tiles_of_rings(head.grid) for head in heads}
         parts = []
-        together: list[Head] = []
-        busy = 0
-        for n, head in enumerate(heads):
-            together.append(head)
-            busy += len(rings[head.grid][0])
-            following = len(rings[heads[n + 1].grid][0]) if n + 1 < len(heads) else H200_WORKERS
-            if (len(together) > 1 and busy + following / 2 > H200_WORKERS) or n + 1 == len(heads):
-                for k in range(max(len(rings[head.grid]) for head in together)):
-                    members = (head for head in together if k < len(rings[head.grid]))
-                    parts += [head_items(head, rings[head.grid][k]) for head in members]
-                together, busy = [], 0
+        for together in _filling([(head, rings[head.grid]) for head in heads]):
+            for k in range(max(len(own) for _, own in together)):
+                parts += [head_items(head, own[k]) for head, own in together if k < len(own)]
         return np.concatenate(parts)
 
     def _tiles_of_rings(self, grid: SequenceGrid) -> list[IntArray]:
@@ -131,3 +124,17 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
             lead = first + np.searchsorted(starts, q, side="right") - 1
             groups.append(SummationGroup(first, first + len(starts) - 1, step=-1, lead=lead))
         return groups
+
+
+def _filling(heads: Sequence[tuple[Head, list[IntArray]]]) -> list[list[tuple[Head, list[IntArray]]]]:
+    """Neighbouring heads, with their rings, in groups whose first rings come closest to ``H200_WORKERS``
+    members; at least two heads a group."""
+    groups: list[list[tuple[Head, list[IntArray]]]] = [[]]
+    busy = 0
+    for head, rings in heads:
+        if len(groups[-1]) > 1 and busy + len(rings[0]) / 2 > H200_WORKERS:
+            groups.append([])
+            busy = 0
+        groups[-1].append((head, rings))
+        busy += len(rings[0])
+    return groups
