@@ -80,8 +80,8 @@ class Backward:
             q_empty: cute.struct.MemRange[Int64, c.q_stages]
             do_full: cute.struct.MemRange[Int64, c.do_stages]
             do_empty: cute.struct.MemRange[Int64, c.do_stages]
-            k_full: cute.struct.MemRange[Int64, c.k_stages]
-            k_empty: cute.struct.MemRange[Int64, c.k_stages]
+            k_full: cute.struct.MemRange[Int64, 1]
+            k_empty: cute.struct.MemRange[Int64, 1]
             v_full: cute.struct.MemRange[Int64, 1]
             v_empty: cute.struct.MemRange[Int64, 1]
             ds_full: cute.struct.MemRange[Int64, c.ds_stages]
@@ -98,11 +98,11 @@ class Backward:
             item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
             dv_place: cute.struct.Align[cute.struct.MemRange[Int32, load.DV_PLACE_WORDS], 16]
-            lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
+            lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
             q: tile(c.tile_m, c.head_dim, c.q_stages)
             do: tile(c.tile_m, c.head_dim, c.do_stages)
-            k: tile(c.tile_n, c.head_dim, c.k_stages)
+            k: tile(c.tile_n, c.head_dim, 1)
             v: tile(c.tile_n, c.head_dim, 1)
             ds: tile(c.tile_m, c.tile_n, c.ds_stages)
             dq: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_elements * c.dq_stages], 1024]
@@ -154,19 +154,18 @@ class Backward:
         layouts = SimpleNamespace(
             q=tile_layout(self.dtype, c.tile_m, c.head_dim, c.q_stages),
             do=tile_layout(self.dtype, c.tile_m, c.head_dim, c.do_stages),
-            k=tile_layout(self.dtype, c.tile_n, c.head_dim, c.k_stages),
-            v=tile_layout(self.dtype, c.tile_n, c.head_dim, 1),
+            kv=tile_layout(self.dtype, c.tile_n, c.head_dim, 1),
             ds=tile_layout(self.dtype, c.tile_m, c.tile_n, c.ds_stages),
         )
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom_q, tma_q = self._tma(fetch, q, layouts.q, c.tile_m)
         atom_do, tma_do = self._tma(fetch, do, layouts.do, c.tile_m)
-        atom_k, tma_k = self._tma(fetch, k, layouts.k, c.tile_n)
-        atom_v, tma_v = self._tma(fetch, v, layouts.v, c.tile_n)
-        atom_dv, tma_dv = self._tma(store, dv, layouts.v, c.tile_n)
+        atom_k, tma_k = self._tma(fetch, k, layouts.kv, c.tile_n)
+        atom_v, tma_v = self._tma(fetch, v, layouts.kv, c.tile_n)
+        atom_dv, tma_dv = self._tma(store, dv, layouts.kv, c.tile_n)
         self.kernel(
             atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v, atom_dv, tma_dv,
-            layouts.q, layouts.do, layouts.k, layouts.v, layouts.ds, *self._tiled_mmas(),
+            layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
             lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
 
@@ -174,7 +173,7 @@ class Backward:
     def kernel(
         self, atom_q: cute.CopyAtom, mQ: cute.Tensor, atom_do: cute.CopyAtom, mdO: cute.Tensor, atom_k: cute.CopyAtom,
         mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, atom_dv: cute.CopyAtom, tma_dV: cute.Tensor, q_layout: cute.ComposedLayout,
-        do_layout: cute.ComposedLayout, k_layout: cute.ComposedLayout, v_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout,
+        do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout,
         mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
         mdQacc: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
         mControl: cute.Tensor, mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
@@ -203,10 +202,10 @@ class Backward:
             cute.arch.mbarrier_init_fence()
         sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sdO = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
-        sK = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        sV = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
+        sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
         sdS = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
-        sLse2 = storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.do_stages)))
+        sLse2 = storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.q_stages)))
         sDelta = storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages)))
         sdQ = storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages)))
         cute.arch.sync_threads()
@@ -256,7 +255,7 @@ class Backward:
         return {
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, MMA_WARPS),
             "do_full": (c.do_stages, 1), "do_empty": (c.do_stages, MMA_WARPS),
-            "k_full": (c.k_stages, 1), "k_empty": (c.k_stages, MMA_WARPS), "v_full": (1, 1), "v_empty": (1, MMA_WARPS),
+            "k_full": (1, 1), "k_empty": (1, MMA_WARPS), "v_full": (1, 1), "v_empty": (1, MMA_WARPS),
             "ds_full": (c.ds_stages, MMA_WARPS), "ds_empty": (c.ds_stages, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 1), "item_empty": (2, 1 + MMA_WARPS),

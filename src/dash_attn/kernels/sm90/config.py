@@ -64,11 +64,6 @@ class BackwardConfig:
         return self.tile_m == 128
 
     @property
-    def k_stages(self) -> int:
-        """K buffers: with two, which fit at head dim 64, the next item's K need not wait for this item's last dQ."""
-        return 2 if self.delayed_dq else 1
-
-    @property
     def dq_elements(self) -> int:
         """fp32 values of one dQ tile."""
         return self.tile_m * self.head_dim
@@ -77,8 +72,8 @@ class BackwardConfig:
     def shared_bytes(self) -> int:
         """Shared memory of one block; barriers, slots and mailbox take less than 1 KB, and tiles begin at a multiple of that."""
         q = 2 * self.tile_m * self.head_dim * (self.q_stages + self.do_stages)
-        kv = 2 * self.tile_n * self.head_dim * (self.k_stages + 1)
+        kv = 2 * 2 * self.tile_n * self.head_dim
         ds = 2 * self.tile_m * self.tile_n * self.ds_stages
         dq = 4 * self.dq_elements * self.dq_stages
-        head = 1024 + 2 * 4 * self.tile_m * self.do_stages
+        head = 1024 + 4 * self.tile_m * (self.q_stages + self.do_stages)
         return -(-head // 1024) * 1024 + q + kv + ds + dq

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 from . import plan_view, ptx, reduce
@@ -24,10 +24,10 @@ class LoadRole:
 
     @cute.jit
     def run(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, batches, workers):
-        """Load warp: claims items; K and V once an item; Q, and dO with LSE and delta, once a task, in the order of the item's runs."""
+        """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
         c = self.config
         atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV, atom_dv, tma_dV = tma
-        tile_bytes = 2 * c.tile_m * c.head_dim
+        tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
         kv_bytes = 2 * c.tile_n * c.head_dim
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         slot = reduce.claim_first_item(mPlan, mControl, bars, batches, workers)
@@ -35,12 +35,9 @@ class LoadRole:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
             fresh = Int32(1)
             if plan_view.mailbox_item(slot).run_count > 0:
-                # Where a buffer may not be free for a while, K and V come as far as L2 until then.
-                if const_expr(c.k_stages > 1):
-                    self._load_k(atom_k, mK, sK, plan_view.mailbox_item(slot), n_kv, bars)
-                else:
-                    self._prefetch_kv(atom_k, mK, sK, plan_view.mailbox_item(slot))
-                self._prefetch_kv(atom_v, mV, sV, plan_view.mailbox_item(slot))
+                # Their buffers may not be free for a while: until then K and V can come as far as L2.
+                for atom, mX, sX in ((atom_k, mK, sK), (atom_v, mV, sV)):
+                    self._prefetch_kv(atom, mX, sX, plan_view.mailbox_item(slot))
             for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
                 run = plan_view.read_run(mPlan, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
@@ -56,15 +53,15 @@ class LoadRole:
                         with cute.arch.elect_one():
                             self._put_q_info(bars, stage, item, q_tile)
                             cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
+                            ptx.bulk_load(
+                                sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full
+                            )
                         self._load_tile(atom_q, mQ, sQ[None, None, stage], rows, q_tile, q_head, full)
                         stage, phase = n_task % c.do_stages, (n_task // c.do_stages) & 1
                         cute.arch.mbarrier_wait(bars.do_empty + stage, phase ^ 1)
                         full = bars.do_full + stage
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes + 2 * 4 * c.tile_m)
-                            ptx.bulk_load(
-                                sLse2[None, stage].iterator, mLse2.iterator + stat, 4 * c.tile_m, full
-                            )
+                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
                             ptx.bulk_load(
                                 sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full
                             )
@@ -73,11 +70,14 @@ class LoadRole:
                         if fresh == 1:
                             cute.arch.mbarrier_wait(bars.v_empty, (n_kv & 1) ^ 1)
                             self._store_dv(atom_dv, tma_dV, sV, bars)
-                            if const_expr(c.k_stages == 1):
-                                self._load_k(atom_k, mK, sK, item, n_kv, bars)
+                            rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
+                            cute.arch.mbarrier_wait(bars.k_empty, (n_kv & 1) ^ 1)
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive_and_expect_tx(bars.k_full, kv_bytes)
+                            tile = sK[None, None, 0]
+                            self._load_tile(atom_k, mK, tile, rows, item.kv_tile, item.kv_head, bars.k_full)
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                             cute.arch.sync_warp()
-                            rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
                             with cute.arch.elect_one():
                                 self._put_dv_place(bars, item)
                                 cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, kv_bytes)
@@ -145,17 +145,6 @@ class LoadRole:
         """Start the TMA load of one tile of a sequence; `rows`: (row, batch, shift) as `plan_view.tma_rows` defines them."""
         target, source = self._tiles(atom, tensor, shared, rows, head)
         cute.copy(atom, source[None, tile], target, tma_bar_ptr=barrier)
-
-    @cute.jit
-    def _load_k(self, atom, tensor, shared, item, n_kv: Int32, bars) -> None:
-        """Load K of an item, the `n_kv`-th that has tasks, when its buffer is free."""
-        c = self.config
-        rows, stage = (item.k_tma_row, item.tma_batch, item.k_tma_shift), n_kv % c.k_stages
-        cute.arch.mbarrier_wait(bars.k_empty + stage, ((n_kv // c.k_stages) & 1) ^ 1)
-        full = bars.k_full + stage
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_n * c.head_dim)
-        self._load_tile(atom, tensor, shared[None, None, stage], rows, item.kv_tile, item.kv_head, full)
 
     @cute.jit
     def _prefetch_kv(self, atom, tensor, shared, item) -> None:

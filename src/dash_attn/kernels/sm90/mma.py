@@ -100,21 +100,20 @@ class MmaRole:
             for acc in (acc_dK, acc_dV, *((acc_S,) if c.head_dim == 128 else ())):
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
-                k_stage = n_kv % c.k_stages
-                cute.arch.mbarrier_wait(bars.k_full + k_stage, (n_kv // c.k_stages) & 1)
-                self.start_s(t, n_task, k_stage, bars)
+                cute.arch.mbarrier_wait(bars.k_full, n_kv & 1)
+                self.start_s(t, n_task, bars)
                 warpgroup.wait_group(0)
                 if const_expr(c.delayed_dq):
-                    self.early_probabilities(t, n_task, bars)
+                    self.probabilities(t, 0, n_task % c.q_stages)
                 cute.arch.mbarrier_wait(bars.v_full, n_kv & 1)
                 if const_expr(c.delayed_dq):
                     first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
-                        self.wide_task(t, n_task, first, k_stage, bars, False)
+                        self.wide_task(t, n_task, first, bars, False)
                         n_task += 1
-                    self.wide_task(t, n_task, first, k_stage, bars, True)
+                    self.wide_task(t, n_task, first, bars, True)
                     self.put_dv(t, slot, bars)
-                    self.last_dq(t, n_task, k_stage, bars)
+                    self.last_dq(t, n_task, bars)
                 else:
                     for _ in cutlass.range(tasks - 1, unroll=1):
                         self.task(t, n_task, bars, slot, False)
@@ -160,7 +159,7 @@ class MmaRole:
         ds_stage, dq_stage = n_task % c.ds_stages, n_task % c.dq_stages
         cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
         acc_dP = self.start_dp(t, do_stage)
-        self.probabilities(t, 0, q_stage, do_stage)
+        self.probabilities(t, 0, q_stage)
         rP = as_operand_a(t.acc_S, self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
@@ -171,13 +170,13 @@ class MmaRole:
         warpgroup.wait_group(0)
         self._arrive(t, bars.do_empty + do_stage)
         if const_expr(not is_last):
-            self.start_s(t, n_task + 1, 0, bars)
+            self.start_s(t, n_task + 1, bars)
         rdS = as_operand_a(acc_dP, self.dtype)
         cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
         self.store_ds(t, rdS, acc_dP.layout, ds_stage)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
-        acc_dQ = self.start_dq(t, ds_stage, 0)
+        acc_dQ = self.start_dq(t, ds_stage)
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
         if const_expr(is_last):
             self.put_dv(t, slot, bars)
@@ -194,9 +193,7 @@ class MmaRole:
         self._arrive(t, bars.q_empty + q_stage)
 
     @cute.jit
-    def wide_task(
-        self, t, n_task: Int32, first: Int32, k_stage: Int32, bars, is_last: cutlass.Constexpr[bool]
-    ):
+    def wide_task(self, t, n_task: Int32, first: Int32, bars, is_last: cutlass.Constexpr[bool]):
         """One (kv tile, q tile) with 128 query rows: expects S^T in acc_S with exp2 done for its first 64 columns, and
         leaves the next task's like that unless it is the last.
 
@@ -212,7 +209,7 @@ class MmaRole:
         acc_dP = self.start_dp(t, do_stage)
         rP = as_operand_a(part(t.acc_S, 0), self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
-        self.probabilities(t, 1, q_stage, do_stage)
+        self.probabilities(t, 1, q_stage)
         # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up behind dP.
         cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
         warpgroup.wait_group(0)  # so that the operands of both products can share registers
@@ -223,19 +220,19 @@ class MmaRole:
         rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
         rdS = as_operand_a(rdS, self.dtype)
         if const_expr(not is_last):
-            self.start_s(t, n_task + 1, k_stage, bars)
+            self.start_s(t, n_task + 1, bars)
         self.store_ds(t, rdS, acc_dP.layout, ds_stage)
 
         # Before the first task there is no dQ: the product is computed from old values, put into the buffer that the first
         # task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas serialise the products.
         last = n_task - 1
         cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
-        acc_dQ = self.start_dq(t, last % c.ds_stages, k_stage)
+        acc_dQ = self.start_dq(t, last % c.ds_stages)
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
         warpgroup.wait_group(2)
         self._arrive(t, bars.do_empty + do_stage)
         if const_expr(not is_last):
-            self.early_probabilities(t, n_task + 1, bars)
+            self.probabilities(t, 0, (n_task + 1) % c.q_stages)
         into = cutlass.max(last, first)
         cute.arch.mbarrier_wait(bars.dq_empty + into % c.dq_stages, ((into // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(1)
@@ -250,14 +247,14 @@ class MmaRole:
         self._arrive(t, bars.q_empty + q_stage)
 
     @cute.jit
-    def last_dq(self, t, last: Int32, k_stage: Int32, bars):
+    def last_dq(self, t, last: Int32, bars):
         """dQ of the last task of an item, when K is needed for the last time."""
         c = self.config
         cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
-        acc_dQ = self.start_dq(t, last % c.ds_stages, k_stage)
+        acc_dQ = self.start_dq(t, last % c.ds_stages)
         cute.arch.mbarrier_wait(bars.dq_empty + last % c.dq_stages, ((last // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(0)
-        for barrier in (bars.ds_empty + last % c.ds_stages, bars.k_empty + k_stage):
+        for barrier in (bars.ds_empty + last % c.ds_stages, bars.k_empty):
             self._arrive(t, barrier)
         self.store_dq(t, acc_dQ, last % c.dq_stages)
         cute.arch.fence_view_async_shared()
@@ -284,11 +281,11 @@ class MmaRole:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
 
-    def start_dq(self, t, stage, k_stage):
+    def start_dq(self, t, stage):
         """Issue dQ = dS K of the dS in a stage."""
         c = self.config
         acc_dQ = cute.make_rmem_tensor(t.dq.get_slice(0).partition_shape_C((c.tile_m, c.head_dim)), Float32)
-        multiply(t.dq, acc_dQ, t.tQrdS[None, None, None, stage], t.tQrK[None, None, None, k_stage], False)
+        multiply(t.dq, acc_dQ, t.tQrdS[None, None, None, stage], t.tQrK[None, None, None, 0], False)
         return acc_dQ
 
     @cute.jit
@@ -303,11 +300,11 @@ class MmaRole:
         cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[None, None, None, stage])
 
     @cute.jit
-    def start_s(self, t, n_task: Int32, k_stage, bars):
+    def start_s(self, t, n_task: Int32, bars):
         """Issue S^T of a task as soon as its Q has arrived."""
         stage = n_task % self.config.q_stages
         cute.arch.mbarrier_wait(bars.q_full + stage, (n_task // self.config.q_stages) & 1)
-        multiply(t.scores, t.acc_S, t.tSrK[None, None, None, k_stage], t.tSrQ[None, None, None, stage], False)
+        multiply(t.scores, t.acc_S, t.tSrK[None, None, None, 0], t.tSrQ[None, None, None, stage], False)
 
     def start_dp(self, t, stage):
         """Issue dP^T, its accumulator started at -delta: no register holds delta while they are scarce."""
@@ -321,25 +318,20 @@ class MmaRole:
         return acc_dP
 
     @cute.jit
-    def early_probabilities(self, t, n_task: Int32, bars):
-        """`probabilities` of the first 64 columns before the task itself begins; its LSE comes with dO."""
-        c = self.config
-        do_stage = n_task % c.do_stages
-        cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
-        self.probabilities(t, 0, n_task % c.q_stages, do_stage)
-
-    @cute.jit
-    def probabilities(self, t, h: cutlass.Constexpr[int], stage, do_stage):
+    def probabilities(self, t, h: cutlass.Constexpr[int], stage):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score."""
+        c = self.config
         acc = part(t.acc_S, h)
+        if const_expr(c.delayed_dq):
+            self._mask_if_cut(t, acc, h, stage, -math.inf)
         for column in cutlass.range_constexpr(8):
             lse2 = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(t.lse2[None, 8 * h + column, do_stage], lse2)
+            cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
             for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
                 acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
-        if t.info[0, stage] == 1:
-            self._mask(acc, t.info[None, stage], 64 * h)
+        if const_expr(not c.delayed_dq):
+            self._mask_if_cut(t, acc, h, stage, 0.0)
 
     @cute.jit
     def _arrive(self, t, barrier):
@@ -356,8 +348,13 @@ class MmaRole:
         return tidx // 32 * 16 + tidx % 32 // 4
 
     @cute.jit
-    def _mask(self, acc, info, first_column: cutlass.Constexpr[int]):
-        """Set P of the scores that the mask hides to 0, whatever they and the LSE are; `acc` begins at query column `first_column`."""
+    def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, value: cutlass.Constexpr[float]):
+        if t.info[0, stage] == 1:
+            self._mask(acc, t.info[None, stage], 64 * h, value)
+
+    @cute.jit
+    def _mask(self, acc, info, first_column: cutlass.Constexpr[int], value: cutlass.Constexpr[float]):
+        """Set what the mask hides to `value`; `acc` begins at query column `first_column`."""
         row, column = self._first_row(), ptx.thread_index() % 4 * 2 + first_column
         for half in cutlass.range_constexpr(2):
             first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
@@ -367,7 +364,7 @@ class MmaRole:
                 c = i // 2 * 8 + i % 2
                 element = i // 2 * 4 + half * 2 + i % 2
                 hidden = (c < first) | (c > last)
-                acc[element] = cutlass.select_(hidden, Float32(0.0), acc[element])
+                acc[element] = cutlass.select_(hidden, Float32(value), acc[element])
 
     @cute.jit
     def store_grads(self, acc, target, item, factor):
