@@ -163,8 +163,21 @@ def test_a_least_stride_shortens_rings(seqlen: int, ring: int) -> None:
     problem = Problem.dense(heads=2, seqlen=seqlen, head_dim=64)
     plan = build_plan(problem, Shift(ring=64, min_stride=2))
     assert plan.min_workers == ring
-    starts = [plan.pattern(0).runs_of(k)[0].q_first for k in range(ring)]
-    assert min(np.diff(starts), default=2) >= 2
+    assert min(strides(plan), default=2) >= 2
+
+
+@pytest.mark.parametrize(("seqlen", "stride"), [(1024, 2), (2048, 4), (2000, 3), (16384, 4)])
+def test_a_greatest_stride_keeps_the_members_of_a_ring_together(seqlen: int, stride: int) -> None:
+    problem = Problem.dense(heads=2, seqlen=seqlen, head_dim=64)
+    plan = build_plan(problem, Shift(ring=4, max_stride=4))
+    assert set(strides(plan)) == {stride}
+    assert plan.min_workers == 4
+
+
+def strides(plan: Plan) -> list[int]:
+    """q tiles between the starts of the members of the first ring, one head's."""
+    starts = [plan.pattern(0).runs_of(k)[0].q_first for k in range(plan.min_workers)]
+    return np.diff(starts).tolist()
 
 
 def test_policy_names_carry_their_parameters() -> None:

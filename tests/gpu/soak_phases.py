@@ -44,17 +44,18 @@ from dash_attn.errors import HandOverError, TooFewWorkersError
 from dash_attn.kernels import launch as launcher
 from dash_attn.kernels.launch import Debug, Result
 from dash_attn.problem import Problem
+from dash_attn.schedule import Plan, Shift, build_plan
 
 EVERY = 250  # replays between two signs of life
 BOUND = 20_000  # polls of a bounded wait, some ten milliseconds: the broken plan waits many times
 DOOMED_SECONDS = 120  # after which a process that hangs on purpose ends itself
 
-PROBLEMS: dict[str, Problem] = {
-    "full, ring of 64": dense(FULL, batch=1, heads=1, kv_heads=1, seqlen=8192),
-    "full, ring of 8": dense(FULL, heads=2, seqlen=1024),
-    "causal, SPT": dense(CAUSAL, batch=1, heads=4, kv_heads=4, seqlen=1000),
-    "causal, 4 q heads on 1": dense(CAUSAL, kv_heads=1, seqlen=900, head_dim=64),
-    "window, packed": packed(100, 700, 333, mask=WINDOW),
+PLANS: dict[str, Plan] = {
+    "full, ring of 64": build_plan(dense(FULL, batch=1, heads=1, kv_heads=1, seqlen=8192), Shift(ring=64)),
+    "full, ring of 8": auto_plan(dense(FULL, heads=2, seqlen=1024)),
+    "causal, SPT": auto_plan(dense(CAUSAL, batch=1, heads=4, kv_heads=4, seqlen=1000)),
+    "causal, 4 q heads on 1": auto_plan(dense(CAUSAL, kv_heads=1, seqlen=900, head_dim=64)),
+    "window, packed": auto_plan(packed(100, 700, 333, mask=WINDOW)),
 }
 OTHERS = [
     dense(FULL, batch=1, seqlen=77),
@@ -69,11 +70,11 @@ def bits(x: Tensor) -> Tensor:
 
 
 class Subject:
-    """A problem, the gradients of its first run, and how many later runs differed, by stream."""
+    """A plan, the gradients of its first run, and how many later runs differed, by stream."""
 
-    def __init__(self, name: str, problem: Problem, streams: int) -> None:
-        self.name, self.plan = name, auto_plan(problem)
-        self.case = _case(problem)
+    def __init__(self, name: str, plan: Plan, streams: int) -> None:
+        self.name, self.plan = name, plan
+        self.case = _case(plan.problem)
         self.first = launch(self.plan, self.case)
         for grad in GRADS:
             error = relative_error(getattr(self.first, grad), self.case.exact[grad])
@@ -118,7 +119,7 @@ class Soak:
         self.deadline = deadline
         self.random = random.Random(0)
         self.streams = [torch.cuda.Stream() for _ in range(2)]
-        self.subjects = [Subject(name, problem, 2) for name, problem in PROBLEMS.items()]
+        self.subjects = [Subject(name, plan, 2) for name, plan in PLANS.items()]
         self.others = [(auto_plan(problem), _case(problem)) for problem in OTHERS]
         for other in self.others:
             launch(*other)

@@ -14,26 +14,27 @@ from .policy import Policy
 
 __all__ = ["AUTO_RING", "choose_policy"]
 
-AUTO_RING, AUTO_STRIDE = 64, 2
-"""Largest ring that "auto" chooses, and least stride. Every GPU the kernels run on has more SMs than the
-ring has members; with a stride of one q tile, a hand-over takes as long as a task (docs/design.md)."""
+AUTO_RING = 16
+AUTO_SHIFT = Shift(ring=AUTO_RING, min_stride=2, max_stride=4)
+"""What "auto" chooses under the full mask. Few members find room on any GPU, also beside other kernels, and
+divide most lengths well; with a stride of one q tile, a hand-over takes as long as a task, and with more than
+four, long heads leave L2 (docs/design.md)."""
 
 
 def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
     """The policy and placement that ``policy="auto"`` stands for.
 
-    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles that start ``AUTO_STRIDE`` q tiles apart or
-    more. Causal mask: SPT, head after head, which keeps few heads in L2 at a time; with several q heads a
+    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles that start two to four q tiles apart. Causal mask: SPT, head after head, which keeps few heads in L2 at a time; with several q heads a
     kv head its items would start a whole group of tasks apart, so there it is descending, longest items
     first. Windows: descending, head after head; their items are equally long but for the ones at the
     edges, and putting those last would make all others wait for them.
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))[0]) for m in (Mask.full(), Mask.causal())]
-    ['shift(ring=64, min_stride=2)', 'spt']
+    ['shift(ring=16, min_stride=2, max_stride=4)', 'spt']
     """
     if problem.mask.name == "full":
-        return Shift(ring=AUTO_RING, min_stride=AUTO_STRIDE), "policy"
+        return AUTO_SHIFT, "policy"
     if problem.mask.name != "causal":
         return Descending(), "policy"
     return (SPT(), "policy") if problem.group == 1 else (Descending(), "lpt")

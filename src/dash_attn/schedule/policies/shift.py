@@ -37,6 +37,8 @@ class Shift(Policy):
         stride: q tiles between the starts of two members, default: as many as fit.
         min_stride: rings have so few members that the default stride is at least this, where the sequence
             has so many q tiles.
+        max_stride: the default stride is at most this. A head in progress occupies L2 with the q tiles
+            between the first and the last member of its ring.
 
     Source: DASH section 3.4 and figure 6. Full mask only.
 
@@ -54,9 +56,10 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
     ring: int | None = None
     stride: int | None = None
     min_stride: int | None = None
+    max_stride: int | None = None
 
     def __post_init__(self) -> None:
-        self._require_integers("ring", "stride", "min_stride")
+        self._require_integers("ring", "stride", "min_stride", "max_stride")
 
     def check(self, grid: SequenceGrid) -> None:
         if not grid.is_full:
@@ -66,7 +69,7 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
             )
         if self.ring is not None and self.ring < 1:
             raise UnsupportedMaskError(f"ring must be >= 1, got {self.ring}")
-        for name in ("stride", "min_stride"):
+        for name in ("stride", "min_stride", "max_stride"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UnsupportedMaskError(f"{name} must be >= 1, got {value}")
         needed = self._ring(grid) * (1 if self.stride is None else self.stride)
@@ -82,6 +85,12 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
             limit = min(limit, max(1, grid.q_tiles // self.min_stride))
         return limit if self.ring is None else min(self.ring, limit)
 
+    def _stride(self, grid: SequenceGrid, members: int) -> int:
+        if self.stride is not None:
+            return self.stride
+        most = grid.q_tiles // members
+        return most if self.max_stride is None else min(most, self.max_stride)
+
     def _rings(self, grid: SequenceGrid) -> list[tuple[int, IntArray]]:
         """(first kv tile, start of each member) of every ring."""
         if not grid.tasks:
@@ -90,8 +99,7 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
         size = self._ring(grid)
         for first in range(0, grid.kv_tiles, size):
             members = np.arange(min(size, grid.kv_tiles - first), dtype=np.int64)
-            stride = grid.q_tiles // len(members) if self.stride is None else self.stride
-            rings.append((first, members * stride))
+            rings.append((first, members * self._stride(grid, len(members))))
         return rings
 
     def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
