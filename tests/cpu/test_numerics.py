@@ -56,6 +56,14 @@ def test_hiding_and_spreading_are_found(spoil, message) -> None:
         assert_shows(problem(Mask.full(), 64, "bfloat16", 150, 170), "q", float("nan"), 77, backend)
 
 
+def test_what_the_kernels_may_spread_is_limited_to_tiles() -> None:
+    """A NaN log-sum-exp may spoil dV in the tiles of its row, not in the kv tile of 128 keys before them."""
+    window = MASKS[2]
+    backend = spoiled(lambda plan, x, how: x.lse.isnan().any(), lambda grads: grads[2].fill_(torch.nan))
+    with pytest.raises(AssertionError, match="dv spreads nan in q: 8192 places"):
+        assert_shows(problem(window, 64, "bfloat16", 150, 420), "q", float("nan"), 77, backend, hides_p=False)
+
+
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_the_allowed_error_is_not_a_bound_that_anything_passes(name) -> None:
     """Without dq, dk or dv the error is too large, unless there is next to nothing to miss."""

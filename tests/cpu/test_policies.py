@@ -166,7 +166,7 @@ def test_a_least_stride_shortens_rings(seqlen: int, ring: int) -> None:
     assert min(strides(plan), default=2) >= 2
 
 
-@pytest.mark.parametrize(("seqlen", "stride"), [(1024, 2), (2048, 4), (2000, 3), (16384, 4)])
+@pytest.mark.parametrize(("seqlen", "stride"), [(1024, 2), (2048, 4), (1900, 3), (16384, 4)])
 def test_a_greatest_stride_keeps_the_members_of_a_ring_together(seqlen: int, stride: int) -> None:
     problem = Problem.dense(heads=2, seqlen=seqlen, head_dim=64)
     plan = build_plan(problem, Shift(ring=4, max_stride=4))

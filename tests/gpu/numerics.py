@@ -243,12 +243,21 @@ def not_finite(grads: Grads) -> list[Tensor]:
     return [~x.isfinite() for x in grads]
 
 
-def assert_shows(p: Problem, name: str, value: float, row: int, backend: Backend) -> None:
-    """A poisoned element shows where it must, and nowhere where it may not."""
+def assert_shows(
+    p: Problem, name: str, value: float, row: int, backend: Backend, *, hides_p: bool = True
+) -> None:
+    """A poisoned element shows where it must, and nowhere where it may not.
+
+    ``hides_p``: P of a hidden key is 0 even in a row whose lse is NaN, as in the oracle.
+    """
     x = poisoned(rounded(normal(p, backend.device), p), name, value, row)
     seen = by_rows(p, x)
     must = not_finite(seen.grads)
     may = not_finite(plain_attention(x, p.mask, scale_of(p), torch.float64)[2:])
+    if not hides_p:
+        for tile in (seen.lse.isnan().any(0).nonzero() // p.tile_m).unique().tolist():
+            first, last = int(p.grid(0).kv_first[tile]), int(p.grid(0).kv_last[tile])
+            may[2][first * p.tile_n : (last + 1) * p.tile_n] = True
     found = not_finite(gradients(p, x, seen.out, seen.lse, backend))
     assert any(bool(m.any()) for m in may)
     for grad, shown, least, most in zip(GRADS, found, must, may):

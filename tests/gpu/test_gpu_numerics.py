@@ -30,7 +30,9 @@ def test_unusual_inputs_have_the_errors_of_plain_attention(head_dim, dtype, mask
 @EVERY_MASK
 @BOTH_DIMS
 def test_what_is_not_finite_shows_where_it_must_and_nowhere_else(head_dim, mask, name, row, value):
-    assert_shows(problem(mask, head_dim, "bfloat16", 150, 420), name, value, row, hopper())
+    assert_shows(
+        problem(mask, head_dim, "bfloat16", 150, 420), name, value, row, hopper(), hides_p=head_dim == 128
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -38,7 +40,9 @@ def test_what_is_not_finite_shows_where_it_must_and_nowhere_else(head_dim, mask,
 @BOTH_DIMS
 def test_what_is_not_finite_in_a_row_that_sees_nothing(head_dim, name, value):
     """Rows 0 to 99 see no key: they may spoil what shares a tile with them, and need not."""
-    assert_shows(problem(CAUSAL, head_dim, "bfloat16", 250, 150), name, value, 20, hopper())
+    assert_shows(
+        problem(CAUSAL, head_dim, "bfloat16", 250, 150), name, value, 20, hopper(), hides_p=head_dim == 128
+    )
 
 
 @BOTH_DIMS

@@ -24,10 +24,11 @@ four, long heads leave L2 (docs/design.md)."""
 def choose_policy(problem: Problem) -> tuple[Policy, Placement]:
     """The policy and placement that ``policy="auto"`` stands for.
 
-    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles that start two to four q tiles apart. Causal mask: SPT, head after head, which keeps few heads in L2 at a time; with several q heads a
-    kv head its items would start a whole group of tasks apart, so there it is descending, longest items
-    first. Windows: descending, head after head; their items are equally long but for the ones at the
-    edges, and putting those last would make all others wait for them.
+    Full mask: shift, rings of at most ``AUTO_RING`` kv tiles that start two to four q tiles apart. Causal
+    mask: SPT, head after head, which keeps few heads in L2 at a time; with several q heads a kv head its
+    items would start a whole group of tasks apart, so there it is descending, longest items first. Windows:
+    descending, head after head; their items are equally long but for the ones at the edges, and putting
+    those last would make all others wait for them.
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))[0]) for m in (Mask.full(), Mask.causal())]

@@ -319,7 +319,11 @@ class MmaRole:
 
     @cute.jit
     def probabilities(self, t, h: cutlass.Constexpr[int], stage):
-        """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score."""
+        """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
+
+        The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is being issued,
+        at head dim 64, where half of it runs beside dQ and dK of the task before, nothing should keep it there.
+        """
         c = self.config
         acc = part(t.acc_S, h)
         if const_expr(c.delayed_dq):
@@ -349,6 +353,7 @@ class MmaRole:
 
     @cute.jit
     def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, value: cutlass.Constexpr[float]):
+        """`_mask` where the mask cuts the task's tile; of its 64 query columns h."""
         if t.info[0, stage] == 1:
             self._mask(acc, t.info[None, stage], 64 * h, value)
 
