@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ranking import plan_of
+from summary import first_ms
 
 from dash_attn.model.charts import PALETTE, lighter, new_figure, plotting, save_figure
 from dash_attn.model.roofline import CLOCK_GHZ, measured_cycles, roofline
@@ -34,7 +35,6 @@ Row = dict[str, Any]
 COLOURS = {
     "shift": PALETTE[0],
     "shift(ring=32)": "#7A5195",
-    "shift(ring=64)": PALETTE[5],
     "shift(ring=16, min_stride=2, max_stride=4)": PALETTE[5],
     "symmetric_shift": PALETTE[0],
     "descending": PALETTE[6],
@@ -235,8 +235,8 @@ def distance_table(rows: Sequence[Row]) -> str:
                     if row["auto"]
                     and (row["head_dim"], row["mask"], row["seqlen"]) == (head_dim, mask, seqlen)
                 )
-                cycles = measured_cycles(plan_of(row).problem, row["ms"], OTHER_KERNELS_MS)
-                cycles *= row["sm_mhz"] / 1000 / CLOCK_GHZ  # the row's own clock
+                cycles = measured_cycles(plan_of(row).problem, first_ms(row), OTHER_KERNELS_MS)
+                cycles *= row["sm_mhz"] / 1000 / CLOCK_GHZ  # the clock in the first run
                 line.append(f"{cycles:,.0f} ({bound / cycles:.0%})")
             lines.append(line)
     return table_of(["head dim", "mask", *(f"{seqlen:,}" for seqlen in lengths)], lines)

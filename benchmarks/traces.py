@@ -26,7 +26,7 @@ from dash_attn.model import Timeline
 from dash_attn.model.render import save_gantt
 from dash_attn.model.roofline import CLOCK_GHZ
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import POLICIES, Descending, Plan, Shift, build_plan, policy_by_name
+from dash_attn.schedule import POLICIES, Descending, Plan, build_plan, choose_policy, policy_by_name
 
 HEADS, SEQLEN, HEAD_DIM = 16, 4_096, 128
 SHOWN = 24
@@ -55,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plans() -> Iterator[tuple[str, Plan]]:
-    """Every policy under the mask it is for, rings of 64 and LPT placement."""
+    """What "auto" is under the full mask, LPT, and every policy under the mask it is for."""
     full, causal = (
         Problem.dense(heads=HEADS, seqlen=SEQLEN, head_dim=HEAD_DIM, mask=mask)
         for mask in (Mask.full(), Mask.causal())
     )
-    yield "shift-64", build_plan(full, Shift(ring=64))
+    yield "auto-full", build_plan(full, *choose_policy(full))
     yield "descending-lpt", build_plan(causal, Descending(), "lpt")
     for name in POLICIES:
         yield name, build_plan(full if name in ("fa3", "shift") else causal, policy_by_name(name))

@@ -13,9 +13,9 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 MODES = {  # ms of every implementation of a made-up point
-    ("dash_attn", "shift(ring=64, min_stride=2)", True): 2.0,
+    ("dash_attn", "shift(ring=16)", True): 2.0,
     ("dash_attn", "shift", True): 1.8,
-    ("dash_attn", "unordered (shift(ring=64, min_stride=2))", False): 1.9,
+    ("dash_attn", "unordered (shift(ring=16))", False): 1.9,
     ("fa4", "spt", True): 2.2,
     ("fa4", "none", False): 1.6,
     ("fa2", "split", True): 5.0,
@@ -114,7 +114,7 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of() + rows_of({**MODES, next(iter(MODES)): None}, set="grouped", kv_heads=8, mask="causal")
     text = report.report(rows)
     assert "shift policy 1.111 x auto" in text
-    assert "no figures: dash_attn shift(ring=64, min_stride=2), 1 rows: made up" in text
+    assert "no figures: dash_attn shift(ring=16), 1 rows: made up" in text
     outcomes = [line.split()[0] for line in text.split("targets\n")[1].splitlines()]
     assert outcomes == ["met", "missed", *7 * ["incomplete"], "not"]
     assert "did not repeat" not in text

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dash_attn.cli import main
+from dash_attn.kernels import compile
 from dash_attn.kernels.compile import resources, variants
 from dash_attn.kernels.cubin import resources_of_cubin
 
@@ -40,6 +41,19 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
 
     config = variants()[f"backward-d{head_dim}-bf16"]
     assert Backward(config)._storage().size_in_bytes() == config.shared_bytes <= SHARED
+
+
+@pytest.mark.filterwarnings("default")
+def test_one_lane_stores_dv(tmp_path: Path) -> None:
+    """load.py elects the lane that stores and prefetches; a compiler that elects one would nest the two."""
+    compile._compile(variants()["backward-d64-bf16"], f"--keep-ptx --dump-dir={tmp_path}")
+    (ptx,) = (text for path in tmp_path.rglob("*.ptx") if "wgmma" in (text := path.read_text()))
+    before_stores = ptx.split("cp.async.bulk.tensor.5d.global.shared")[:-1]
+    assert len(before_stores) == 2  # between items, and at the end
+    for before in before_stores:
+        assert before.rpartition("bar.warp.sync")[2].count("elect.sync") == 1
+    prefetches = ptx.split("cp.async.bulk.prefetch.tensor")
+    assert [between.count("elect.sync") for between in prefetches[1:-1]] == [1]
 
 
 def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,6 +113,18 @@ def test_compress_writes_every_sequence_of_tickets() -> None:
         (Shift(stride=0), Mask.full(), (512, 512), "stride must be >= 1, got 0"),
         (SymmetricShift(), Mask.full(), (512, 512), "causal mask and seqlen_q == seqlen_k, got full"),
         (SymmetricShift(), Mask.causal(), (512, 640), "got causal of 512 x 640"),
+        (
+            Shift(min_stride=3, max_stride=2),
+            Mask.full(),
+            (512, 512),
+            "min_stride must be <= max_stride, got 3 and 2",
+        ),
+        (
+            Shift(stride=2, max_stride=4),
+            Mask.full(),
+            (512, 512),
+            "stride 2 leaves nothing for .* max_stride 4",
+        ),
         (SymmetricShift(heads_at_once=0), Mask.causal(), (512, 512), "heads_at_once must be >= 1, got 0"),
     ],
 )

@@ -58,7 +58,8 @@ class OnDevice:
 
 
 TASK, ITEM, CONVERSION = 3400, 6000, 500
-"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile, on an H200."""
+"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile, on an H200. The last
+is an estimate: 0 to 14 blocks that only convert made no difference (docs/perf-log.md, sixth round)."""
 
 
 _RESIDENT: WeakKeyDictionary[Plan, dict[torch.device, OnDevice]] = WeakKeyDictionary()

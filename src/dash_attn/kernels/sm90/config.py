@@ -22,7 +22,8 @@ class BackwardConfig:
     """One compiled variant of the backward pass.
 
     `dtype` is "bf16" or "fp16"; `ordered=False` is the negative control (plain atomic adds into a zeroed dQ).
-    `spin_limit` bounds every ticket wait (0: unbounded); an exceeded bound is reported in the error buffer.
+    `spin_limit` bounds every wait for a ticket or a complete dQ tile (0: unbounded); an exceeded bound is reported in the error
+    buffer.
     """
 
     head_dim: int

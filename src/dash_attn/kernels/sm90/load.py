@@ -125,7 +125,7 @@ class LoadRole:
             shared, target = self._tiles(
                 atom, tensor, sV[None, None, 0], (place[3], place[4], place[5]), place[2]
             )
-            with cute.arch.elect_one():
+            with cute.arch.elect_one():  # the compiler elects for loads only (tests/cpu/test_kernels.py)
                 cute.copy(atom, shared, target[None, place[1]])
             cute.arch.cp_async_bulk_commit_group()
 
@@ -151,7 +151,7 @@ class LoadRole:
         """Fetch K or V of an item into L2."""
         rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
         _, source = self._tiles(atom, tensor, shared[None, None, 0], rows, item.kv_head)
-        with cute.arch.elect_one():
+        with cute.arch.elect_one():  # the compiler elects for loads only (tests/cpu/test_kernels.py)
             cute.prefetch(atom, source[None, item.kv_tile])
 
     def _tiles(self, atom, tensor, shared, rows, head: Int32):

@@ -1,6 +1,6 @@
 """Device-side reading of the plan table (int32): header, items, runs, sequences, maps, totals.
 
-Word offsets follow the table's ABI version 3; every reader is one function, so that a new ABI touches this file only.
+Word offsets follow the table's ABI version 3 and are named here only.
 
 Rows of a sequence: tensors of batch extent 1 hold all sequences one after the other (packed), otherwise the batch index is the
 sequence: `first_rows` for plain pointers, `tma_rows` for the copy engine.
@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-ITEM_COUNT, SEQUENCE_COUNT, ITEM_OFFSET, RUN_OFFSET, SEQUENCE_OFFSET = 2, 4, 5, 6, 7
+ITEM_COUNT, ITEM_OFFSET, RUN_OFFSET, SEQUENCE_OFFSET = 2, 5, 6, 7
 HEADS, WINDOW_LEFT, WINDOW_RIGHT, Q_MAP_OFFSET, Q_TILES, KV_MAP_OFFSET = 11, 14, 15, 16, 17, 18
 ITEM_WORDS, RUN_WORDS, SEQUENCE_WORDS = 12, 4, 12
 ITEM_FIELDS = 10  # the words of an item that mean something

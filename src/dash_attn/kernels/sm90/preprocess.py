@@ -1,4 +1,4 @@
-"""Kernels before and after the main one: row statistics and counters, and the conversion of fp32 dQ."""
+"""Kernels before and after the main one: row statistics, counters and empty dQ tiles; sums of head groups and, without order, dQ."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""One compiled callable a configuration: preprocessing, main kernel and conversion behind one host call."""
+"""One compiled callable a configuration: preprocessing, main kernel and, where there is any, the rest behind one host call."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -25,7 +25,7 @@ class Program:
         complete: Int32, stream,
     ):  # fmt: skip
         """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group. The first
-        `workers` of `grid` blocks to arrive execute the plan, all convert dQ; `complete`: dQ tiles of all heads with contributions.
+        `workers` of `grid` blocks to arrive execute the plan, all convert dQ if there is an order; `complete`: dQ tiles of all heads with contributions.
         """
         self.preprocess(o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, complete, stream)
         self.backward(
@@ -85,9 +85,3 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
         vector(Float32, 128), vector(Float32, 128), vector(Int32, 128), vector(Int32, 16), table(Float32), table(Int64),
         Float32(1.0), Int32(1), Int32(0), *[Int32(1)] * 3, make_fake_stream(use_tvm_ffi_env_stream=env_stream),
     ]  # fmt: skip
-
-
-def compile_program(config: BackwardConfig, tvm_ffi: bool = True):
-    """Compile one configuration without touching a GPU."""
-    options = "--enable-tvm-ffi" if tvm_ffi else ""
-    return cute.compile(Program(config), *fake_arguments(config, tvm_ffi), options=options)
