@@ -22,7 +22,7 @@ from ranking import plan_of
 from summary import first_ms
 
 from dash_attn.model.charts import PALETTE, lighter, new_figure, plotting, save_figure
-from dash_attn.model.roofline import CLOCK_GHZ, measured_cycles, roofline
+from dash_attn.model.roofline import measured_cycles, roofline
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -235,8 +235,8 @@ def distance_table(rows: Sequence[Row]) -> str:
                     if row["auto"]
                     and (row["head_dim"], row["mask"], row["seqlen"]) == (head_dim, mask, seqlen)
                 )
-                cycles = measured_cycles(plan_of(row).problem, first_ms(row), OTHER_KERNELS_MS)
-                cycles *= row["sm_mhz"] / 1000 / CLOCK_GHZ  # the clock in the first run
+                clock = row["sm_mhz"] / 1000  # in the first run
+                cycles = measured_cycles(plan_of(row).problem, first_ms(row), OTHER_KERNELS_MS, clock)
                 line.append(f"{cycles:,.0f} ({bound / cycles:.0%})")
             lines.append(line)
     return table_of(["head dim", "mask", *(f"{seqlen:,}" for seqlen in lengths)], lines)

@@ -105,12 +105,15 @@ def roofline(head_dim: int) -> Roofline:
     )
 
 
-def measured_cycles(problem: Problem, milliseconds: float, other_ms: float = 0.0) -> float:
+def measured_cycles(
+    problem: Problem, milliseconds: float, other_ms: float = 0.0, clock_ghz: float = CLOCK_GHZ
+) -> float:
     """Cycles of an SM for each task, on average over a whole backward of ``milliseconds``.
 
     Args:
         problem: what was computed.
         milliseconds: of the whole backward.
         other_ms: of them not spent in the kernel that runs the tasks.
+        clock_ghz: SM clock meanwhile.
     """
-    return (milliseconds - other_ms) * 1e-3 * CLOCK_GHZ * 1e9 * H200_WORKERS / problem.tasks
+    return (milliseconds - other_ms) * 1e-3 * clock_ghz * 1e9 * H200_WORKERS / problem.tasks

@@ -3,7 +3,7 @@
 Word offsets follow the table's ABI version 3 and are named here only.
 
 Rows of a sequence: tensors of batch extent 1 hold all sequences one after the other (packed), otherwise the batch index is the
-sequence: `first_rows` for plain pointers, `tma_rows` for the copy engine.
+sequence: `first_k_row` and `finish.locate` for plain pointers, `tma_rows` for the copy engine.
 """
 
 from typing import NamedTuple
@@ -135,12 +135,12 @@ def put_item(plan: cute.Tensor, index: Int32, batches: Int32, slot: cute.Tensor)
 
 
 @cute.jit
-def first_rows(seq: Sequence, index: Int32, batches: Int32):
-    """(batch, q row, k row) where sequence `index` begins in tensors of `batches` batches."""
-    batch, q_row, k_row = index, Int32(0), Int32(0)
+def first_k_row(seq: Sequence, index: Int32, batches: Int32):
+    """(batch, k row) where sequence `index` begins in tensors of `batches` batches."""
+    batch, k_row = index, Int32(0)
     if batches == 1:
-        batch, q_row, k_row = Int32(0), seq.q_row_first, seq.k_row_first
-    return batch, q_row, k_row
+        batch, k_row = Int32(0), seq.k_row_first
+    return batch, k_row
 
 
 @cute.jit

@@ -139,7 +139,7 @@ class Convert:
         c = self.config
         tidx = cute.arch.thread_idx()[0]
         sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.KV_MAP_OFFSET, index)
-        batch, _, first_row = plan_view.first_rows(seq, sequence, mdX.shape[0])
+        batch, first_row = plan_view.first_k_row(seq, sequence, mdX.shape[0])
         if seq.head_groups > 1:
             kv_tile = index - seq.kv_tile_first
             slot = seq.partial_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups

@@ -72,7 +72,7 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
         for name in ("stride", "min_stride", "max_stride"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UnsupportedMaskError(f"{name} must be >= 1, got {value}")
-        if self.stride is not None and not self.min_stride is self.max_stride is None:
+        if self.stride is not None and (self.min_stride, self.max_stride) != (None, None):
             raise UnsupportedMaskError(
                 f"stride {self.stride} leaves nothing for min_stride {self.min_stride} and max_stride "
                 f"{self.max_stride} to decide"
