@@ -75,9 +75,8 @@ def _put_item(mPlan, bars, index: Int32, n_item: Int32, batches: Int32):
     cute.arch.mbarrier_wait(bars.item_empty + n_item % 2, ((n_item // 2) & 1) ^ 1)
     slot = _mailbox(bars)[None, n_item % 2]
     plan_view.put_item(mPlan, index, batches, slot)
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)
+    cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)  # every lane for what it has written
+    cute.arch.sync_warp()  # this warp reads the slot, too
     return slot
 
 
