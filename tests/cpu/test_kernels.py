@@ -44,12 +44,12 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_one_lane_stores_dv(tmp_path: Path) -> None:
+def test_one_lane_stores_dk_and_dv(tmp_path: Path) -> None:
     """load.py elects the lane that stores and prefetches; a compiler that elects one would nest the two."""
     compile._compile(variants()["backward-d64-bf16"], f"--keep-ptx --dump-dir={tmp_path}")
     (ptx,) = (text for path in tmp_path.rglob("*.ptx") if "wgmma" in (text := path.read_text()))
     before_stores = ptx.split("cp.async.bulk.tensor.5d.global.shared")[:-1]
-    assert len(before_stores) == 2  # between items, and at the end
+    assert len(before_stores) == 4  # dV and dK, between items and at the end
     for before in before_stores:
         assert before.rpartition("bar.warp.sync")[2].count("elect.sync") == 1
     prefetches = ptx.split("cp.async.bulk.prefetch.tensor")

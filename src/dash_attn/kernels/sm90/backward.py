@@ -84,6 +84,8 @@ class Backward:
             k_empty: cute.struct.MemRange[Int64, 1]
             v_full: cute.struct.MemRange[Int64, 1]
             v_empty: cute.struct.MemRange[Int64, 1]
+            dk_full: cute.struct.MemRange[Int64, 1]
+            dk_empty: cute.struct.MemRange[Int64, 1]
             ds_full: cute.struct.MemRange[Int64, c.ds_stages]
             ds_empty: cute.struct.MemRange[Int64, c.ds_stages]
             dq_full: cute.struct.MemRange[Int64, c.dq_stages]
@@ -97,7 +99,7 @@ class Backward:
             slots: cute.struct.Align[cute.struct.MemRange[Int32, reduce.SLOT_WORDS * SLOTS], 16]
             item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
-            dv_place: cute.struct.Align[cute.struct.MemRange[Int32, load.DV_PLACE_WORDS], 16]
+            grads_place: cute.struct.Align[cute.struct.MemRange[Int32, load.GRADS_PLACE_WORDS], 16]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
             q: tile(c.tile_m, c.head_dim, c.q_stages)
@@ -156,24 +158,27 @@ class Backward:
             do=tile_layout(self.dtype, c.tile_m, c.head_dim, c.do_stages),
             kv=tile_layout(self.dtype, c.tile_n, c.head_dim, 1),
             ds=tile_layout(self.dtype, c.tile_m, c.tile_n, c.ds_stages),
+            dk=tile_layout(self.dtype, c.tile_n, c.head_dim, 2 * c.dk_stages),
         )
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atom_q, tma_q = self._tma(fetch, q, layouts.q, c.tile_m)
         atom_do, tma_do = self._tma(fetch, do, layouts.do, c.tile_m)
         atom_k, tma_k = self._tma(fetch, k, layouts.kv, c.tile_n)
         atom_v, tma_v = self._tma(fetch, v, layouts.kv, c.tile_n)
+        atom_dk, tma_dk = self._tma(store, dk, layouts.kv, c.tile_n)
         atom_dv, tma_dv = self._tma(store, dv, layouts.kv, c.tile_n)
         self.kernel(
-            atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v, atom_dv, tma_dv,
-            layouts.q, layouts.do, layouts.kv, layouts.ds, *self._tiled_mmas(),
+            atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v, atom_dk, tma_dk, atom_dv, tma_dv,
+            layouts.q, layouts.do, layouts.kv, layouts.ds, layouts.dk, *self._tiled_mmas(),
             lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete,
         ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, atom_q: cute.CopyAtom, mQ: cute.Tensor, atom_do: cute.CopyAtom, mdO: cute.Tensor, atom_k: cute.CopyAtom,
-        mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, atom_dv: cute.CopyAtom, tma_dV: cute.Tensor, q_layout: cute.ComposedLayout,
-        do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout,
+        mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, atom_dk: cute.CopyAtom, tma_dK: cute.Tensor,
+        atom_dv: cute.CopyAtom, tma_dV: cute.Tensor, q_layout: cute.ComposedLayout,
+        do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout, dk_layout: cute.ComposedLayout,
         mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
         mdQacc: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
         mControl: cute.Tensor, mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
@@ -182,7 +187,7 @@ class Backward:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == LOAD_WARP:
-            for atom in (atom_q, atom_do, atom_k, atom_v, atom_dv):
+            for atom in (atom_q, atom_do, atom_k, atom_v, atom_dk, atom_dv):
                 cpasync.prefetch_descriptor(atom)
         storage = SmemAllocator().allocate(self._storage())
         bars = SimpleNamespace(
@@ -190,15 +195,15 @@ class Backward:
             item=storage.item.data_ptr(),
             q_info=storage.q_info.data_ptr(),
             slots=storage.slots.data_ptr(),
-            dv_place=storage.dv_place.data_ptr(),
+            grads_place=storage.grads_place.data_ptr(),
         )
-        dv_place = self.load_role.dv_place(bars)
+        grads_place = self.load_role.grads_place(bars)
         if warp_idx == LOAD_WARP:
             with cute.arch.elect_one():
                 for name, (stages, count) in self._barrier_counts().items():
                     for stage in range(stages):
                         cute.arch.mbarrier_init(getattr(bars, name) + stage, count)
-                dv_place[0] = Int32(0)
+                grads_place[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
         sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
         sdO = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
@@ -208,6 +213,8 @@ class Backward:
         sLse2 = storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.q_stages)))
         sDelta = storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages)))
         sdQ = storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages)))
+        leaving = storage.ds if const_expr(c.delayed_dq) else storage.dq
+        sdK = leaving.get_tensor(dk_layout.outer, swizzle=dk_layout.inner, dtype=self.dtype)
         cute.arch.sync_threads()
         # Tickets, claim counter, LSE and delta come from the preprocessing kernel.
         cute.arch.griddepcontrol_wait()
@@ -215,7 +222,8 @@ class Backward:
         if warp_idx < FIRST_MMA_WARP:
             cute.arch.setmaxregister_decrease(self.registers[1])
             if warp_idx == LOAD_WARP:
-                tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV, atom_dv, tma_dV)
+                tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
+                tma += (atom_dk, tma_dK, sdK, atom_dv, tma_dV)
                 self.load_role.run(
                     tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, mdK.shape[0], workers
                 )
@@ -240,6 +248,7 @@ class Backward:
                 sLse2,
                 sDelta,
                 sdQ,
+                sdK,
                 mdK,
                 mdV,
                 mParts,
@@ -256,6 +265,7 @@ class Backward:
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, MMA_WARPS),
             "do_full": (c.do_stages, 1), "do_empty": (c.do_stages, MMA_WARPS),
             "k_full": (1, 1), "k_empty": (1, MMA_WARPS), "v_full": (1, 1), "v_empty": (1, MMA_WARPS),
+            "dk_full": (1, MMA_WARPS), "dk_empty": (1, 1),
             "ds_full": (c.ds_stages, MMA_WARPS), "ds_empty": (c.ds_stages, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 32), "item_empty": (2, 1 + MMA_WARPS),

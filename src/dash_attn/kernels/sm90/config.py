@@ -65,6 +65,12 @@ class BackwardConfig:
         return self.tile_m == 128
 
     @property
+    def dk_stages(self) -> int:
+        """Tiles of dK that fit one stage of the buffers dK leaves through: dS if dQ is computed a task later, else dQ."""
+        stage = 2 * self.tile_m * self.tile_n if self.delayed_dq else 4 * self.dq_elements
+        return stage // (2 * self.tile_n * self.head_dim)
+
+    @property
     def dq_elements(self) -> int:
         """fp32 values of one dQ tile."""
         return self.tile_m * self.head_dim

@@ -8,7 +8,8 @@ from cutlass.cute.nvgpu import cpasync
 from . import plan_view, ptx, reduce
 from .config import BackwardConfig
 
-DV_PLACE_WORDS = 8
+GRADS_PLACE_WORDS = 8
+UNREAD = 2  # an item has its K and V, and dK of the one before is still being read from shared memory
 
 
 def q_info(config, bars):
@@ -26,7 +27,25 @@ class LoadRole:
     def run(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, batches, workers):
         """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
         c = self.config
-        atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV, atom_dv, tma_dV = tma
+        (
+            atom_q,
+            mQ,
+            sQ,
+            atom_do,
+            mdO,
+            sdO,
+            atom_k,
+            mK,
+            sK,
+            atom_v,
+            mV,
+            sV,
+            atom_dk,
+            tma_dK,
+            sdK,
+            atom_dv,
+            tma_dV,
+        ) = tma
         tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
         kv_bytes = 2 * c.tile_n * c.head_dim
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
@@ -66,10 +85,13 @@ class LoadRole:
                                 sDelta[None, stage].iterator, mDelta.iterator + stat, 4 * c.tile_m, full
                             )
                         self._load_tile(atom_do, mdO, sdO[None, None, stage], rows, q_tile, q_head, full)
+                        if fresh == UNREAD:
+                            self._release_dk(bars)
+                            fresh = Int32(0)
                         # K and V last: their buffers are the last ones the previous item lets go.
                         if fresh == 1:
                             cute.arch.mbarrier_wait(bars.v_empty, (n_kv & 1) ^ 1)
-                            self._store_dv(atom_dv, tma_dV, sV, bars)
+                            self._store(atom_dv, tma_dV, sV[None, None, 0], bars)
                             rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
                             cute.arch.mbarrier_wait(bars.k_empty, (n_kv & 1) ^ 1)
                             with cute.arch.elect_one():
@@ -79,29 +101,34 @@ class LoadRole:
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                             cute.arch.sync_warp()
                             with cute.arch.elect_one():
-                                self._put_dv_place(bars, item)
                                 cute.arch.mbarrier_arrive_and_expect_tx(bars.v_full, kv_bytes)
                             tile = sV[None, None, 0]
                             self._load_tile(atom_v, mV, tile, rows, item.kv_tile, item.kv_head, bars.v_full)
+                            self._store_dk(atom_dk, tma_dK, sdK, n_task, n_kv, bars)
+                            with cute.arch.elect_one():
+                                self._put_grads_place(bars, item)
                             n_kv += 1
-                        fresh = Int32(0)
+                            fresh = Int32(UNREAD)
                         n_task += 1
             n_item += 1
-            if fresh == 0:
+            if fresh == UNREAD:
+                self._release_dk(bars)
+            if fresh != 1:
                 # Only an item whose tickets are granted no longer depends on other blocks: see reduce.py, Claiming.
                 cute.arch.mbarrier_wait(bars.item_granted, (n_kv & 1) ^ 1)
             slot = reduce.claim_item(mPlan, mControl, bars, n_item, batches)
         cute.arch.mbarrier_wait(bars.v_empty, (n_kv & 1) ^ 1)
-        self._store_dv(atom_dv, tma_dV, sV, bars)
+        self._store(atom_dv, tma_dV, sV[None, None, 0], bars)
+        self._store_dk(atom_dk, tma_dK, sdK, n_task, n_kv, bars)
         cute.arch.cp_async_bulk_wait_group(0)
 
-    def dv_place(self, bars):
-        """Where the dV in V's buffer belongs: [there is one, kv tile, kv head, row, batch, shift] as `plan_view.tma_rows` defines them."""
-        return cute.make_tensor(bars.dv_place, cute.make_layout(DV_PLACE_WORDS))
+    def grads_place(self, bars):
+        """Where dK and dV that are to be stored belong: [there is one, kv tile, kv head, row, batch, shift] as `plan_view.tma_rows` defines them."""
+        return cute.make_tensor(bars.grads_place, cute.make_layout(GRADS_PLACE_WORDS))
 
-    def _put_dv_place(self, bars, item) -> None:
-        """Remember where dV of an item that gets its V now will belong; partial sums are stored elsewhere."""
-        place = self.dv_place(bars)
+    def _put_grads_place(self, bars, item) -> None:
+        """Remember where dK and dV of an item that gets its V now will belong; partial sums are stored elsewhere."""
+        place = self.grads_place(bars)
         words = (
             Int32(item.partial_slot < 0),
             item.kv_tile,
@@ -114,19 +141,32 @@ class LoadRole:
             place[i] = word
 
     @cute.jit
-    def _store_dv(self, atom, tensor, sV, bars):
-        """Begin to store the dV that the MMA warps have put into V's buffer, if there is one.
+    def _store_dk(self, atom, tensor, sdK, following: Int32, n_kv: Int32, bars):
+        """Begin to store dK of the item before, if there is one, from the buffer that task `following` will use."""
+        c = self.config
+        cute.arch.mbarrier_wait(bars.dk_full, (n_kv & 1) ^ 1)
+        self._store(atom, tensor, sdK[None, None, following % 2 * c.dk_stages], bars)
+
+    @cute.jit
+    def _release_dk(self, bars):
+        """Let the MMA warps have the buffer of the dK that was stored last."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(bars.dk_empty)
+
+    @cute.jit
+    def _store(self, atom, tensor, shared, bars):
+        """Begin to store dK or dV of the item before, which the MMA warps have put into shared memory, if there is one.
 
         One lane stores, and every lane waits for its own bulk groups before the buffer is used again.
         """
         cute.arch.sync_warp()
-        place = self.dv_place(bars)
+        place = self.grads_place(bars)
         if place[0] == 1:
-            shared, target = self._tiles(
-                atom, tensor, sV[None, None, 0], (place[3], place[4], place[5]), place[2]
-            )
+            source, target = self._tiles(atom, tensor, shared, (place[3], place[4], place[5]), place[2])
             with cute.arch.elect_one():  # the compiler elects for loads only (tests/cpu/test_kernels.py)
-                cute.copy(atom, shared, target[None, place[1]])
+                cute.copy(atom, source, target[None, place[1]])
             cute.arch.cp_async_bulk_commit_group()
 
     def _put_q_info(self, bars, stage, item, q_tile: Int32) -> None:

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from . import plan_view, ptx, reduce, registers
+from . import plan_view, ptx, reduce
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
 from .load import q_info
 
@@ -60,7 +60,7 @@ class MmaRole:
 
     @cute.jit
     def run(
-        self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, mdK, mdV, mParts, scale, bars
+        self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, sdK, mdK, mdV, mParts, scale, bars
     ):  # fmt: skip
         """MMA warpgroups: all five products of every task of an item, then dK and dV of the item."""
         c = self.config
@@ -78,7 +78,7 @@ class MmaRole:
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
         ).get_slice(tidx)
         t = SimpleNamespace(
-            sV=sV,
+            sV=sV, sdK=sdK,
             scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, scale_log2=scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
@@ -106,14 +106,14 @@ class MmaRole:
                 if const_expr(c.delayed_dq):
                     self.probabilities(t, 0, n_task % c.q_stages)
                 cute.arch.mbarrier_wait(bars.v_full, n_kv & 1)
+                cute.arch.mbarrier_wait(bars.dk_empty, n_kv & 1)
                 if const_expr(c.delayed_dq):
                     first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
                         self.wide_task(t, n_task, first, bars, False)
                         n_task += 1
                     self.wide_task(t, n_task, first, bars, True)
-                    self.put_dv(t, slot, bars)
-                    self.last_dq(t, n_task, bars)
+                    self.last_dq(t, n_task, slot, bars)
                 else:
                     for _ in cutlass.range(tasks - 1, unroll=1):
                         self.task(t, n_task, bars, slot, False)
@@ -121,13 +121,12 @@ class MmaRole:
                     self.task(t, n_task, bars, slot, True)
                 n_task += 1
                 n_kv += 1
-            item = plan_view.mailbox_item(slot)
-            if item.partial_slot >= 0:
-                self.store_partial_grads(t, mParts, item.partial_slot)
-            else:
-                self.store_grads(t.acc_dK, mdK, item, scale)
-                if tasks == 0:
-                    self.store_grads(t.acc_dV, mdV, item, None)
+                self.put_dk(t, n_task, slot, scale, bars)
+            if plan_view.mailbox_item(slot).partial_slot >= 0:
+                self.store_partial_grads(t, mParts, plan_view.mailbox_item(slot).partial_slot)
+            elif tasks == 0:
+                for target in (mdK, mdV):
+                    self.store_zeros(target, plan_view.mailbox_item(slot))
             reduce.release_item(bars, n_item)
             n_item += 1
             slot = reduce.wait_item(bars, n_item)
@@ -247,11 +246,12 @@ class MmaRole:
         self._arrive(t, bars.q_empty + q_stage)
 
     @cute.jit
-    def last_dq(self, t, last: Int32, bars):
-        """dQ of the last task of an item, when K is needed for the last time."""
+    def last_dq(self, t, last: Int32, slot, bars):
+        """dQ of the last task of an item, when K is needed for the last time; dV leaves beside it."""
         c = self.config
         cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
         acc_dQ = self.start_dq(t, last % c.ds_stages)
+        self.put_dv(t, slot, bars)
         cute.arch.mbarrier_wait(bars.dq_empty + last % c.dq_stages, ((last // c.dq_stages) & 1) ^ 1)
         warpgroup.wait_group(0)
         for barrier in (bars.ds_empty + last % c.ds_stages, bars.k_empty):
@@ -263,21 +263,37 @@ class MmaRole:
 
     @cute.jit
     def put_dv(self, t, slot, bars):
-        """V of an item is no longer needed: put the finished dV into its buffer, for the load warp to store, if the item owns its kv head."""
+        """V of an item is no longer needed: put the finished dV into its buffer, for the load warp to store, if the item owns its kv head.
+
+        A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so.
+        """
         if plan_view.mailbox_item(slot).partial_slot < 0:
-            self._put_dv(t)
+            cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
+            self._put(t, t.acc_dV, None, t.sV[None, None, 0])
         self._arrive(t, bars.v_empty)
 
     @cute.jit
-    def _put_dv(self, t):
-        """A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so."""
-        cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
-        converted = cute.make_rmem_tensor(t.acc_dV.layout, self.dtype)
-        converted.store(t.acc_dV.load().to(self.dtype))
+    def put_dk(self, t, following: Int32, slot, scale, bars):
+        """Put dK into the buffer that the task after this item will use, which is free, for the load warp to store."""
+        c = self.config
+        if plan_view.mailbox_item(slot).partial_slot < 0:
+            empty, stages = (bars.ds_empty, c.ds_stages) if c.delayed_dq else (bars.dq_empty, c.dq_stages)
+            cute.arch.mbarrier_wait(empty + following % stages, ((following // stages) & 1) ^ 1)
+            self._put(t, t.acc_dK, scale, t.sdK[None, None, following % stages * c.dk_stages])
+        self._arrive(t, bars.dk_full)
+
+    @cute.jit
+    def _put(self, t, acc, factor, shared):
+        """Put this thread's values of dK or dV, times the factor if there is one, converted, into shared memory."""
+        converted = cute.make_rmem_tensor(acc.layout, self.dtype)
+        values = acc.load()
+        if const_expr(factor is not None):
+            values = values * factor
+        converted.store(values.to(self.dtype))
         # Addresses are made of the thread index read here: the main loop has no registers for them.
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         store = cute.make_tiled_copy_C(matrices, t.grads).get_slice(self._mma_thread())
-        cute.copy(store, store.retile(converted), store.partition_D(t.sV)[None, None, None, 0])
+        cute.copy(store, store.retile(converted), store.partition_D(shared))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
 
@@ -372,19 +388,17 @@ class MmaRole:
                 acc[element] = cutlass.select_(hidden, Float32(value), acc[element])
 
     @cute.jit
-    def store_grads(self, acc, target, item, factor):
-        """Write this thread's rows of dK or dV, times the factor if there is one, converted; rows beyond the sequence are left alone."""
+    def store_zeros(self, target, item):
+        """dK or dV of an item without tasks."""
         c = self.config
-        pairs = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, c.head_dim // 8)))
-        for half in cutlass.range_constexpr(2):
-            values = cute.make_rmem_tensor((2, c.head_dim // 8), self.dtype)
-            row_values = pairs[None, half, None].load()
-            if const_expr(factor is not None):
-                row_values = row_values * factor
-            values.store(row_values.to(self.dtype))
-            row = item.kv_tile * c.tile_n + self._first_row() + 8 * half
-            line = target[item.batch, item.k_row_first + row, item.kv_head, None]
-            registers.store_rows(values, line, ptx.thread_index() % 32, row < item.seqlen_k)
+        threads, chunks = 128 * MMA_WARPGROUPS, c.head_dim // 8  # 16 bytes each
+        for n in cutlass.range(c.tile_n * chunks // threads, unroll=1):
+            index = n * threads + self._mma_thread()
+            row = item.kv_tile * c.tile_n + index // chunks
+            if row < item.seqlen_k:
+                line = target[item.batch, item.k_row_first + row, item.kv_head, None]
+                chunk = cute.local_tile(line, (8,), (index % chunks,))
+                chunk.store(cute.zeros_like(chunk))
 
     @cute.jit
     def store_partial_grads(self, t, mParts, slot: Int32):
