@@ -224,9 +224,9 @@ class MmaRole:
 
         # Before the first task there is no dQ: the product is computed from old values, put into the buffer that the first
         # task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas serialise the products.
-        last = n_task - 1
-        cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
-        acc_dQ = self.start_dq(t, last % c.ds_stages)
+        last, before = n_task - 1, n_task + c.ds_stages - 1  # the same stage, and `before` is not negative
+        cute.arch.mbarrier_wait(bars.ds_full + before % c.ds_stages, ((before // c.ds_stages) & 1) ^ 1)
+        acc_dQ = self.start_dq(t, before % c.ds_stages)
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
         warpgroup.wait_group(2)
         self._arrive(t, bars.do_empty + do_stage)
@@ -240,7 +240,7 @@ class MmaRole:
         cute.arch.sync_warp()
         self._arrive(t, bars.ds_full + ds_stage)
         if last >= first:
-            self._arrive(t, bars.ds_empty + last % c.ds_stages)
+            self._arrive(t, bars.ds_empty + before % c.ds_stages)
             self._arrive(t, bars.dq_full + last % c.dq_stages)
         warpgroup.wait_group(0)
         self._arrive(t, bars.q_empty + q_stage)
