@@ -23,6 +23,7 @@ from summary import first_ms
 
 from dash_attn.model.charts import PALETTE, lighter, new_figure, plotting, save_figure
 from dash_attn.model.roofline import measured_cycles, roofline
+from dash_attn.schedule import ByLength
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
@@ -89,6 +90,8 @@ def series_name(row: Row) -> str:
     if row["impl"] != "dash_attn":
         return f"{row['impl']} {'det' if row['deterministic'] else 'nondet'}"
     policy = str(row["policy"]).partition("(heads")[0]
+    if policy == str(ByLength()):
+        policy = "descending" if row["seqlen"] >= ByLength().long_from else "spt"
     return policy if row["deterministic"] else "unordered"
 
 

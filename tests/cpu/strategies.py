@@ -6,9 +6,28 @@ from hypothesis import strategies as st
 
 from dash_attn.errors import UnsupportedMaskError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import FA3, PLACEMENTS, SPT, Descending, Plan, Shift, SymmetricShift, build_plan
+from dash_attn.schedule import (
+    FA3,
+    PLACEMENTS,
+    SPT,
+    ByLength,
+    Descending,
+    Plan,
+    Shift,
+    SymmetricShift,
+    build_plan,
+)
 
-ALL_POLICIES = (FA3(), Descending(), SPT(), Shift(), Shift(ring=2), Shift(ring=3, stride=1), SymmetricShift())
+ALL_POLICIES = (
+    FA3(),
+    Descending(),
+    SPT(),
+    Shift(),
+    Shift(ring=2),
+    Shift(ring=3, stride=1),
+    SymmetricShift(),
+    ByLength(long_from=30),
+)
 
 sides = st.none() | st.integers(0, 60)
 masks = st.just(Mask.full()) | st.just(Mask.causal()) | st.builds(Mask.window, sides, sides)

@@ -116,11 +116,11 @@ def test_symmetric_shift_alone_on_half_the_workers(n: int) -> None:
     assert timeline.makespan == 3 * (n + 1 if n % 2 == 0 else n)
 
 
-@pytest.mark.parametrize("policy", ["fa3", "descending", "spt"])
+@pytest.mark.parametrize("policy", ["fa3", "descending", "spt", "by_length"])
 @pytest.mark.parametrize("mask", [Mask.full(), Mask.causal()], ids=lambda m: m.name)
 def test_other_policies_never_satisfy_it(policy: str, mask: Mask) -> None:
     assert satisfied_at(policy, mask, 2, SIZES) == []
 
 
 def test_every_policy_is_accounted_for() -> None:
-    assert set(POLICIES) == {"fa3", "descending", "shift", "symmetric_shift", "spt"}
+    assert set(POLICIES) == {"fa3", "descending", "shift", "symmetric_shift", "spt", "by_length"}

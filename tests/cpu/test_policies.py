@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from strategies import ALL_POLICIES, plans, problems
 
 from dash_attn.errors import UnsupportedMaskError
@@ -13,6 +14,7 @@ from dash_attn.problem import Mask, Problem, SequenceGrid
 from dash_attn.schedule import (
     FA3,
     SPT,
+    ByLength,
     Descending,
     Plan,
     Policy,
@@ -234,6 +236,36 @@ def test_auto_under_windows(mask: Mask, lengths: tuple[int, int]) -> None:
 def test_policy_parameters_are_integers(value: object) -> None:
     with pytest.raises(UnsupportedMaskError, match=f"shift: ring must be an integer, got {value!r}"):
         Shift(ring=value)  # type: ignore[arg-type]
+
+
+@given(problem=problems(), long_from=st.integers(0, 100))
+def test_by_length_decides_sequence_by_sequence(problem: Problem, long_from: int) -> None:
+    plan = build_plan(problem, ByLength(long_from=long_from))
+    for pair in problem.grids:
+        like = build_plan(problem, Descending() if pair[1] >= long_from else SPT())
+        assert np.array_equal(plan.patterns[pair].runs, like.patterns[pair].runs)
+    if problem.mask.name == "causal":
+        assert plan.min_workers <= 1
+
+
+def test_by_length_claims_long_sequences_first_and_there_the_longest_items() -> None:
+    lengths = ((256, 256), (512, 512), (128, 128))
+    plan = build_plan(Problem(lengths, 20, 20, head_dim=64, mask=Mask.causal()), ByLength(long_from=256))
+    heads = [(sequence, head) for sequence in (0, 1) for head in range(20)]
+    expected = []
+    for first in range(0, 40, 16):
+        section = [(s, h, kv) for s, h in heads[first : first + 16] for kv in range(2 + 2 * s)]
+        expected += sorted(section, key=lambda item: item[2] - 2 * item[0])
+    assert plan.items.tolist() == [list(item) for item in expected] + [[2, head, 0] for head in range(20)]
+
+
+def test_auto_is_by_length_at_head_dim_128_with_one_q_head_a_kv_head() -> None:
+    def auto(**kind: int) -> str:
+        return str(choose_policy(Problem.dense(seqlen=8192, mask=Mask.causal(), **kind))[0])
+
+    assert auto(head_dim=128) == "by_length(long_from=6144)"
+    assert auto(head_dim=64) == "spt"
+    assert auto(head_dim=128, heads=2, kv_heads=1) == "descending"
 
 
 @given(problems())

@@ -5,7 +5,17 @@ from __future__ import annotations
 from .build import PLACEMENTS, build_plan
 from .choose import choose_policy
 from .plan import HeadPattern, Plan, Run
-from .policies import FA3, POLICIES, SPT, Descending, Shift, SymmetricShift, lpt_placement, policy_by_name
+from .policies import (
+    FA3,
+    POLICIES,
+    SPT,
+    ByLength,
+    Descending,
+    Shift,
+    SymmetricShift,
+    lpt_placement,
+    policy_by_name,
+)
 from .policy import Policy
 from .table import from_table, to_table
 from .verify import Verdict, check_workers, verify
@@ -15,6 +25,7 @@ __all__ = [
     "PLACEMENTS",
     "POLICIES",
     "SPT",
+    "ByLength",
     "Descending",
     "HeadPattern",
     "Plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..policy import Policy
+from .by_length import ByLength
 from .descending import Descending
 from .fa3 import FA3
 from .lpt import lpt_placement
@@ -14,6 +15,7 @@ __all__ = [
     "FA3",
     "POLICIES",
     "SPT",
+    "ByLength",
     "Descending",
     "Shift",
     "SymmetricShift",
@@ -22,7 +24,7 @@ __all__ = [
 ]
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (FA3, Descending, Shift, SymmetricShift, SPT)
+    policy.name: policy for policy in (FA3, Descending, Shift, SymmetricShift, SPT, ByLength)
 }
 
 

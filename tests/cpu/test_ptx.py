@@ -1,0 +1,150 @@
+"""The compiled main kernel ends, and adds to dQ in the plan's order: its PTX, executed on the CPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from ptx_machine import DeadlockError, Machine, Program
+
+from dash_attn.kernels import compile
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import Plan, Shift, build_plan, choose_policy
+
+pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
+pytestmark = pytest.mark.filterwarnings("default")
+
+Q, FIRST_STORED = 0, 8  # descriptors in the order of the kernel's parameters
+
+
+@cache
+def program(variant: str) -> Program:
+    with TemporaryDirectory() as folder:
+        compile._compile(compile.variants()[variant], f"--keep-ptx --dump-dir={folder}")
+        (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
+    return Program(ptx)
+
+
+def tasks(plan: Plan, item: int) -> list[tuple[int, int, tuple[int, int, int]]]:
+    """(dQ tile, kv tile, (first query row, q head, sequence)) of an item's tasks, in the kernel's order."""
+    sequence, group, kv_tile = plan.items[item].tolist()
+    pattern = plan.pattern(sequence)
+    return [
+        (first_tile(plan, sequence, head) + q, kv_tile, (q * plan.problem.tile_m, head, sequence))
+        for q in pattern.tasks_of(kv_tile)[0].tolist()
+        for head in plan.q_heads(sequence, group)
+    ]
+
+
+def first_tile(plan: Plan, sequence: int, head: int) -> int:
+    """The first dQ tile of a q head."""
+    before = sum(plan.pattern(i).grid.q_tiles for i in range(sequence)) * plan.problem.heads
+    return before + head * plan.pattern(sequence).grid.q_tiles
+
+
+def orders(machine: Machine) -> dict[int, list[int]]:
+    """The kv tiles of each dQ tile in the order in which they were added."""
+    left = [iter([t for item in block.items for t in tasks(machine.plan, item)]) for block in machine.blocks]
+    found = defaultdict(list)
+    for block, tile, _ in machine.contributions:
+        expected, kv_tile, _ = next(left[block])
+        assert tile == expected
+        found[tile].append(kv_tile)
+    assert all(next(rest, None) is None for rest in left)
+    return found
+
+
+def promised(plan: Plan) -> dict[int, list[int]]:
+    """The same of the plan."""
+    problem = plan.problem
+    found = {}
+    for sequence in range(len(problem.sequences)):
+        for head in range(problem.heads):
+            for q, order in enumerate(plan.pattern(sequence).summation_orders()):
+                found[first_tile(plan, sequence, head) + q] = order
+    return {tile: order for tile, order in found.items() if order}
+
+
+CASES = {
+    "causal": (Problem.dense(batch=2, seqlen=400, head_dim=64, mask=Mask.causal()), None),
+    "full": (Problem.dense(batch=2, seqlen=300, head_dim=64), None),
+    "packed, some empty": (
+        Problem(((130, 260), (0, 100), (100, 0), (0, 0), (1, 300)), 1, 1, head_dim=64, mask=Mask.causal()),
+        None,
+    ),
+    "keys beyond the queries": (
+        Problem.dense(seqlen_q=130, seqlen_k=500, head_dim=64, mask=Mask.window(60, 0)),
+        None,
+    ),
+    "head groups": (Problem.dense(heads=4, kv_heads=1, seqlen=256, head_dim=64, mask=Mask.causal()), 2),
+}
+
+
+def case(name: str, head_dim: int) -> Plan:
+    problem, groups = CASES[name]
+    like = Problem(problem.sequences, problem.heads, problem.kv_heads, head_dim=head_dim, mask=problem.mask)
+    return build_plan(like, *choose_policy(like), head_groups=groups)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
+    plan = case(name, head_dim)
+    for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):
+        machine = Machine(program(f"backward-d{head_dim}-bf16"), plan, blocks, seed)
+        machine.run()
+        assert sorted(item for block in machine.blocks for item in block.items) == list(
+            range(len(plan.items))
+        )
+        assert orders(machine) == promised(plan)
+        first: set[int] = set()
+        for _, tile, added in machine.contributions:
+            assert added == (tile in first)
+            first.add(tile)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "full"])
+def test_it_loads_the_tiles_of_its_tasks_and_stores_every_tile_once(name: str, head_dim: int) -> None:
+    plan = case(name, head_dim)
+    machine = Machine(program(f"backward-d{head_dim}-bf16"), plan, 3, 0)
+    machine.run()
+    parts = head_dim // 64
+    for block in machine.blocks:
+        loaded = [where[1:4] for which, where in block.loads if which == Q][::parts]
+        assert loaded == [rows for item in block.items for _, _, rows in tasks(plan, item)]
+    stores = [store for block in machine.blocks for store in block.stores]
+    assert len(set(stores)) == len(stores)
+    assert len([which for which, _ in stores if which == FIRST_STORED]) == parts * len(plan.items)
+
+
+def test_too_few_blocks_deadlock() -> None:
+    plan = build_plan(Problem.dense(seqlen=256, head_dim=64), Shift(ring=2))
+    assert plan.min_workers == 2
+    with pytest.raises(DeadlockError, match="block 0 warp 3"):
+        Machine(program("backward-d64-bf16"), plan, 1, 0).run()
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_without_one_of_the_arrivals_it_does_not_end(number: int) -> None:
+    whole = program("backward-d64-bf16")
+    arrivals = [
+        i for i, code in enumerate(whole.instructions) if code[2].startswith("mbarrier.arrive.shared")
+    ]
+    broken = Program.__new__(Program)
+    broken.parameters, broken.labels = whole.parameters, whole.labels
+    broken.instructions = list(whole.instructions)
+    broken.instructions[arrivals[3 + 5 * number]] = ("", True, "mov.b32", ["%none", "0"])
+    with pytest.raises(DeadlockError):
+        Machine(broken, case("causal", 64), 2, 0).run()
+
+
+def test_without_order_the_order_is_another() -> None:
+    plan = case("causal", 64)
+    machines = [Machine(program("backward-d64-bf16-unordered"), plan, 4, seed) for seed in range(4)]
+    for machine in machines:
+        machine.run()
+    assert any(orders(machine) != promised(plan) for machine in machines)
