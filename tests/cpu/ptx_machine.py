@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from dash_attn.kernels.sm90.config import CLAIMED, CONTROL_WORDS, THREADS
 from dash_attn.schedule import Plan, to_table
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b16": 16, "u16": 16, "s16": 16, "s8": 8, "u8": 8}
 PLAN, CONTROL, TENSORS, DESCRIPTORS = 1 << 20, 1 << 28, 1 << 44, 1 << 60  # where these are in memory
-CLAIMED, ARRIVED, CONTROL_WORDS = 0, 32, 128  # kernels/sm90/config.py
-LOAD_WARP, WARPS = 0, 12
-PATIENCE = 600  # rounds a block without anything that others could notice
+LOAD_WARP, WARPS = 0, THREADS // 32
+PATIENCE = 300  # rounds a block without anything that others could notice
 _LEFT_OUT = re.compile(
     r"(?:@!?%p\d+\s+)?(?:[a-z0-9.]*f(?:32|16)\b|[a-z0-9.]*bf16x?2?\b|ex2|fma|wgmma|stmatrix|fence|prefetch|griddepcontrol"
     r"|setmaxnreg|nanosleep|shfl\.sync\.bfly|cp\.async\.bulk\.(?:wait|commit|prefetch)|st\.global\.v"
@@ -149,7 +149,7 @@ class Machine:
                 barrier, size = block.copies.pop(self.random.randrange(len(block.copies)))
                 self._notice()
                 block.barriers[barrier].change(expected=-size)
-            warp = self.random.choice([t for t in block.threads if not t.done]).warp
+            warp = self.random.choice(sorted({t.warp for t in block.threads if not t.done}))
             for thread in [t for t in block.threads if t.warp == warp and not t.done]:
                 self._advance(thread, self.random.randint(20, 1000))
             idle = 0 if self.noticed > before else idle + 1
@@ -272,11 +272,9 @@ class Machine:
         return True
 
     def _atom(self, thread: Thread, operation: str, operands: list[str]) -> bool:
-        address, seen = (
-            self._address(thread, operands[1]),
-            self.memory.get(self._address(thread, operands[1]), 0),
-        )
         assert ".add" in operation
+        address = self._address(thread, operands[1])
+        seen = self.memory.get(address, 0)
         self._notice()
         self.memory[address] = seen + self._value(thread, operands[2]) & 0xFFFFFFFF
         thread.registers[operands[0]] = seen
