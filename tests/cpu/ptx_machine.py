@@ -3,8 +3,9 @@
 Everything that decides whether the kernel ends, and in which order it does what, is integers: this machine
 executes them, instruction by instruction, with warps interleaved at random. Floating point, wgmma and the
 contents of tiles are left out; a copy completes some time after it was started. Of most warps only lane 0
-runs, and stands for all 32 where threads are counted; of the load warp, whose lanes work together, all do.
-Every access to memory is seen by everybody at once: what fences and proxies are for is not tested here.
+runs, and stands for all 32 where threads are counted. Of the load warp, whose lanes work together, all do,
+and wait for a barrier as one, for the branches of that loop are uniform (bra.uni). Every access to memory is
+seen by everybody at once: what fences and proxies are for is not tested here.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ class Block:
     threads: list[Thread] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # under way: (barrier, bytes)
     meetings: dict[tuple[int, int, int], dict[Thread, int]] = field(default_factory=lambda: defaultdict(dict))
+    opened: set[tuple[int, int]] = field(default_factory=set)
     items: list[int] = field(default_factory=list)
     loads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (descriptor, coordinates)
     stores: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -298,6 +300,17 @@ class Machine:
         thread.meetings[thread.pc] += 1
         return meeting
 
+    def _together(self, thread: Thread, over: bool) -> bool:
+        """Whether this thread may pass a wait that is over, or was for another lane; all must have come."""
+        opened = (thread.pc, thread.meetings[thread.pc])
+        meeting = thread.block.meetings[thread.pc, 0, thread.meetings[thread.pc]]
+        meeting[thread] = 0
+        if len(meeting) < 32 or not (over or opened in thread.block.opened):
+            return False
+        thread.block.opened.add(opened)
+        thread.meetings[thread.pc] += 1
+        return True
+
     def _shfl(self, thread: Thread, operation: str, operands: list[str]) -> bool:
         value, source = self._value(thread, operands[1]), self._value(thread, operands[2])
         if thread.warp == LOAD_WARP:
@@ -323,7 +336,8 @@ class Machine:
         if ".init" in operation:
             barriers[address] = Barrier(value, value)
         elif "try_wait" in operation:
-            return barriers[address].phase % 2 != self._value(thread, operands[2]) % 2
+            over = barriers[address].phase % 2 != self._value(thread, operands[2]) % 2
+            return self._together(thread, over) if thread.warp == LOAD_WARP else over
         else:
             self._notice()
             bytes_too = "expect_tx" in operation
