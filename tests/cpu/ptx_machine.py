@@ -3,8 +3,9 @@
 Everything that decides whether the kernel ends, and in which order it does what, is integers: this machine
 executes them, instruction by instruction, with warps interleaved at random. Floating point, wgmma and the
 contents of tiles are left out; a copy completes some time after it was started. Of most warps only lane 0
-runs, and stands for all 32 where threads are counted; of the load warp, whose lanes work together, all do.
-Every access to memory is seen by everybody at once: what fences and proxies are for is not tested here.
+runs, and stands for all 32 where threads are counted. Of the load warp, whose lanes work together, all do,
+and wait for a barrier as one, for the branches of that loop are uniform (bra.uni). Every access to memory is
+seen by everybody at once: what fences and proxies are for is not tested here.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from dash_attn.kernels.sm90.config import CLAIMED, CONTROL_WORDS, THREADS
 from dash_attn.schedule import Plan, to_table
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b16": 16, "u16": 16, "s16": 16, "s8": 8, "u8": 8}
 PLAN, CONTROL, TENSORS, DESCRIPTORS = 1 << 20, 1 << 28, 1 << 44, 1 << 60  # where these are in memory
-CLAIMED, ARRIVED, CONTROL_WORDS = 0, 32, 128  # kernels/sm90/config.py
-LOAD_WARP, WARPS = 0, 12
-PATIENCE = 600  # rounds a block without anything that others could notice
+LOAD_WARP, WARPS = 0, THREADS // 32
+PATIENCE = 300  # rounds a block without anything that others could notice
 _LEFT_OUT = re.compile(
     r"(?:@!?%p\d+\s+)?(?:[a-z0-9.]*f(?:32|16)\b|[a-z0-9.]*bf16x?2?\b|ex2|fma|wgmma|stmatrix|fence|prefetch|griddepcontrol"
     r"|setmaxnreg|nanosleep|shfl\.sync\.bfly|cp\.async\.bulk\.(?:wait|commit|prefetch)|st\.global\.v"
@@ -107,6 +108,7 @@ class Block:
     threads: list[Thread] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # under way: (barrier, bytes)
     meetings: dict[tuple[int, int, int], dict[Thread, int]] = field(default_factory=lambda: defaultdict(dict))
+    opened: set[tuple[int, int]] = field(default_factory=set)
     items: list[int] = field(default_factory=list)
     loads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (descriptor, coordinates)
     stores: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -149,7 +151,7 @@ class Machine:
                 barrier, size = block.copies.pop(self.random.randrange(len(block.copies)))
                 self._notice()
                 block.barriers[barrier].change(expected=-size)
-            warp = self.random.choice([t for t in block.threads if not t.done]).warp
+            warp = self.random.choice(sorted({t.warp for t in block.threads if not t.done}))
             for thread in [t for t in block.threads if t.warp == warp and not t.done]:
                 self._advance(thread, self.random.randint(20, 1000))
             idle = 0 if self.noticed > before else idle + 1
@@ -272,11 +274,9 @@ class Machine:
         return True
 
     def _atom(self, thread: Thread, operation: str, operands: list[str]) -> bool:
-        address, seen = (
-            self._address(thread, operands[1]),
-            self.memory.get(self._address(thread, operands[1]), 0),
-        )
         assert ".add" in operation
+        address = self._address(thread, operands[1])
+        seen = self.memory.get(address, 0)
         self._notice()
         self.memory[address] = seen + self._value(thread, operands[2]) & 0xFFFFFFFF
         thread.registers[operands[0]] = seen
@@ -299,6 +299,17 @@ class Machine:
             return None
         thread.meetings[thread.pc] += 1
         return meeting
+
+    def _together(self, thread: Thread, over: bool) -> bool:
+        """Whether this thread may pass a wait that is over, or was for another lane; all must have come."""
+        opened = (thread.pc, thread.meetings[thread.pc])
+        meeting = thread.block.meetings[thread.pc, 0, thread.meetings[thread.pc]]
+        meeting[thread] = 0
+        if len(meeting) < 32 or not (over or opened in thread.block.opened):
+            return False
+        thread.block.opened.add(opened)
+        thread.meetings[thread.pc] += 1
+        return True
 
     def _shfl(self, thread: Thread, operation: str, operands: list[str]) -> bool:
         value, source = self._value(thread, operands[1]), self._value(thread, operands[2])
@@ -325,7 +336,8 @@ class Machine:
         if ".init" in operation:
             barriers[address] = Barrier(value, value)
         elif "try_wait" in operation:
-            return barriers[address].phase % 2 != self._value(thread, operands[2]) % 2
+            over = barriers[address].phase % 2 != self._value(thread, operands[2]) % 2
+            return self._together(thread, over) if thread.warp == LOAD_WARP else over
         else:
             self._notice()
             bytes_too = "expect_tx" in operation
