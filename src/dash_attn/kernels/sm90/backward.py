@@ -18,7 +18,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from . import finish, load, mma, plan_view, reduce
-from .config import MMA_WARPGROUPS, SLOTS, THREADS, BackwardConfig
+from .config import FINISH_STAGES, MMA_WARPGROUPS, SLOTS, THREADS, BackwardConfig
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
 MMA_WARPS = 4 * MMA_WARPGROUPS
@@ -96,10 +96,13 @@ class Backward:
             granted: cute.struct.MemRange[Int64, SLOTS]
             performed: cute.struct.MemRange[Int64, SLOTS]
             slot_empty: cute.struct.MemRange[Int64, SLOTS]
+            tile_full: cute.struct.MemRange[Int64, FINISH_STAGES]
+            tile_empty: cute.struct.MemRange[Int64, FINISH_STAGES]
             slots: cute.struct.Align[cute.struct.MemRange[Int32, reduce.SLOT_WORDS * SLOTS], 16]
             item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
             grads_place: cute.struct.Align[cute.struct.MemRange[Int32, load.GRADS_PLACE_WORDS], 16]
+            tile_place: cute.struct.Align[cute.struct.MemRange[Int32, 8 * FINISH_STAGES], 16]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
             q: tile(c.tile_m, c.head_dim, c.q_stages)
@@ -196,6 +199,7 @@ class Backward:
             q_info=storage.q_info.data_ptr(),
             slots=storage.slots.data_ptr(),
             grads_place=storage.grads_place.data_ptr(),
+            tile_place=storage.tile_place.data_ptr(),
         )
         grads_place = self.load_role.grads_place(bars)
         if warp_idx == LOAD_WARP:
@@ -215,6 +219,10 @@ class Backward:
         sdQ = storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages)))
         leaving = storage.ds if const_expr(c.delayed_dq) else storage.dq
         sdK = leaving.get_tensor(dk_layout.outer, swizzle=dk_layout.inner, dtype=self.dtype)
+        # Complete dQ tiles take the place of what items need, from Q on, one after the other.
+        sTiles = cute.make_tensor(
+            cute.recast_ptr(storage.q.data_ptr(), dtype=Float32), cute.make_layout((c.dq_elements, FINISH_STAGES))
+        )
         cute.arch.sync_threads()
         # Tickets, claim counter, LSE and delta come from the preprocessing kernel.
         cute.arch.griddepcontrol_wait()
@@ -225,7 +233,8 @@ class Backward:
                 tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
                 tma += (atom_dk, tma_dK, sdK, atom_dv, tma_dV)
                 self.load_role.run(
-                    tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, mdK.shape[0], workers
+                    tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, workers,
+                    complete,
                 )
             if warp_idx == REDUCE_WARP:
                 reduce.reduce_role(c, mdQacc, mPartials, mTrace, sdQ, bars)
@@ -236,7 +245,7 @@ class Backward:
                 reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
         else:
             cute.arch.setmaxregister_increase(self.registers[0])
-            self.mma_role.run(
+            n_item = self.mma_role.run(
                 mma_scores,
                 mma_grads,
                 mma_dq,
@@ -256,7 +265,7 @@ class Backward:
                 bars,
             )
             if const_expr(c.ordered):
-                finish.finish_role(c, mPlan, mControl, mErrors, mdQacc, mdQ, scale, complete)
+                finish.convert_role(c, mdQ, sTiles, bars, n_item, scale)
 
     def _barrier_counts(self):
         """Barrier name -> (stages, arrivals a phase)."""
@@ -269,5 +278,6 @@ class Backward:
             "ds_full": (c.ds_stages, MMA_WARPS), "ds_empty": (c.ds_stages, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 32), "item_empty": (2, 1 + MMA_WARPS),
-            "item_granted": (1, 1), "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
+            "item_granted": (1, 1), "tile_full": (FINISH_STAGES, 1), "tile_empty": (FINISH_STAGES, MMA_WARPS),
+            "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
         }  # fmt: skip

@@ -8,11 +8,12 @@ SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
 THREADS = 128 * (1 + MMA_WARPGROUPS)
 SLOTS = 8  # contributions that the warps around the reduction may be apart
-# The control buffer, int32: counters of items claimed, blocks arrived, dQ tiles queued and parts of them taken, each on a
+# The control buffer, int32: counters of items claimed, blocks arrived, dQ tiles queued and taken, each on a
 # line of 128 bytes; then a ticket counter a dQ tile, and a queue entry a dQ tile.
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
-PARTS = 2  # of a dQ tile, converted by a warp each
+FINISH_STAGES = 6  # complete dQ tiles in shared memory: in a block that got no items
+FINISH_STAGES_BEHIND_ITEMS = 3  # in one that had some: where Q, dO and K were
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 

@@ -1,9 +1,11 @@
 """Finishing: fp32 dQ tiles, scaled and converted to the output dtype as soon as they are complete.
 
-Whoever performs the last contribution to a tile puts the tile into a queue. The MMA warps of blocks without items take
-parts of tiles from it, in the order in which tiles were completed: of a few blocks all the time, while what they read is
-still in L2, and of every block at the end. Nobody waits for them, so they do not enter the liveness argument of the plan.
-Each element is converted once and alone: who does it decides no bit.
+Whoever performs the last contribution to a tile puts the tile into a queue. Blocks without items take tiles from it, in the order
+in which they were completed: a few blocks all the time, while what they read is still in L2, and every block at the end. Their
+load warp lets the copy engine bring the tiles into the shared memory that items no longer need, their MMA warps convert them.
+(Loads into registers were three times slower: an SM does not wait for that many at a time.) Nobody waits for finishing
+blocks, so they do not enter the liveness argument of the plan. Each element is converted once and alone: who does it decides
+no bit.
 """
 
 import cutlass
@@ -11,9 +13,18 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from . import plan_view, ptx, registers
-from .config import CONTROL_WORDS, FINISHED, MMA_WARPGROUPS, PARTS, TAKEN
+from .config import (
+    CONTROL_WORDS,
+    FINISH_STAGES,
+    FINISH_STAGES_BEHIND_ITEMS,
+    FINISHED,
+    MMA_WARPGROUPS,
+    TAKEN,
+    THREADS,
+)
 
 MMA_WARPS = 4 * MMA_WARPGROUPS
+AHEAD = 4  # tiles that a load warp takes at a time
 
 
 def queue(mControl, mPlan):
@@ -36,40 +47,116 @@ def put(mControl, mPlan, key: Int32) -> None:
     ptx.store_release(queue(mControl, mPlan) + position, key)
 
 
+def stages_of(n_item: Int32) -> Int32:
+    """Tiles that fit shared memory: less in a block that had items, whose last dK, dV and dQ may still be leaving theirs."""
+    return cutlass.select_(n_item == 0, Int32(FINISH_STAGES), Int32(FINISH_STAGES_BEHIND_ITEMS))
+
+
+def tile_place(bars):
+    """Where the tiles in shared memory belong, (5, stage), see `store_piece`; batch -1: there are no more."""
+    return cute.make_tensor(bars.tile_place, cute.make_layout((5, FINISH_STAGES), stride=(1, 8)))
+
+
 @cute.jit
-def take(mControl) -> Int32:
-    """The next part of the queue, for a warp; in lane 0, so that nobody waits for it yet."""
-    part = Int32(0)
+def load_role(
+    config: cutlass.Constexpr, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item: Int32, complete: Int32
+):  # fmt: skip
+    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, a lane one of AHEAD at a time."""
+    entries, places = queue(mControl, mPlan), tile_place(bars)
+    lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
+    cute.arch.mbarrier_wait(bars.tile_empty, 0)  # nothing is taken while the last item still needs its time
+    first = _take(mControl)
+    while first < end:
+        key = _look(entries, first, end, Int32(-1))
+        for i in cutlass.range_constexpr(AHEAD):
+            if first + i < end:
+                key = _wait(config, mControl, entries, mErrors, first, i, end, key)
+                if cute.arch.shuffle_sync(key, i) < 0:
+                    end = Int32(-1)
+                else:
+                    stage = n % stages
+                    cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+                    if lane == i:
+                        tile, where = locate(config, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mdQ)
+                        for word, value in enumerate(where):
+                            places[word, stage] = value
+                        size = 4 * config.dq_elements
+                        cute.arch.mbarrier_arrive_and_expect_tx(bars.tile_full + stage, size)
+                        # The entry was read through the generic proxy, the copy engine reads through the async one.
+                        ptx.fence_proxy_async()
+                        source = mdQacc.iterator + Int64(tile) * config.dq_elements
+                        ptx.bulk_load(sTiles[None, stage].iterator, source, size, bars.tile_full + stage)
+                    n += 1
+        if end >= 0:
+            first = _take(mControl)
+    stage = n % stages
+    cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+    with cute.arch.elect_one():
+        places[0, stage] = Int32(-1)
+        cute.arch.mbarrier_arrive(bars.tile_full + stage)
+
+
+@cute.jit
+def _take(mControl) -> Int32:
+    """The first of the next AHEAD places of the queue, for a warp."""
+    first = Int32(0)
     if cute.arch.lane_idx() == 0:
-        part = ptx.add(mControl.iterator + TAKEN)
-    return part
+        first = ptx.add(mControl.iterator + TAKEN, AHEAD)
+    return cute.arch.shuffle_sync(first, 0)
 
 
 @cute.jit
-def look(entries, part: Int32, parts: Int32) -> Int32:
-    """The key of the tile that a part belongs to, or -1 if the tile is not complete or there is none."""
-    key = Int32(-1)
-    if (part < parts) & (cute.arch.lane_idx() == 0):
-        key = ptx.load_acquire(entries + part // PARTS)
-    cute.arch.sync_warp()  # what lane 0 has acquired, the other lanes may read
-    return cute.arch.shuffle_sync(key, 0)
+def _look(entries, first: Int32, end: Int32, key: Int32) -> Int32:
+    """The key at a lane's place, or -1 if its tile is not complete or there is none."""
+    lane = cute.arch.lane_idx()
+    if (lane < AHEAD) & (first + lane < end) & (key < 0):
+        key = ptx.load_acquire(entries + first + lane)
+    cute.arch.sync_warp()
+    return key
 
 
 @cute.jit
-def wait(config: cutlass.Constexpr, mControl, entries, mErrors, part: Int32, parts: Int32) -> Int32:
-    """`look` until there is a key; -1 where a bounded wait gave up, since for so long no tile at all was completed."""
-    key, spins, finished = look(entries, part, parts), Int32(0), Int32(0)
-    while (key < 0) & (spins <= config.spin_limit):
+def _wait(
+    config: cutlass.Constexpr, mControl, entries, mErrors, first: Int32, i: cutlass.Constexpr[int], end: Int32, key: Int32
+) -> Int32:  # fmt: skip
+    """`_look` until lane i has a key; -1 where a bounded wait gave up, since for so long no tile at all was completed."""
+    spins, finished = Int32(0), Int32(0)
+    while (cute.arch.shuffle_sync(key, i) < 0) & (spins <= config.spin_limit):
         ptx.sleep()
-        key = look(entries, part, parts)
+        key = _look(entries, first, end, key)
         if const_expr(config.spin_limit > 0):
-            now = ptx.load_acquire(mControl.iterator + FINISHED)
+            now = cute.arch.shuffle_sync(ptx.load_acquire(mControl.iterator + FINISHED), 0)
             spins = spins + 1 if now == finished else Int32(0)
             finished = now
     if const_expr(config.spin_limit > 0):
-        if (key < 0) & (cute.arch.lane_idx() == 0):
-            report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), parts // PARTS, finished))
+        if (key < 0) & (cute.arch.lane_idx() == i):
+            report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), end, finished))
     return key
+
+
+@cute.jit
+def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, scale: Float32) -> None:
+    """MMA warp: convert its piece of every tile that its load warp brings."""
+    places, stages, n = tile_place(bars), stages_of(n_item), Int32(0)
+    piece = ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS)
+    for stage in cutlass.range_constexpr(FINISH_STAGES):
+        _arrive(bars.tile_empty + stage)  # the items need it no more
+    cute.arch.mbarrier_wait(bars.tile_full, 0)
+    while places[0, n % stages] >= 0:
+        stage = n % stages
+        where = tuple(places[word, stage] for word in range(5))
+        values = load_piece(config, sTiles[None, stage].iterator, piece)
+        _arrive(bars.tile_empty + stage)
+        store_piece(config, values, mdQ, where, piece, scale)
+        n += 1
+        cute.arch.mbarrier_wait(bars.tile_full + n % stages, (n // stages) & 1)
+
+
+@cute.jit
+def _arrive(barrier) -> None:
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
 
 
 @cute.jit
@@ -78,38 +165,6 @@ def report(mErrors: cute.Tensor, values) -> None:
     if ptx.compare_and_swap(mErrors.iterator, Int32(0), Int32(1)) == 0:
         for i, value in enumerate(values):
             mErrors[1 + i] = value
-
-
-@cute.jit
-def finish_role(
-    config: cutlass.Constexpr, mPlan, mControl, mErrors, mdQacc, mdQ, scale: Float32, complete: Int32
-):
-    """A warp: convert parts of tiles until all `complete` tiles (those with contributions) are taken.
-
-    A part is 16 KB that a warp asks for at once. The way to the next one, four dependent reads, is gone while they arrive.
-    """
-    pieces, parts = MMA_WARPS // PARTS, complete * PARTS
-    entries, q_map = queue(mControl, mPlan), mPlan[plan_view.Q_MAP_OFFSET]
-    part = cute.arch.shuffle_sync(take(mControl), 0)
-    following = take(mControl)
-    key = look(entries, part, parts)
-    tile, where = locate(config, mPlan, q_map, key, mdQ)
-    while part < parts:
-        if key < 0:
-            key = wait(config, mControl, entries, mErrors, part, parts)
-            tile, where = locate(config, mPlan, q_map, key, mdQ)
-        if key < 0:
-            part = parts
-        else:
-            first = part % PARTS * pieces
-            values = [load_piece(config, mdQacc, tile, first + n) for n in range(pieces)]
-            here = where
-            part = cute.arch.shuffle_sync(following, 0)
-            following = take(mControl)
-            key = look(entries, part, parts)
-            tile, where = locate(config, mPlan, q_map, key, mdQ)
-            for n in cutlass.range_constexpr(pieces):
-                store_piece(config, values[n], mdQ, here, first + n, scale)
 
 
 @cute.jit
@@ -146,12 +201,11 @@ def locate(config: cutlass.Constexpr, mPlan, q_map: Int32, key: Int32, tensor):
 
 
 @cute.jit
-def load_piece(config: cutlass.Constexpr, mdQacc, tile: Int32, piece: Int32):
-    """What one of the eight MMA warps held of a dQ tile, in the same lanes: (2 columns, 2 rows, 8-column steps)."""
+def load_piece(config: cutlass.Constexpr, tile, piece: Int32):
+    """What one of the eight MMA warps held of the dQ tile at a pointer, in the same lanes: (2 columns, 2 rows, 8-column steps)."""
     vectors = config.dq_elements // 1024
     layout = cute.make_layout((4, 128, vectors, 2), stride=(1, 4, 512, 512 * vectors))
-    start = cute.assume(Int64(tile) * config.dq_elements, divby=4)  # 16-byte loads
-    acc = cute.make_tensor(mdQacc.iterator + start, layout)
+    acc = cute.make_tensor(tile, layout)
     values = cute.make_rmem_tensor((2, 2, vectors), Float32)
     for v in cutlass.range_constexpr(vectors):
         source = acc[None, piece % 4 * 32 + cute.arch.lane_idx(), v, piece // 4]

@@ -2,10 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from . import plan_view, ptx, reduce
+from . import finish, plan_view, ptx, reduce
 from .config import BackwardConfig
 
 GRADS_PLACE_WORDS = 8
@@ -24,9 +24,11 @@ class LoadRole:
         self.config = config
 
     @cute.jit
-    def run(self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, bars, batches, workers):
+    def run(
+        self, tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, workers, complete
+    ):  # fmt: skip
         """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
-        c = self.config
+        c, batches = self.config, mdQ.shape[0]
         (
             atom_q,
             mQ,
@@ -120,6 +122,8 @@ class LoadRole:
         cute.arch.mbarrier_wait(bars.v_empty, (n_kv & 1) ^ 1)
         self._store(atom_dv, tma_dV, sV[None, None, 0], bars)
         self._store_dk(atom_dk, tma_dK, sdK, n_task, n_kv, bars)
+        if const_expr(c.ordered):
+            finish.load_role(c, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item, complete)
         cute.arch.cp_async_bulk_wait_group(0)
 
     def grads_place(self, bars):

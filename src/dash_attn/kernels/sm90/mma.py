@@ -62,7 +62,7 @@ class MmaRole:
     def run(
         self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, sdK, mdK, mdV, mParts, scale, bars
     ):  # fmt: skip
-        """MMA warpgroups: all five products of every task of an item, then dK and dV of the item."""
+        """MMA warpgroups: all five products of every task of an item, then dK and dV of the item; returns how many items there were."""
         c = self.config
         tidx = cute.arch.thread_idx()[0] - 128 * (THREADS // 128 - MMA_WARPGROUPS)
         group = cute.arch.make_warp_uniform(tidx // 128)
@@ -130,6 +130,7 @@ class MmaRole:
             reduce.release_item(bars, n_item)
             n_item += 1
             slot = reduce.wait_item(bars, n_item)
+        return n_item
 
     def _dq_view(self, sdQ, tidx):
         """This thread's values of the dQ buffers, (4, vectors, stage): four consecutive floats, then a vector a 2 KB step."""

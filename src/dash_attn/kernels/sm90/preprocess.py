@@ -123,7 +123,8 @@ class Convert:
             key = index * mdQ.shape[2] + y
             tile, where = finish.locate(self.config, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mdQ)
             piece = cute.arch.warp_idx()
-            values = finish.load_piece(self.config, mdQacc, tile, piece)
+            start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
+            values = finish.load_piece(self.config, mdQacc.iterator + start, piece)
             finish.store_piece(self.config, values, mdQ, where, piece, scale)
         elif y // 2 < mdK.shape[2]:  # a kv head of two head groups has two q heads at least
             if y % 2 == 0:

@@ -52,9 +52,9 @@ def sleep(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def add(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
-    """atom.relaxed.gpu: add 1, return the old value."""
-    text = "atom.relaxed.gpu.global.add.s32 $0, [$1], 1;"
+def add(pointer: cute.Pointer, amount: int = 1, *, loc=None, ip=None) -> Int32:
+    """atom.relaxed.gpu: add, return the old value."""
+    text = f"atom.relaxed.gpu.global.add.s32 $0, [$1], {amount};"
     return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
 
 
