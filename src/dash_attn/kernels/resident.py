@@ -51,13 +51,11 @@ class OnDevice:
         if self.items <= available:
             few = min(available, self.items + -(-self.items // 8))
             return few, few
-        rounds = -(-self.items // available)
         spare = min(int(available * self.converting), available - self.min_workers)
-        spare = min(spare, available - -(-self.items // rounds))  # items of one length take no more rounds
         return available, available - spare
 
 
-TASK, ITEM, CONVERSION = 3400, 6000, 500
+TASK, ITEM, CONVERSION = 3400, 6000, 700
 """Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile, on an H200. The last
 is an estimate: 0 to 14 blocks that only convert made no difference (docs/perf-log.md, sixth round)."""
 

@@ -278,6 +278,6 @@ class Backward:
             "ds_full": (c.ds_stages, MMA_WARPS), "ds_empty": (c.ds_stages, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 32), "item_empty": (2, 1 + MMA_WARPS),
-            "item_granted": (1, 1), "tile_full": (FINISH_STAGES, 1), "tile_empty": (FINISH_STAGES, MMA_WARPS),
+            "item_granted": (1, 1), "tile_full": (FINISH_STAGES, 1), "tile_empty": (FINISH_STAGES, MMA_WARPS // 2),
             "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
         }  # fmt: skip

@@ -12,8 +12,8 @@ SLOTS = 8  # contributions that the warps around the reduction may be apart
 # line of 128 bytes; then a ticket counter a dQ tile, and a queue entry a dQ tile.
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
-FINISH_STAGES = 6  # complete dQ tiles in shared memory: in a block that got no items
-FINISH_STAGES_BEHIND_ITEMS = 3  # in one that had some: where Q, dO and K were
+# Complete dQ tiles in shared memory, in a block that got no items and in one whose last dQ may still be leaving; even, see finish.py.
+FINISH_STAGES, FINISH_STAGES_BEHIND_ITEMS = 6, 4
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 

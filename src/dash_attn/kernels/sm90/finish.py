@@ -25,6 +25,7 @@ from .config import (
 
 MMA_WARPS = 4 * MMA_WARPGROUPS
 AHEAD = 4  # tiles that a load warp takes at a time
+FINISH_BARRIER = 1  # named barrier of the MMA warps
 
 
 def queue(mControl, mPlan):
@@ -48,7 +49,7 @@ def put(mControl, mPlan, key: Int32) -> None:
 
 
 def stages_of(n_item: Int32) -> Int32:
-    """Tiles that fit shared memory: less in a block that had items, whose last dK, dV and dQ may still be leaving theirs."""
+    """Tiles that fit shared memory: less in a block that had items, whose last dQ may still be leaving it."""
     return cutlass.select_(n_item == 0, Int32(FINISH_STAGES), Int32(FINISH_STAGES_BEHIND_ITEMS))
 
 
@@ -61,94 +62,108 @@ def tile_place(bars):
 def load_role(
     config: cutlass.Constexpr, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item: Int32, complete: Int32
 ):  # fmt: skip
-    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, a lane one of AHEAD at a time."""
-    entries, places = queue(mControl, mPlan), tile_place(bars)
+    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken; a lane finds one of AHEAD at a time."""
+    places, q_map, size = tile_place(bars), mPlan[plan_view.Q_MAP_OFFSET], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
     cute.arch.mbarrier_wait(bars.tile_empty, 0)  # nothing is taken while the last item still needs its time
-    first = _take(mControl)
+    first = cute.arch.shuffle_sync(_take(mControl), 0)
     while first < end:
-        key = _look(entries, first, end, Int32(-1))
+        following = _take(mControl)
+        place = first + lane
+        mine = (lane < AHEAD) & (place < end)
+        key = _find(config, mControl, queue(mControl, mPlan), mErrors, place, mine, end)
+        if cute.arch.shuffle_sync(key, 0) < 0:
+            end = Int32(-1)
+        tile, where = locate(config, mPlan, q_map, key, mdQ)
+        # The entries were read through the generic proxy, the copy engine reads the tiles through the async one.
+        ptx.fence_proxy_async()
         for i in cutlass.range_constexpr(AHEAD):
             if first + i < end:
-                key = _wait(config, mControl, entries, mErrors, first, i, end, key)
-                if cute.arch.shuffle_sync(key, i) < 0:
-                    end = Int32(-1)
-                else:
-                    stage = n % stages
-                    cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
-                    if lane == i:
-                        tile, where = locate(config, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mdQ)
-                        for word, value in enumerate(where):
-                            places[word, stage] = value
-                        size = 4 * config.dq_elements
-                        cute.arch.mbarrier_arrive_and_expect_tx(bars.tile_full + stage, size)
-                        # The entry was read through the generic proxy, the copy engine reads through the async one.
-                        ptx.fence_proxy_async()
-                        source = mdQacc.iterator + Int64(tile) * config.dq_elements
-                        ptx.bulk_load(sTiles[None, stage].iterator, source, size, bars.tile_full + stage)
-                    n += 1
-        if end >= 0:
-            first = _take(mControl)
-    stage = n % stages
-    cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
-    with cute.arch.elect_one():
-        places[0, stage] = Int32(-1)
-        cute.arch.mbarrier_arrive(bars.tile_full + stage)
+                stage = n % stages
+                cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+                if lane == i:
+                    for word, value in enumerate(where):
+                        places[word, stage] = value
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.tile_full + stage, size)
+                    source = mdQacc.iterator + Int64(tile) * config.dq_elements
+                    ptx.bulk_load(sTiles[None, stage].iterator, source, size, bars.tile_full + stage)
+                n += 1
+        first = cute.arch.shuffle_sync(following, 0)
+    for _ in cutlass.range_constexpr(2):  # one sign to stop a warpgroup
+        stage = n % stages
+        cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+        with cute.arch.elect_one():
+            places[0, stage] = Int32(-1)
+            cute.arch.mbarrier_arrive(bars.tile_full + stage)
+        n += 1
 
 
 @cute.jit
 def _take(mControl) -> Int32:
-    """The first of the next AHEAD places of the queue, for a warp."""
+    """The first of the next AHEAD places of the queue, for a warp; in lane 0, so that nobody waits for it yet."""
     first = Int32(0)
     if cute.arch.lane_idx() == 0:
         first = ptx.add(mControl.iterator + TAKEN, AHEAD)
-    return cute.arch.shuffle_sync(first, 0)
+    return first
 
 
 @cute.jit
-def _look(entries, first: Int32, end: Int32, key: Int32) -> Int32:
-    """The key at a lane's place, or -1 if its tile is not complete or there is none."""
-    lane = cute.arch.lane_idx()
-    if (lane < AHEAD) & (first + lane < end) & (key < 0):
-        key = ptx.load_acquire(entries + first + lane)
-    cute.arch.sync_warp()
-    return key
-
-
-@cute.jit
-def _wait(
-    config: cutlass.Constexpr, mControl, entries, mErrors, first: Int32, i: cutlass.Constexpr[int], end: Int32, key: Int32
-) -> Int32:  # fmt: skip
-    """`_look` until lane i has a key; -1 where a bounded wait gave up, since for so long no tile at all was completed."""
-    spins, finished = Int32(0), Int32(0)
-    while (cute.arch.shuffle_sync(key, i) < 0) & (spins <= config.spin_limit):
+def _find(config: cutlass.Constexpr, mControl, entries, mErrors, place: Int32, mine, end: Int32) -> Int32:
+    """The keys at the places that are `mine`, once all of them are there; -1 in every lane where a bounded wait gave up,
+    since for so long no tile at all was completed."""
+    key, spins, finished = _look(entries, place, mine, Int32(-1)), Int32(0), Int32(0)
+    while _missing(key, mine) & (spins <= config.spin_limit):
         ptx.sleep()
-        key = _look(entries, first, end, key)
+        key = _look(entries, place, mine, key)
         if const_expr(config.spin_limit > 0):
             now = cute.arch.shuffle_sync(ptx.load_acquire(mControl.iterator + FINISHED), 0)
             spins = spins + 1 if now == finished else Int32(0)
             finished = now
     if const_expr(config.spin_limit > 0):
-        if (key < 0) & (cute.arch.lane_idx() == i):
-            report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), end, finished))
+        if _missing(key, mine):
+            key = Int32(-1)
+            if cute.arch.lane_idx() == 0:
+                report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), end, finished))
     return key
 
 
 @cute.jit
+def _look(entries, place: Int32, mine, key: Int32) -> Int32:
+    """The key at a place, if it is not known yet, or -1."""
+    if mine & (key < 0):
+        key = ptx.load_acquire(entries + place)
+    cute.arch.sync_warp()
+    return key
+
+
+@cute.jit
+def _missing(key: Int32, mine):
+    """Whether a lane has no key yet that should have one."""
+    missing, here = Int32(0), Int32(mine & (key < 0))
+    for lane in cutlass.range_constexpr(AHEAD):
+        missing |= cute.arch.shuffle_sync(here, lane)
+    return missing != 0
+
+
+@cute.jit
 def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, scale: Float32) -> None:
-    """MMA warp: convert its piece of every tile that its load warp brings."""
-    places, stages, n = tile_place(bars), stages_of(n_item), Int32(0)
-    piece = ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS)
-    for stage in cutlass.range_constexpr(FINISH_STAGES):
-        _arrive(bars.tile_empty + stage)  # the items need it no more
-    cute.arch.mbarrier_wait(bars.tile_full, 0)
+    """MMA warp: convert two pieces of every other tile that its load warp brings, the other warpgroup those of the tiles between."""
+    places, stages = tile_place(bars), stages_of(n_item)
+    warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
+    n = warp // 4
+    cute.arch.barrier(barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS)  # no item needs shared memory any more
+    for first in cutlass.range_constexpr(0, FINISH_STAGES, 2):
+        _arrive(bars.tile_empty + first + n)
+    cute.arch.mbarrier_wait(bars.tile_full + n, 0)
     while places[0, n % stages] >= 0:
         stage = n % stages
         where = tuple(places[word, stage] for word in range(5))
-        values = load_piece(config, sTiles[None, stage].iterator, piece)
+        pieces = (warp % 4, warp % 4 + 4)
+        values = [load_piece(config, sTiles[None, stage].iterator, piece) for piece in pieces]
         _arrive(bars.tile_empty + stage)
-        store_piece(config, values, mdQ, where, piece, scale)
-        n += 1
+        for piece, value in zip(pieces, values):
+            store_piece(config, value, mdQ, where, piece, scale)
+        n += 2
         cute.arch.mbarrier_wait(bars.tile_full + n % stages, (n // stages) & 1)
 
 
