@@ -136,6 +136,7 @@ class Machine:
         for queued in range(CONTROL_WORDS + tiles, CONTROL_WORDS + 2 * tiles):
             self.memory[CONTROL + 4 * queued] = 0xFFFFFFFF
         self.contributions: list[tuple[int, int, bool]] = []  # (block, dQ tile, added), in order
+        self.finished: list[tuple[int, int]] = []  # (dQ tile, contributions to it so far) as it is fetched to be converted
         self.noticed = 0
         self.blocks = [Block(index) for index in range(blocks)]
         for block in self.blocks:
@@ -352,12 +353,14 @@ class Machine:
             where = tuple(_as(self._value(thread, c), "s32") for c in coordinates)
             (block.loads if loaded else block.stores).append((which, where))
             size = 2 * 64 * (problem.tile_m if which < 4 else problem.tile_n)
-        elif loaded:
-            size = self._value(thread, operands[2])
         else:
             tile_bytes = 4 * problem.tile_m * problem.head_dim
-            tile = (self._address(thread, operands[0]) - (TENSORS << 13)) // tile_bytes
-            self.contributions.append((block.index, tile, operation.startswith("cp.reduce")))
+            size = self._value(thread, operands[2])
+            tile = (self._address(thread, operands[loaded]) - (TENSORS << 13)) // tile_bytes
+            if not loaded:
+                self.contributions.append((block.index, tile, operation.startswith("cp.reduce")))
+            elif size == tile_bytes:  # the others are LSE and delta
+                self.finished.append((tile, sum(tile == to for _, to, _ in self.contributions)))
         if loaded:
             barrier = operands[2 if ".tensor." in operation else 3]
             block.copies.append((self._address(thread, barrier), size))

@@ -1,8 +1,9 @@
 """The queue of complete dQ tiles (kernels/sm90/finish.py): every order of events of small plans.
 
 Who performs the last contribution to a tile takes the next place of the queue and then writes the tile there.
-A block that gets no more items takes parts of the queue, one ahead of the one that it converts, waits for the
-tile of each, and leaves the GPU after the last one. The first blocks to arrive get items, the others none.
+A block that gets no more items takes places of the queue, AHEAD at a time and AHEAD more before it converts those,
+waits for the tiles of all of them, and leaves the GPU after the last ones. The first blocks to arrive get items,
+the others none.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from machine import Contribution, Order, Tile, contributions
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, build_plan, policy_by_name
 
-PARTS = 2
+AHEAD = 2
 
 
 class Block(NamedTuple):
     """A resident block: whether it may claim, its tasks, what it has performed and not handed over, the place
-    of the queue that the first of these has taken, the parts it holds, and whether it converts no more."""
+    of the queue that the first of these has taken, the first of every AHEAD places it holds, and whether it
+    converts no more."""
 
     claims: bool
     tasks: tuple[Contribution, ...] = ()
     performed: tuple[Contribution, ...] = ()
     place: int = -1
-    parts: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     converted: bool = False
 
 
 class Launch(NamedTuple):
-    """A launch: blocks to come with and without items, items claimed, parts taken, the queue (None: a place
-    that is taken and not written), contributions handed over, parts converted, resident blocks."""
+    """A launch: blocks to come with and without items, items claimed, places taken, the queue (None: a place
+    that is taken and not written), contributions handed over, tiles converted, resident blocks."""
 
     coming: tuple[int, int]
     claimed: int = 0
     taken: int = 0
     queue: tuple[Tile | None, ...] = ()
     handed_over: tuple[Tile, ...] = ()
-    done: tuple[tuple[Tile, int], ...] = ()
+    done: tuple[Tile, ...] = ()
     blocks: tuple[Block, ...] = ()
 
     def having(self, at: int, *blocks: Block, **changes: object) -> Launch:
@@ -79,14 +81,14 @@ class Model(NamedTuple):
 
     def _wrong(self, launch: Launch, goes_on: bool) -> str:
         handed_over, real = Counter(launch.handed_over), Counter(t.tile for i in self.items for t in i)
-        if any(handed_over[tile] < real[tile] for tile, _ in launch.done):
-            return "a part was converted before its tile was complete"
+        if any(handed_over[tile] < real[tile] for tile in launch.done):
+            return "a tile was converted before it was complete"
         if len(set(launch.done)) < len(launch.done):
-            return "a part was converted twice"
+            return "a tile was converted twice"
         if not goes_on and (launch.blocks or any(launch.coming)):
             return "nobody can move"
-        if not goes_on and len(launch.done) < PARTS * len(real):
-            return "a part was not converted"
+        if not goes_on and len(launch.done) < len(real):
+            return "a tile was not converted"
         return ""
 
     def _arrivals(self, launch: Launch) -> Iterator[Launch]:
@@ -124,16 +126,17 @@ class Model(NamedTuple):
         return launch.having(at, new, handed_over=handed_over, queue=(*launch.queue, None))
 
     def _convert(self, launch: Launch, at: int, block: Block) -> Iterator[Launch]:
-        if len(block.parts) < 2:
-            new = block._replace(parts=(*block.parts, launch.taken))
-            yield launch.having(at, new, taken=launch.taken + 1)
+        if len(block.held) < 2:
+            new = block._replace(held=(*block.held, launch.taken))
+            yield launch.having(at, new, taken=launch.taken + AHEAD)
             return
-        tile, part = divmod(block.parts[0], PARTS)
-        if tile >= len(self.totals):
-            yield launch.having(at, block._replace(parts=(), converted=True))
-        elif tile < len(launch.queue) and (key := launch.queue[tile]) is not None:
-            done = tuple(sorted((*launch.done, (key, part))))
-            yield launch.having(at, block._replace(parts=block.parts[1:]), done=done)
+        first, tiles = block.held[0], len(self.totals)
+        keys = launch.queue[first : min(first + AHEAD, tiles)]
+        if first >= tiles:
+            yield launch.having(at, block._replace(held=(), converted=True))
+        elif len(keys) == min(AHEAD, tiles - first) and None not in keys:
+            done = tuple(sorted((*launch.done, *(key for key in keys if key is not None))))
+            yield launch.having(at, block._replace(held=block.held[1:]), done=done)
 
 
 def totals_of(items: Order) -> Counter[Tile]:
@@ -190,7 +193,7 @@ def outcomes(plan: Plan, workers: int, finishers: int, fit: int, by_arrival: boo
         (two_heads, 2, 1, 2),
     ],
 )
-def test_every_part_is_converted_once_and_the_launch_ends(make, workers, finishers, fit) -> None:
+def test_every_tile_is_converted_once_and_the_launch_ends(make, workers, finishers, fit) -> None:
     """Every order of events, wherever ``min_workers`` blocks fit; a tile is complete when it is converted."""
     plan = make()
     assert plan.min_workers <= min(workers, fit)
@@ -213,7 +216,7 @@ def test_finishers_may_take_the_place_of_workers_unless_those_who_come_first_wor
 
 @pytest.mark.parametrize(
     ("error", "found"),
-    [(-1, "a part was converted before its tile was complete"), (1, "nobody can move")],
+    [(-1, "a tile was converted before it was complete"), (1, "nobody can move")],
 )
 def test_tiles_queued_too_early_or_never_are_found(error, found) -> None:
     items = contributions(ring())

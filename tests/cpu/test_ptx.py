@@ -104,6 +104,7 @@ def test_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
         for _, tile, added in machine.contributions:
             assert added == (tile in first)
             first.add(tile)
+        assert sorted(machine.finished) == sorted((tile, len(order)) for tile, order in orders(machine).items())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

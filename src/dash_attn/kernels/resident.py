@@ -47,7 +47,7 @@ class OnDevice:
 
     def blocks(self, available: int) -> tuple[int, int]:
         """(blocks to launch on so many SMs, how many of them get items); the others convert dQ tiles from the
-        start, while these are still in L2. All convert once there are no items left."""
+        start. All convert once there are no items left."""
         if self.items <= available:
             few = min(available, self.items + -(-self.items // 8))
             return few, few
@@ -55,9 +55,9 @@ class OnDevice:
         return available, available - spare
 
 
-TASK, ITEM, CONVERSION = 3400, 6000, 700
-"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile, on an H200. The last
-is an estimate: 0 to 14 blocks that only convert made no difference (docs/perf-log.md, sixth round)."""
+TASK, ITEM, CONVERSION = 3400, 6000, 900
+"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them, on an H200; the last
+from the number of converting blocks that was best (docs/perf-log.md, ninth round)."""
 
 
 _RESIDENT: WeakKeyDictionary[Plan, dict[torch.device, OnDevice]] = WeakKeyDictionary()

@@ -1,6 +1,6 @@
 """The backward kernel: persistent, warp specialised, told what to do by the plan table.
 
-Roles of a block of 384 threads: warp 0 loads, claims items, and stores dV (load.py), warp 1 adds dQ partials to global memory, warp 2
+Roles of a block of 384 threads: warp 0 loads, claims items, and stores dK and dV (load.py), warp 1 adds dQ partials to global memory, warp 2
 hands finished contributions over, warp 3 walks the plan and waits for tickets (reduce.py), two warpgroups multiply (mma.py), and
 convert complete dQ tiles when there are no items left (finish.py).
 
@@ -219,7 +219,7 @@ class Backward:
         sdQ = storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages)))
         leaving = storage.ds if const_expr(c.delayed_dq) else storage.dq
         sdK = leaving.get_tensor(dk_layout.outer, swizzle=dk_layout.inner, dtype=self.dtype)
-        # Complete dQ tiles take the place of what items need, from Q on, one after the other.
+        # Finishing needs what items no longer need, from Q on.
         sTiles = cute.make_tensor(
             cute.recast_ptr(storage.q.data_ptr(), dtype=Float32), cute.make_layout((c.dq_elements, FINISH_STAGES))
         )

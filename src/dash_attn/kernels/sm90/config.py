@@ -12,8 +12,8 @@ SLOTS = 8  # contributions that the warps around the reduction may be apart
 # line of 128 bytes; then a ticket counter a dQ tile, and a queue entry a dQ tile.
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
-# Complete dQ tiles in shared memory, in a block that got no items and in one whose last dQ may still be leaving; even, see finish.py.
-FINISH_STAGES, FINISH_STAGES_BEHIND_ITEMS = 6, 4
+FINISH_STAGES = 6  # complete dQ tiles that a block without items brings into shared memory at a time; even, see finish.py
+FINISH_STAGES_BEHIND_ITEMS = 4  # the same of a block that had items, whose last dQ may still be leaving
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 
@@ -59,6 +59,10 @@ class BackwardConfig:
             raise ValueError(
                 f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}"
             )
+        tile = 4 * self.dq_elements
+        least = max(FINISH_STAGES * tile, FINISH_STAGES_BEHIND_ITEMS * tile + self.dq_stages * tile)
+        if self.tiles_bytes < least:
+            raise ValueError(f"{self} keeps tiles in {self.tiles_bytes} bytes, finishing needs {least}")
 
     @property
     def delayed_dq(self) -> bool:
@@ -79,9 +83,13 @@ class BackwardConfig:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of one block; barriers, slots and mailbox take less than 1 KB, and tiles begin at a multiple of that."""
+        head = 1024 + 4 * self.tile_m * (self.q_stages + self.do_stages)
+        return -(-head // 1024) * 1024 + self.tiles_bytes
+
+    @property
+    def tiles_bytes(self) -> int:
+        """Shared memory of the tiles, from Q on; those of dQ are the last."""
         q = 2 * self.tile_m * self.head_dim * (self.q_stages + self.do_stages)
         kv = 2 * 2 * self.tile_n * self.head_dim
         ds = 2 * self.tile_m * self.tile_n * self.ds_stages
-        dq = 4 * self.dq_elements * self.dq_stages
-        head = 1024 + 4 * self.tile_m * (self.q_stages + self.do_stages)
-        return -(-head // 1024) * 1024 + q + kv + ds + dq
+        return q + kv + ds + 4 * self.dq_elements * self.dq_stages

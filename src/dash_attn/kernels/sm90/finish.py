@@ -1,11 +1,9 @@
 """Finishing: fp32 dQ tiles, scaled and converted to the output dtype as soon as they are complete.
 
 Whoever performs the last contribution to a tile puts the tile into a queue. Blocks without items take tiles from it, in the order
-in which they were completed: a few blocks all the time, while what they read is still in L2, and every block at the end. Their
-load warp lets the copy engine bring the tiles into the shared memory that items no longer need, their MMA warps convert them.
-(Loads into registers were three times slower: an SM does not wait for that many at a time.) Nobody waits for finishing
-blocks, so they do not enter the liveness argument of the plan. Each element is converted once and alone: who does it decides
-no bit.
+in which they were completed: a few blocks all the time, and every block at the end. Their load warp lets the copy engine bring
+the tiles into the shared memory that items no longer need, their MMA warps convert them. Nobody waits for these blocks, so they
+do not enter the liveness argument of the plan. Each element is converted once and alone: who does it decides no bit.
 """
 
 import cutlass
@@ -25,7 +23,7 @@ from .config import (
 
 MMA_WARPS = 4 * MMA_WARPGROUPS
 AHEAD = 4  # tiles that a load warp takes at a time
-FINISH_BARRIER = 1  # named barrier of the MMA warps
+FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py
 
 
 def queue(mControl, mPlan):
@@ -62,10 +60,10 @@ def tile_place(bars):
 def load_role(
     config: cutlass.Constexpr, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item: Int32, complete: Int32
 ):  # fmt: skip
-    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken; a lane finds one of AHEAD at a time."""
+    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a lane of its own."""
     places, q_map, size = tile_place(bars), mPlan[plan_view.Q_MAP_OFFSET], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
-    cute.arch.mbarrier_wait(bars.tile_empty, 0)  # nothing is taken while the last item still needs its time
+    cute.arch.mbarrier_wait(bars.tile_empty, 0)  # while the MMA warps are not here, other blocks can take the tiles
     first = cute.arch.shuffle_sync(_take(mControl), 0)
     while first < end:
         following = _take(mControl)
@@ -89,7 +87,7 @@ def load_role(
                     ptx.bulk_load(sTiles[None, stage].iterator, source, size, bars.tile_full + stage)
                 n += 1
         first = cute.arch.shuffle_sync(following, 0)
-    for _ in cutlass.range_constexpr(2):  # one sign to stop a warpgroup
+    for _ in cutlass.range_constexpr(MMA_WARPGROUPS):  # a sign to stop for each
         stage = n % stages
         cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
         with cute.arch.elect_one():
@@ -147,7 +145,10 @@ def _missing(key: Int32, mine):
 
 @cute.jit
 def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, scale: Float32) -> None:
-    """MMA warp: convert two pieces of every other tile that its load warp brings, the other warpgroup those of the tiles between."""
+    """MMA warp: convert two pieces of every second tile that the load warp brings; the other warpgroup has the tiles between.
+
+    The number of stages is even, so that every stage belongs to one warpgroup, which sees all phases of its barriers.
+    """
     places, stages = tile_place(bars), stages_of(n_item)
     warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
     n = warp // 4
@@ -158,7 +159,7 @@ def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, sc
     while places[0, n % stages] >= 0:
         stage = n % stages
         where = tuple(places[word, stage] for word in range(5))
-        pieces = (warp % 4, warp % 4 + 4)
+        pieces = (warp % 4, warp % 4 + MMA_WARPS // 2)
         values = [load_piece(config, sTiles[None, stage].iterator, piece) for piece in pieces]
         _arrive(bars.tile_empty + stage)
         for piece, value in zip(pieces, values):

@@ -1,4 +1,4 @@
-"""The load warp: claims items, loads their tiles by the copy engine, and stores their dV."""
+"""The load warp: claims items, loads their tiles by the copy engine, and stores their dK and dV."""
 
 import cutlass
 import cutlass.cute as cute
@@ -123,7 +123,7 @@ class LoadRole:
         self._store(atom_dv, tma_dV, sV[None, None, 0], bars)
         self._store_dk(atom_dk, tma_dK, sdK, n_task, n_kv, bars)
         if const_expr(c.ordered):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # tiles come where dV and dK were
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # complete tiles come where dV and dK were
             cute.arch.sync_warp()
             finish.load_role(c, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item, complete)
         cute.arch.cp_async_bulk_wait_group(0)
