@@ -15,10 +15,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dash_attn.kernels import compile
 from dash_attn.kernels.sm90.config import CLAIMED, CONTROL_WORDS, THREADS
 from dash_attn.schedule import Plan, to_table
 
@@ -37,6 +41,25 @@ class DeadlockError(Exception):
     """No thread can do anything that another one could notice; says where each warp stands."""
 
 
+@cache
+def main_kernel_ptx(variant: str) -> str:
+    """The PTX file that has the main kernel of a variant."""
+    with TemporaryDirectory() as folder:
+        compile._compile(compile.variants()[variant], f"--keep-ptx --dump-dir={folder}")
+        (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
+    return ptx
+
+
+class Instruction(NamedTuple):
+    """``form``: the operation's parts between dots. Executed if ``predicate``, if any, is ``wanted``."""
+
+    predicate: str
+    wanted: bool
+    operation: str
+    form: list[str]
+    operands: list[str]
+
+
 class Program:
     """The instructions of the main kernel in a PTX file, and its parameters."""
 
@@ -46,7 +69,7 @@ class Program:
         head, body = ptx[start.end() :].split("\n{", 1)
         self.parameters = head.count(".param")
         body = body[: body.index("\tret;\n\n}") + 5]
-        self.instructions: list[tuple[str, bool, str, list[str]]] = []
+        self.instructions: list[Instruction] = []
         self.labels: dict[str, int] = {}
         for line in map(str.strip, body.splitlines()):
             if label := re.match(r"(\$L\w+):", line):
@@ -55,15 +78,14 @@ class Program:
                 self.instructions.append(_instruction(line))
 
 
-def _instruction(line: str) -> tuple[str, bool, str, list[str]]:
-    """(predicate or "", whether it must be true, operation, operands)."""
+def _instruction(line: str) -> Instruction:
     predicate, wanted = "", True
     if found := re.match(r"@(!?)(%p\d+)\s+(.*)", line):
         predicate, wanted, line = found[2], not found[1], found[3]
     operation, _, rest = line.rstrip("; ").partition(" ")
     operation, _, first = operation.partition("\t")
     operands = re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", first + rest)
-    return predicate, wanted, operation, operands
+    return Instruction(predicate, wanted, operation, operation.split("."), operands)
 
 
 @dataclass
@@ -93,6 +115,13 @@ class Thread:
     registers: dict[str, int] = field(default_factory=dict)
     meetings: Counter[int] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        self.registers |= {
+            "%tid.x": 32 * self.warp + self.lane,
+            "%laneid": self.lane,
+            "%smid": self.block.index,
+        }
+
     @property
     def stands_for(self) -> int:
         return 1 if self.warp == LOAD_WARP else 32
@@ -108,7 +137,7 @@ class Block:
     threads: list[Thread] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # under way: (barrier, bytes)
     meetings: dict[tuple[int, int, int], dict[Thread, int]] = field(default_factory=lambda: defaultdict(dict))
-    opened: set[tuple[int, int]] = field(default_factory=set)
+    met: set[tuple[int, int, int]] = field(default_factory=set)
     items: list[int] = field(default_factory=list)
     loads: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # (descriptor, coordinates)
     stores: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
@@ -136,7 +165,7 @@ class Machine:
         for queued in range(CONTROL_WORDS + tiles, CONTROL_WORDS + 2 * tiles):
             self.memory[CONTROL + 4 * queued] = 0xFFFFFFFF
         self.contributions: list[tuple[int, int, bool]] = []  # (block, dQ tile, added), in order
-        self.finished: list[tuple[int, int]] = []  # (dQ tile, contributions to it so far) as it is fetched to be converted
+        self.fetched: list[tuple[int, int]] = []  # to be converted: (dQ tile, contributions to it so far)
         self.noticed = 0
         self.blocks = [Block(index) for index in range(blocks)]
         for block in self.blocks:
@@ -162,8 +191,10 @@ class Machine:
                 )
 
     def _where(self, thread: Thread) -> str:
-        operation, operands = self.program.instructions[thread.pc][2:]
-        return f"block {thread.block.index} warp {thread.warp} lane {thread.lane}: {operation} {operands}"
+        at = self.program.instructions[thread.pc]
+        return (
+            f"block {thread.block.index} warp {thread.warp} lane {thread.lane}: {at.operation} {at.operands}"
+        )
 
     def _notice(self) -> None:
         self.noticed += 1
@@ -171,11 +202,11 @@ class Machine:
     def _advance(self, thread: Thread, steps: int) -> None:
         """Execute so many instructions of a thread, or until it has to wait."""
         for _ in range(steps):
-            predicate, wanted, operation, operands = self.program.instructions[thread.pc]
+            predicate, wanted, operation, form, operands = self.program.instructions[thread.pc]
             if predicate and bool(thread.registers.get(predicate, 0)) != wanted:
                 thread.pc += 1
                 continue
-            kind = operation.partition(".")[0]
+            kind = form[0]
             if kind == "bra":
                 if operands[0] in self.program.labels:  # others belong to the wait before them
                     thread.pc = self.program.labels[operands[0]]
@@ -184,7 +215,7 @@ class Machine:
                 thread.done = True
                 return self._notice()
             elif kind in COMPUTE:
-                thread.registers[operands[0]] = self._computed(thread, kind, operation, operands)
+                thread.registers[operands[0]] = self._computed(thread, form, operands)
             elif not getattr(self, f"_{kind}")(thread, operation, operands):
                 return None
             thread.pc += 1
@@ -193,31 +224,19 @@ class Machine:
     # Operands
 
     def _value(self, thread: Thread, operand: str) -> int:
-        special = {
-            "%tid.x": 32 * thread.warp + thread.lane,
-            "%laneid": thread.lane,
-            "%ctaid.x": thread.block.index,
-            "%smid": thread.block.index,
-            "__dynamic_shmem__0": 0,
-        }
-        if operand in special:
-            return special[operand]
         if operand[0] == "%":
             return thread.registers.get(operand, 0)
         if parameter := re.search(r"_param_(\d+)$", operand):
             return DESCRIPTORS + int(parameter[1])
-        return int(operand, 0) if not operand.startswith("0f") else 0
+        return 0 if operand.startswith(("0f", "__dynamic_shmem")) else int(operand, 0)
 
     def _address(self, thread: Thread, operand: str) -> int:
         base, _, offset = operand.strip("[]").partition("+")
         return self._value(thread, base) + int(offset or 0)
 
-    def _parameter(self, operand: str) -> int:
-        """The value of a kernel parameter; tensors are where nothing else is."""
-        found = re.search(r"_param_(\d+)(?:\+(\d+))?\]$", operand)
-        assert found is not None
-        from_the_end, offset = self.program.parameters - int(found[1]), int(found[2] or 0)
-        problem = self.plan.problem
+    def _parameter(self, number: int, offset: int) -> int:
+        """What is at an offset in a kernel parameter; tensors are where nothing else is."""
+        from_the_end, problem = self.program.parameters - number, self.plan.problem
         if from_the_end in (10, 11, 12):  # dv, dk, dq: pointer, 3 extents, 3 strides
             heads = problem.heads if from_the_end == 12 else problem.kv_heads
             lengths = [pair[0 if from_the_end == 12 else 1] for pair in problem.sequences]
@@ -232,8 +251,8 @@ class Machine:
 
     # Instructions: each says whether the thread may go on to the next one
 
-    def _computed(self, thread: Thread, kind: str, operation: str, operands: list[str]) -> int:
-        form = operation.split(".")
+    def _computed(self, thread: Thread, form: list[str], operands: list[str]) -> int:
+        kind = form[0]
         if kind == "selp":
             return self._value(thread, operands[1 if thread.registers.get(operands[3], 0) else 2])
         if kind == "cvt":
@@ -254,10 +273,11 @@ class Machine:
     def _ld(self, thread: Thread, operation: str, operands: list[str]) -> bool:
         names = re.findall(r"%\w+", operands[0])
         if ".param" in operation:
-            size = 8 if "64" in operation else 4
-            name, _, offset = operands[1].strip("[]").partition("+")
+            found = re.search(r"_param_(\d+)(?:\+(\d+))?\]$", operands[1])
+            assert found is not None
+            number, offset, size = int(found[1]), int(found[2] or 0), 8 if "64" in operation else 4
             for i, register in enumerate(names):
-                thread.registers[register] = self._parameter(f"{name}+{int(offset or 0) + i * size}]")
+                thread.registers[register] = self._parameter(number, offset + i * size)
             return True
         memory = thread.block.shared if ".shared" in operation else self.memory
         address = self._address(thread, operands[1])
@@ -292,25 +312,19 @@ class Machine:
         thread.registers[operands[0].partition("|")[2]] = int(thread.lane == 0)
         return True
 
-    def _meet(self, thread: Thread, threads: int, value: int = 0, name: int = 0) -> dict[Thread, int] | None:
-        """The values of all, if so many have come to this instruction as often as this thread."""
-        meeting = thread.block.meetings[thread.pc, name, thread.meetings[thread.pc]]
+    def _meet(
+        self, thread: Thread, threads: int, value: int = 0, name: int = 0, ready: bool = True
+    ) -> dict[Thread, int] | None:
+        """The values of all, if so many have come here as often as this thread, and it was ready for one."""
+        which = (thread.pc, name, thread.meetings[thread.pc])
+        meeting = thread.block.meetings[which]
         meeting[thread] = value
-        if sum(t.stands_for for t in meeting) < threads:
-            return None
+        if which not in thread.block.met:
+            if not ready or sum(t.stands_for for t in meeting) < threads:
+                return None
+            thread.block.met.add(which)
         thread.meetings[thread.pc] += 1
         return meeting
-
-    def _together(self, thread: Thread, over: bool) -> bool:
-        """Whether this thread may pass a wait that is over, or was for another lane; all must have come."""
-        opened = (thread.pc, thread.meetings[thread.pc])
-        meeting = thread.block.meetings[thread.pc, 0, thread.meetings[thread.pc]]
-        meeting[thread] = 0
-        if len(meeting) < 32 or not (over or opened in thread.block.opened):
-            return False
-        thread.block.opened.add(opened)
-        thread.meetings[thread.pc] += 1
-        return True
 
     def _shfl(self, thread: Thread, operation: str, operands: list[str]) -> bool:
         value, source = self._value(thread, operands[1]), self._value(thread, operands[2])
@@ -338,7 +352,7 @@ class Machine:
             barriers[address] = Barrier(value, value)
         elif "try_wait" in operation:
             over = barriers[address].phase % 2 != self._value(thread, operands[2]) % 2
-            return self._together(thread, over) if thread.warp == LOAD_WARP else over
+            return over if thread.warp != LOAD_WARP else self._meet(thread, 32, ready=over) is not None
         else:
             self._notice()
             bytes_too = "expect_tx" in operation
@@ -360,7 +374,7 @@ class Machine:
             if not loaded:
                 self.contributions.append((block.index, tile, operation.startswith("cp.reduce")))
             elif size == tile_bytes:  # the others are LSE and delta
-                self.finished.append((tile, sum(tile == to for _, to, _ in self.contributions)))
+                self.fetched.append((tile, sum(tile == to for _, to, _ in self.contributions)))
         if loaded:
             barrier = operands[2 if ".tensor." in operation else 3]
             block.copies.append((self._address(thread, barrier), size))

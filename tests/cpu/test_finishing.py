@@ -1,9 +1,9 @@
 """The queue of complete dQ tiles (kernels/sm90/finish.py): every order of events of small plans.
 
 Who performs the last contribution to a tile takes the next place of the queue and then writes the tile there.
-A block that gets no more items takes places of the queue, AHEAD at a time and AHEAD more before it converts those,
-waits for the tiles of all of them, and leaves the GPU after the last ones. The first blocks to arrive get items,
-the others none.
+A block that gets no more items takes AHEAD places of the queue, and always AHEAD more before it waits for the
+tiles of all of those and converts them; it leaves the GPU after the last ones. The first blocks to arrive get
+items, the others none.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from ptx_machine import main_kernel_ptx
 
 from dash_attn.cli import main
-from dash_attn.kernels import compile
 from dash_attn.kernels.compile import resources, variants
 from dash_attn.kernels.cubin import resources_of_cubin
 
@@ -44,10 +44,9 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_one_lane_stores_dk_and_dv(tmp_path: Path) -> None:
+def test_one_lane_stores_dk_and_dv() -> None:
     """load.py elects the lane that stores and prefetches; a compiler that elects one would nest the two."""
-    compile._compile(variants()["backward-d64-bf16"], f"--keep-ptx --dump-dir={tmp_path}")
-    (ptx,) = (text for path in tmp_path.rglob("*.ptx") if "wgmma" in (text := path.read_text()))
+    ptx = main_kernel_ptx("backward-d64-bf16")
     before_stores = ptx.split("cp.async.bulk.tensor.5d.global.shared")[:-1]
     assert len(before_stores) == 4  # dV and dK, between items and at the end
     for before in before_stores:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
-from ptx_machine import DeadlockError, Machine, Program
+from ptx_machine import DeadlockError, Instruction, Machine, Program, main_kernel_ptx
 
-from dash_attn.kernels import compile
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, build_plan, choose_policy
 
@@ -20,12 +16,14 @@ pytestmark = pytest.mark.filterwarnings("default")
 Q, FIRST_STORED = 0, 8  # descriptors in the order of the kernel's parameters
 
 
-@cache
 def program(variant: str) -> Program:
-    with TemporaryDirectory() as folder:
-        compile._compile(compile.variants()[variant], f"--keep-ptx --dump-dir={folder}")
-        (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
-    return Program(ptx)
+    return Program(main_kernel_ptx(variant))
+
+
+def ran(variant: str, plan: Plan, blocks: int, seed: int) -> Machine:
+    machine = Machine(program(variant), plan, blocks, seed)
+    machine.run()
+    return machine
 
 
 def tasks(plan: Plan, item: int) -> list[tuple[int, int, tuple[int, int, int]]]:
@@ -94,8 +92,7 @@ def case(name: str, head_dim: int) -> Plan:
 def test_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
     for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):
-        machine = Machine(program(f"backward-d{head_dim}-bf16"), plan, blocks, seed)
-        machine.run()
+        machine = ran(f"backward-d{head_dim}-bf16", plan, blocks, seed)
         assert sorted(item for block in machine.blocks for item in block.items) == list(
             range(len(plan.items))
         )
@@ -104,15 +101,14 @@ def test_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
         for _, tile, added in machine.contributions:
             assert added == (tile in first)
             first.add(tile)
-        assert sorted(machine.finished) == sorted((tile, len(order)) for tile, order in orders(machine).items())
+        assert sorted(machine.fetched) == sorted((tile, len(kv)) for tile, kv in promised(plan).items())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_it_loads_the_tiles_of_its_tasks_and_stores_every_tile_once(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
-    machine = Machine(program(f"backward-d{head_dim}-bf16"), plan, 3, 0)
-    machine.run()
+    machine = ran(f"backward-d{head_dim}-bf16", plan, 3, 0)
     parts = head_dim // 64
     for block in machine.blocks:
         loaded = [where[1:4] for which, where in block.loads if which == Q][::parts]
@@ -127,26 +123,21 @@ def test_too_few_blocks_deadlock() -> None:
     plan = build_plan(Problem.dense(seqlen=256, head_dim=64), Shift(ring=2))
     assert plan.min_workers == 2
     with pytest.raises(DeadlockError, match="block 0 warp 3"):
-        Machine(program("backward-d64-bf16"), plan, 1, 0).run()
+        ran("backward-d64-bf16", plan, 1, 0)
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_without_one_of_the_arrivals_it_does_not_end(number: int) -> None:
-    whole = program("backward-d64-bf16")
-    arrivals = [
-        i for i, code in enumerate(whole.instructions) if code[2].startswith("mbarrier.arrive.shared")
-    ]
-    broken = Program.__new__(Program)
-    broken.parameters, broken.labels = whole.parameters, whole.labels
-    broken.instructions = list(whole.instructions)
-    broken.instructions[arrivals[3 + 5 * number]] = ("", True, "mov.b32", ["%none", "0"])
+    broken = program("backward-d64-bf16")
+    code = broken.instructions
+    arrivals = [i for i, one in enumerate(code) if one.operation.startswith("mbarrier.arrive.shared")]
+    code[arrivals[3 + 5 * number]] = Instruction("", True, "mov.b32", ["mov", "b32"], ["%none", "0"])
     with pytest.raises(DeadlockError):
         Machine(broken, case("causal", 64), 2, 0).run()
 
 
 def test_without_order_the_order_is_another() -> None:
     plan = case("causal", 64)
-    machines = [Machine(program("backward-d64-bf16-unordered"), plan, 4, seed) for seed in range(4)]
-    for machine in machines:
-        machine.run()
-    assert any(orders(machine) != promised(plan) for machine in machines)
+    assert any(
+        orders(ran("backward-d64-bf16-unordered", plan, 4, seed)) != promised(plan) for seed in range(4)
+    )

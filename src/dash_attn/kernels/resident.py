@@ -51,13 +51,20 @@ class OnDevice:
         if self.items <= available:
             few = min(available, self.items + -(-self.items // 8))
             return few, few
+        rounds = -(-self.items // available)
         spare = min(int(available * self.converting), available - self.min_workers)
+        if rounds <= FEW_ROUNDS:
+            spare = min(spare, available - -(-self.items // rounds))
         return available, available - spare
 
 
 TASK, ITEM, CONVERSION = 3400, 6000, 900
-"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them, on an H200; the last
-from the number of converting blocks that was best (docs/perf-log.md, ninth round)."""
+"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them, on an H200; the
+last from the number of converting blocks that was best (docs/perf-log.md, ninth round)."""
+
+FEW_ROUNDS = 12
+"""Up to so many items a block, items of one length take no round more because of blocks that convert. Later blocks
+are no longer in step."""
 
 
 _RESIDENT: WeakKeyDictionary[Plan, dict[torch.device, OnDevice]] = WeakKeyDictionary()
