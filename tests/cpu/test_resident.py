@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dash_attn.kernels.forward import PackedLengths
-from dash_attn.kernels.resident import OnDevice
+from dash_attn.kernels.resident import FEW_ROUNDS, OnDevice
 
 
 def on_device(items: int, min_workers: int = 1, converting: float = 0.0) -> OnDevice:
@@ -23,7 +23,7 @@ def test_blocks(items: int, available: int, min_workers: int, converting: float)
     blocks, with_items = on_device(items, min_workers, converting).blocks(available)
     assert min_workers <= with_items <= blocks <= available
     assert blocks >= min(items, available)
-    if items <= 12 * available:
+    if items <= FEW_ROUNDS * available:
         assert -(-items // with_items) == -(-items // min(items, available)), "a round more"
     if items > available:
         assert available - with_items <= converting * available

@@ -59,11 +59,11 @@ class OnDevice:
 
 
 TASK, ITEM, CONVERSION = 3400, 6000, 900
-"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them, on an H200; the
-last from the number of converting blocks that was best (docs/perf-log.md, ninth round)."""
+"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them, on an
+H200; the last from the number of converting blocks that was best (docs/perf-log.md, ninth round)."""
 
 FEW_ROUNDS = 12
-"""Up to so many items a block, items of one length take no round more because of blocks that convert. Later blocks
+"""Up to so many items a block, converting blocks must not cost items of one length a round more. Later, blocks
 are no longer in step."""
 
 

@@ -221,7 +221,8 @@ class Backward:
         sdK = leaving.get_tensor(dk_layout.outer, swizzle=dk_layout.inner, dtype=self.dtype)
         # Finishing needs what items no longer need, from Q on.
         sTiles = cute.make_tensor(
-            cute.recast_ptr(storage.q.data_ptr(), dtype=Float32), cute.make_layout((c.dq_elements, FINISH_STAGES))
+            cute.recast_ptr(storage.q.data_ptr(), dtype=Float32),
+            cute.make_layout((c.dq_elements, FINISH_STAGES)),
         )
         cute.arch.sync_threads()
         # Tickets, claim counter, LSE and delta come from the preprocessing kernel.
@@ -233,7 +234,19 @@ class Backward:
                 tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
                 tma += (atom_dk, tma_dK, sdK, atom_dv, tma_dV)
                 self.load_role.run(
-                    tma, mLse2, mDelta, sLse2, sDelta, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, workers,
+                    tma,
+                    mLse2,
+                    mDelta,
+                    sLse2,
+                    sDelta,
+                    mPlan,
+                    mControl,
+                    mErrors,
+                    mdQacc,
+                    mdQ,
+                    sTiles,
+                    bars,
+                    workers,
                     complete,
                 )
             if warp_idx == REDUCE_WARP:

@@ -63,7 +63,9 @@ def load_role(
     """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a lane of its own."""
     places, q_map, size = tile_place(bars), mPlan[plan_view.Q_MAP_OFFSET], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
-    cute.arch.mbarrier_wait(bars.tile_empty, 0)  # while the MMA warps are not here, other blocks can take the tiles
+    cute.arch.mbarrier_wait(
+        bars.tile_empty, 0
+    )  # while the MMA warps are not here, other blocks can take the tiles
     first = cute.arch.shuffle_sync(_take(mControl), 0)
     while first < end:
         following = _take(mControl)
@@ -152,7 +154,9 @@ def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, sc
     places, stages = tile_place(bars), stages_of(n_item)
     warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
     n = warp // 4
-    cute.arch.barrier(barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS)  # no item needs shared memory any more
+    cute.arch.barrier(
+        barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS
+    )  # no item needs shared memory any more
     for first in cutlass.range_constexpr(0, FINISH_STAGES, 2):
         _arrive(bars.tile_empty + first + n)
     cute.arch.mbarrier_wait(bars.tile_full + n, 0)
