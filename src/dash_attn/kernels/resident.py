@@ -63,7 +63,7 @@ TASK, ITEM, CONVERSION = 3400, 6000, 900
 H200; the last from the number of converting blocks that was best (docs/perf-log.md, ninth round)."""
 
 FEW_ROUNDS = 12
-"""Up to so many items a block, converting blocks must not cost items of one length a round more. Later, blocks
+"""Up to so many items a block, converting blocks must not cost items of one length a round more; later blocks
 are no longer in step."""
 
 
