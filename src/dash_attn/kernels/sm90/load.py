@@ -107,6 +107,7 @@ class LoadRole:
                             tile = sV[None, None, 0]
                             self._load_tile(atom_v, mV, tile, rows, item.kv_tile, item.kv_head, bars.v_full)
                             self._store_dk(atom_dk, tma_dK, sdK, n_task, n_kv, bars)
+                            cute.arch.sync_warp()  # every lane has read where that dK belongs
                             with cute.arch.elect_one():
                                 self._put_grads_place(bars, item)
                             n_kv += 1
