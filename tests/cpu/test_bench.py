@@ -11,7 +11,7 @@ import torch
 from dash_attn.bench import Settings, bench_shape, save_chart, table
 from dash_attn.bench.peers import PEERS, Inputs
 from dash_attn.bench.run import Result, Row
-from dash_attn.bench.timing import Contender
+from dash_attn.bench.timing import Contender, in_turn
 from dash_attn.cli import main
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.model.charts import PictureError
@@ -99,6 +99,17 @@ def test_median_and_spread() -> None:
     assert Contender(lambda: tuple, times=[2.0]).spread == 0.0
     assert Contender(lambda: tuple, times=[2.0, 2.0, 2.0]).spread == 0.0
     assert contender.spread > 1
+
+
+@pytest.mark.parametrize("contenders", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("rounds", [1, 5, 7])
+def test_no_contender_has_a_place_of_its_own(contenders: int, rounds: int) -> None:
+    calls = list(range(contenders))
+    orders = [in_turn(calls, number, rounds) for number in range(rounds)]
+    assert all(sorted(order) == calls for order in orders)
+    for place in range(contenders):
+        most = max(sum(order[place] == call for order in orders) for call in calls)
+        assert most <= -(-rounds // contenders) + 1
 
 
 def test_table_and_json() -> None:

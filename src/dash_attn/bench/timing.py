@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from .peers import Backward
 
 __all__ = ["REPLAYS", "Contender", "measure"]
 
+T = TypeVar("T")
 REPLAYS = 4
 HEAD_START = 4_000_000
 """Cycles that the GPU pauses before a round, about 2 ms: calls queue up behind it, so that the time
@@ -53,8 +55,8 @@ def measure(contenders: Sequence[Contender], rounds: int, replays: int = REPLAYS
     """Time all contenders that run, ``rounds`` calls each, in interleaved rounds.
 
     Before that each is called once and replayed ``replays`` times, which compares the bytes and warms up.
-    Every other round goes through them backwards, so that none always follows the same one. All kernels
-    and allocations of a call count. A contender that fails keeps the error as its reason.
+    The order is another one in every round (:func:`in_turn`). All kernels and allocations of a call count. A
+    contender that fails keeps the error as its reason.
     """
     calls = []
     for contender in contenders:
@@ -62,10 +64,21 @@ def measure(contenders: Sequence[Contender], rounds: int, replays: int = REPLAYS
             calls.append((contender, call))
     for number in range(rounds):
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
-        events = [_timed(contender, call) for contender, call in calls[:: 1 if number % 2 else -1]]
+        events = [_timed(contender, call) for contender, call in in_turn(calls, number, rounds)]
         torch.cuda.synchronize()
         for contender, start, end in events:
             contender.times.append(start.elapsed_time(end))
+
+
+def in_turn(calls: Sequence[T], number: int, rounds: int) -> list[T]:
+    """The order of round ``number``: each round begins with another call, every other one goes backwards.
+
+    Under the power limit the clock of a call depends on what ran before it, and the first one after the pause
+    begins at the highest. So none is always first, or last, or behind the same one.
+    """
+    first = number * len(calls) // rounds
+    turned = [*calls[first:], *calls[:first]]
+    return turned[::-1] if number % 2 else turned
 
 
 def _prepared(contender: Contender, replays: int) -> Backward | None:
