@@ -37,10 +37,16 @@ TOOLS = {
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _RACE = r"^=+ (?:Error|Warning): Race reported between "
-RACE_WRITERS = 3
-"""Writing instructions of the main kernel whose readers racecheck takes for races: the bulk loads of LSE and
-delta, and the store of a task's mask bounds. The readers wait for a barrier on which arrive.expect_tx follows
-the write (docs/reliability.md); racecheck counts plain arrivals only."""
+RACE_WRITERS = 7
+"""Writing instructions of the main kernel whose readers racecheck takes for races: the bulk loads of LSE, of
+delta and, four of them, of complete dQ tiles, and the store of a task's mask bounds. The readers wait for a
+barrier on which arrive.expect_tx follows the write; racecheck counts plain arrivals only. For more, see
+docs/reliability.md."""
+RACE_READERS = 4
+"""Reading instructions of the main kernel whose words racecheck finds overwritten: two of the load warp, where
+the dK belongs that it stores, and two of the converting warps, where a tile belongs. All lanes of a warp read,
+bar.warp.sync follows, and then one lane writes, or arrives on the barrier for which the writer waits;
+racecheck does not follow bar.warp.sync."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,17 +112,19 @@ def findings(tool: str, log: str) -> list[str]:
 
 
 def races(log: str) -> list[str]:
-    """Hazards of one launch beyond reads after the writes of at most RACE_WRITERS instructions a kernel."""
-    found, writers = [], defaultdict(set)
+    """Hazards of one launch, but for reads after the writes of at most RACE_WRITERS instructions a kernel, and
+    writes after the reads of at most RACE_READERS."""
+    found, known = [], {"Write": defaultdict(set), "Read": defaultdict(set)}
     for hazard in re.split(_RACE, log, flags=re.M)[1:]:
         first, *others = re.findall(r"(\w+) access at (\S+)\+(0x[0-9a-f]+)", hazard)
-        if first[0] != "Write" or any(other[0] != "Read" for other in others):
+        if any(other[0] == first[0] for other in others):
             found.append(f"{first[0]} at {first[2]} of {first[1]}, then {others[0][0]} at {others[0][2]}")
         else:
-            writers[first[1]].add(first[2])
-    for kernel, places in writers.items():
-        if len(places) > RACE_WRITERS or "Backward" not in kernel:
-            found.append(f"reads race with the writes at {', '.join(sorted(places))} of {kernel}")
+            known[first[0]][first[1]].add(first[2])
+    for kind, after, most in (("Write", "reads", RACE_WRITERS), ("Read", "writes", RACE_READERS)):
+        for kernel, at in known[kind].items():
+            if len(at) > most or "Backward" not in kernel:
+                found.append(f"{after} race with the {kind.lower()}s at {', '.join(sorted(at))} of {kernel}")
     return found
 
 
