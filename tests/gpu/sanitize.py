@@ -43,10 +43,9 @@ delta and, four of them, of complete dQ tiles, and the store of a task's mask bo
 barrier on which arrive.expect_tx follows the write; racecheck counts plain arrivals only. For more, see
 docs/reliability.md."""
 RACE_READERS = 4
-"""Reading instructions of the main kernel whose words racecheck finds overwritten: two of the load warp, where
-the dK belongs that it stores, and two of the converting warps, where a tile belongs. All lanes of a warp read,
-bar.warp.sync follows, and then one lane writes, or arrives on the barrier for which the writer waits;
-racecheck does not follow bar.warp.sync."""
+"""Its reads whose words racecheck finds overwritten: two of the load warp (where its dK belongs)
+and two of converting warps (where a tile belongs). All lanes of a warp read, bar.warp.sync follows, then one
+lane writes, or arrives on the barrier for which the writer waits; racecheck does not follow bar.warp.sync."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -112,7 +111,7 @@ def findings(tool: str, log: str) -> list[str]:
 
 
 def races(log: str) -> list[str]:
-    """Hazards of one launch, but for reads after the writes of at most RACE_WRITERS instructions a kernel, and
+    """Hazards of one launch, but for reads after the writes of at most RACE_WRITERS instructions a kernel and
     writes after the reads of at most RACE_READERS."""
     found, known = [], {"Write": defaultdict(set), "Read": defaultdict(set)}
     for hazard in re.split(_RACE, log, flags=re.M)[1:]:
