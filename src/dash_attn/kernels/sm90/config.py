@@ -12,10 +12,9 @@ SLOTS = 8  # contributions that the warps around the reduction may be apart
 # line of 128 bytes; then a ticket counter a dQ tile, and a queue entry a dQ tile.
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
-FINISH_STAGES = (
-    6  # complete dQ tiles that a block without items brings into shared memory at a time; even, see finish.py
-)
-FINISH_STAGES_BEHIND_ITEMS = 4  # the same of a block that had items, whose last dQ may still be leaving
+FINISH_STAGES, FINISH_STAGES_BEHIND_ITEMS = 6, 4
+"""Complete dQ tiles that a block brings into shared memory at a time: if it got no items, and if it had some, whose
+last dQ may still be leaving. Even, see finish.py."""
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 
