@@ -139,7 +139,7 @@ def check_flash_options(function: str, options: dict[str, Any]) -> None:
         if name not in _FLASH_OPTIONS:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         allowed = _FLASH_OPTIONS[name]
-        plain = value is None or isinstance(value, bool | int | float)
+        plain = value is None or isinstance(value, (bool, int, float))
         if not plain or value not in allowed:
             hint = "; use return_lse for the log-sum-exp" if name == "return_attn_probs" else ""
             raise InputError(f"{name}={_short(value)} is not supported, only {_either(allowed)}{hint}")
@@ -239,7 +239,7 @@ def _longest(name: str, value: Any) -> int:
     """-1 for a tensor: the lengths say what it holds, and reading it would wait for the device."""
     if value is None or isinstance(value, Tensor):
         return -1
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
         raise InputError(f"{name} must be None, a tensor or an integer >= 0, got {value!r}")
     return int(value)
 
@@ -248,7 +248,7 @@ def _sides(causal: bool, window: Window) -> tuple[int, int]:
     """(left, right), -1 where unbounded."""
     if window is None:
         return -1, 0 if causal else -1
-    if not isinstance(window, tuple | list) or len(window) != 2:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise InputError(f"window must be None or (left, right), got {window!r}")
     left, right = (_side(name, value, window) for name, value in zip(("left", "right"), window))
     return left, 0 if causal else right
@@ -257,7 +257,7 @@ def _sides(causal: bool, window: Window) -> tuple[int, int]:
 def _side(name: str, value: int | None, window: Window) -> int:
     if value is None:
         return -1
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not -1 <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not -1 <= value < 2**31:
         raise InputError(f"window {name} must be None, -1 or an integer in 0..2**31-1, got {window!r}")
     return int(value)
 
@@ -266,7 +266,7 @@ def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5 if head_dim else 1.0
     try:
-        number = isinstance(scale, int | float | np.floating | np.integer) and not isinstance(scale, bool)
+        number = isinstance(scale, (int, float, np.floating, np.integer)) and not isinstance(scale, bool)
         value = float(scale) if number else math.nan
     except OverflowError:
         value = math.inf

@@ -56,7 +56,7 @@ class Mask:
             value = getattr(self, side)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
                 raise ProblemError(f"mask {side} must be None or an integer >= 0, got {value!r}")
             object.__setattr__(self, side, int(value) if value < LONGEST else None)
 
@@ -338,7 +338,7 @@ def _visible(grid: SequenceGrid) -> int:
 
 
 def _lengths(index: int, pair: object) -> tuple[int, int]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ProblemError(f"sequence {index} must be (seqlen_q, seqlen_k), got {pair!r}")
     return _length(f"seqlen_q of sequence {index}", pair[0]), _length(
         f"seqlen_k of sequence {index}", pair[1]
@@ -354,7 +354,7 @@ def _length(name: str, value: object) -> int:
 
 def _integer(name: str, value: object, *, least: int) -> int:
     """The value as a Python int, so that equal problems are the same whatever integers they came from."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ProblemError(f"{name} must be an integer >= {least}, got {value!r}")
     if value > 2**31 - 1:
         raise ProblemError(f"{name} must fit in int32, got {value}")

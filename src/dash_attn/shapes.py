@@ -50,7 +50,7 @@ class Shape:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not isinstance(value, list | tuple) or any(type(x) is not int for x in value):
+            if not isinstance(value, (list, tuple)) or any(type(x) is not int for x in value):
                 raise InputError(f"{name} must be a list of integers, got {value!r}")
             object.__setattr__(self, name, tuple(value))
         for name in ("batch", "seqlen", "seqlen_k", "heads", "kv_heads", "head_dim", "seed"):

@@ -81,7 +81,7 @@ class TokenMask:
     __lt__ = __le__ = __gt__ = __ge__ = _refused("a comparison")
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, int | float):
+        if isinstance(other, (int, float)):
             _refuse("a comparison")
         return self is other
 
