@@ -14,6 +14,7 @@ from ptx_machine import main_kernel_ptx
 from dash_attn.cli import main
 from dash_attn.kernels.compile import resources, variants
 from dash_attn.kernels.cubin import resources_of_cubin
+from dash_attn.kernels.sm90.config import BackwardConfig
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
@@ -41,6 +42,22 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
 
     config = variants()[f"backward-d{head_dim}-bf16"]
     assert Backward(config)._storage().size_in_bytes() == config.shared_bytes <= SHARED
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"head_dim": 96}, "head_dim must be 64 or 128, got 96"),
+        ({"dtype": "fp32"}, "dtype must be 'bf16' or 'fp16', got 'fp32'"),
+        ({"q_stages": 5}, "bytes of shared memory, limit 232448"),
+        ({"do_stages": 1}, "has one stage of Q or dO"),
+        ({"head_dim": 64, "ds_stages": 1}, "two stages of the buffer that dK leaves through"),
+        ({"dq_stages": 1}, "two stages of the buffer that dK leaves through"),
+    ],
+)
+def test_configurations_that_cannot_run(changed: dict[str, int | str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackwardConfig(**({"head_dim": 128} | changed))  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("default")

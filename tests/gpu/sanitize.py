@@ -112,7 +112,8 @@ def findings(tool: str, log: str) -> list[str]:
 
 def races(log: str) -> list[str]:
     """Hazards of one launch, but for reads after the writes of at most RACE_WRITERS instructions a kernel and
-    writes after the reads of at most RACE_READERS."""
+    writes after the reads of at most RACE_READERS. They are counted, not known: if the compiler merged some,
+    as many others would pass."""
     found, known = [], {"Write": defaultdict(set), "Read": defaultdict(set)}
     for hazard in re.split(_RACE, log, flags=re.M)[1:]:
         first, *others = re.findall(r"(\w+) access at (\S+)\+(0x[0-9a-f]+)", hazard)

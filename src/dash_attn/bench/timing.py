@@ -71,14 +71,13 @@ def measure(contenders: Sequence[Contender], rounds: int, replays: int = REPLAYS
 
 
 def in_turn(calls: Sequence[T], number: int, rounds: int) -> list[T]:
-    """The order of round ``number``: each round begins with another call, every other one goes backwards.
+    """The order of round ``number``: which call is first moves on, and every other round goes backwards.
 
-    Under the power limit the clock of a call depends on what ran before it, and the first one after the pause
-    begins at the highest. So none is always first, or last, or behind the same one.
+    Under the power limit the clock of a call depends on what ran before it. So none is always first, or last,
+    or behind the same one.
     """
-    first = number * len(calls) // rounds
-    turned = [*calls[first:], *calls[:first]]
-    return turned[::-1] if number % 2 else turned
+    first, step = number * len(calls) // rounds, -1 if number % 2 else 1
+    return [calls[(first + step * place) % len(calls)] for place in range(len(calls))]
 
 
 def _prepared(contender: Contender, replays: int) -> Backward | None:

@@ -18,10 +18,10 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from . import finish, load, mma, plan_view, reduce
-from .config import FINISH_STAGES, MMA_WARPGROUPS, SLOTS, THREADS, BackwardConfig
+from .config import FINISH_STAGES, SLOTS, THREADS, BackwardConfig
+from .finish import MMA_WARPS
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
-MMA_WARPS = 4 * MMA_WARPGROUPS
 MAX_INT32 = (1 << 31) - 1
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -102,7 +102,9 @@ class Backward:
             item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
             grads_place: cute.struct.Align[cute.struct.MemRange[Int32, load.GRADS_PLACE_WORDS], 16]
-            tile_place: cute.struct.Align[cute.struct.MemRange[Int32, 8 * FINISH_STAGES], 16]
+            tile_place: cute.struct.Align[
+                cute.struct.MemRange[Int32, finish.PLACE_STRIDE * FINISH_STAGES], 16
+            ]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
             q: tile(c.tile_m, c.head_dim, c.q_stages)

@@ -60,6 +60,10 @@ class BackwardConfig:
             raise ValueError(
                 f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}"
             )
+        if min(self.q_stages, self.do_stages) < 2:
+            raise ValueError(f"{self} has one stage of Q or dO; the load warp must be a task ahead")
+        if (self.ds_stages if self.delayed_dq else self.dq_stages) != 2:
+            raise ValueError(f"{self} needs two stages of the buffer that dK leaves through")
         tile = 4 * self.dq_elements
         least = max(FINISH_STAGES * tile, FINISH_STAGES_BEHIND_ITEMS * tile + self.dq_stages * tile)
         if self.tiles_bytes < least:
@@ -83,8 +87,8 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block; barriers, slots and mailbox take less than 1 KB, and tiles begin at a multiple of that."""
-        head = 1024 + 4 * self.tile_m * (self.q_stages + self.do_stages)
+        """Shared memory of one block; barriers, slots and mailbox take less than 1,280 bytes, and tiles begin at a multiple of 1 KB."""
+        head = 1280 + 4 * self.tile_m * (self.q_stages + self.do_stages)
         return -(-head // 1024) * 1024 + self.tiles_bytes
 
     @property

@@ -23,6 +23,7 @@ from .config import (
 
 MMA_WARPS = 4 * MMA_WARPGROUPS
 AHEAD = 4  # tiles that a load warp takes at a time
+PLACE_WORDS, PLACE_STRIDE = 5, 8
 FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py
 
 
@@ -52,8 +53,10 @@ def stages_of(n_item: Int32) -> Int32:
 
 
 def tile_place(bars):
-    """Where the tiles in shared memory belong, (5, stage), see `store_piece`; batch -1: there are no more."""
-    return cute.make_tensor(bars.tile_place, cute.make_layout((5, FINISH_STAGES), stride=(1, 8)))
+    """Where the tiles in shared memory belong, (word, stage), see `store_piece`; batch -1: there are no more."""
+    return cute.make_tensor(
+        bars.tile_place, cute.make_layout((PLACE_WORDS, FINISH_STAGES), stride=(1, PLACE_STRIDE))
+    )
 
 
 @cute.jit
@@ -63,9 +66,8 @@ def load_role(
     """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a lane of its own."""
     places, q_map, size = tile_place(bars), mPlan[plan_view.Q_MAP_OFFSET], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
-    cute.arch.mbarrier_wait(
-        bars.tile_empty, 0
-    )  # while the MMA warps are not here, other blocks can take the tiles
+    # While the MMA warps are not here, other blocks can take the tiles.
+    cute.arch.mbarrier_wait(bars.tile_empty, 0)
     first = cute.arch.shuffle_sync(_take(mControl), 0)
     while first < end:
         following = _take(mControl)
@@ -154,21 +156,20 @@ def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, sc
     places, stages = tile_place(bars), stages_of(n_item)
     warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
     n = warp // 4
-    cute.arch.barrier(
-        barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS
-    )  # no item needs shared memory any more
-    for first in cutlass.range_constexpr(0, FINISH_STAGES, 2):
+    # Behind this, no item needs shared memory any more.
+    cute.arch.barrier(barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS)
+    for first in cutlass.range_constexpr(0, FINISH_STAGES, MMA_WARPGROUPS):
         _arrive(bars.tile_empty + first + n)
     cute.arch.mbarrier_wait(bars.tile_full + n, 0)
     while places[0, n % stages] >= 0:
         stage = n % stages
-        where = tuple(places[word, stage] for word in range(5))
+        where = tuple(places[word, stage] for word in range(PLACE_WORDS))
         pieces = (warp % 4, warp % 4 + MMA_WARPS // 2)
         values = [load_piece(config, sTiles[None, stage].iterator, piece) for piece in pieces]
         _arrive(bars.tile_empty + stage)
         for piece, value in zip(pieces, values):
             store_piece(config, value, mdQ, where, piece, scale)
-        n += 2
+        n += MMA_WARPGROUPS
         cute.arch.mbarrier_wait(bars.tile_full + n % stages, (n // stages) & 1)
 
 

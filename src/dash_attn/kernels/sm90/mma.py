@@ -79,7 +79,7 @@ class MmaRole:
         ).get_slice(tidx)
         t = SimpleNamespace(
             sV=sV, sdK=sdK,
-            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, lane=lane, scale_log2=scale * math.log2(math.e),
+            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, scale_log2=scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
             tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(sV)),
@@ -275,7 +275,7 @@ class MmaRole:
 
     @cute.jit
     def put_dk(self, t, following: Int32, slot, scale, bars):
-        """Put dK into the buffer that the task after this item will use, which is free, for the load warp to store."""
+        """Put dK into the buffer that the task after this item will use, once that is free, for the load warp to store."""
         c = self.config
         if plan_view.mailbox_item(slot).partial_slot < 0:
             empty, stages = (bars.ds_empty, c.ds_stages) if c.delayed_dq else (bars.dq_empty, c.dq_stages)
