@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dash_attn.kernels import compile
-from dash_attn.kernels.sm90.config import CLAIMED, CONTROL_WORDS, THREADS
+from dash_attn.kernels.sm90.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
 from dash_attn.schedule import Plan, to_table
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b16": 16, "u16": 16, "s16": 16, "s8": 8, "u8": 8}
-PLAN, CONTROL, TENSORS, DESCRIPTORS = 1 << 20, 1 << 28, 1 << 44, 1 << 60  # where these are in memory
+PLAN, CONTROL, ERRORS, TENSORS, DESCRIPTORS = 1 << 20, 1 << 28, 1 << 40, 1 << 44, 1 << 60  # where they are
 LOAD_WARP, WARPS = 0, THREADS // 32
 PATIENCE = 300  # rounds a block without anything that others could notice
 _LEFT_OUT = re.compile(
@@ -42,10 +42,10 @@ class DeadlockError(Exception):
 
 
 @cache
-def main_kernel_ptx(variant: str) -> str:
-    """The PTX file that has the main kernel of a variant."""
+def main_kernel_ptx(config: BackwardConfig) -> str:
+    """The PTX file that has the main kernel of a configuration."""
     with TemporaryDirectory() as folder:
-        compile._compile(compile.variants()[variant], f"--keep-ptx --dump-dir={folder}")
+        compile._compile(config, f"--keep-ptx --dump-dir={folder}")
         (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
     return ptx
 
@@ -172,8 +172,8 @@ class Machine:
             lanes = ((warp, lane) for warp in range(WARPS) for lane in range(32 if warp == LOAD_WARP else 1))
             block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
 
-    def run(self) -> None:
-        """Until every thread has ended; DeadlockError if that will not be."""
+    def run(self, patience: int = PATIENCE) -> None:
+        """Until every thread has ended; DeadlockError if that will not be. Bounded waits need patience."""
         idle = 0
         while running := [b for b in self.blocks if not all(t.done for t in b.threads)]:
             before, block = self.noticed, self.random.choice(running)
@@ -185,10 +185,16 @@ class Machine:
             for thread in [t for t in block.threads if t.warp == warp and not t.done]:
                 self._advance(thread, self.random.randint(20, 1000))
             idle = 0 if self.noticed > before else idle + 1
-            if idle > PATIENCE * len(self.blocks):
+            if idle > patience * len(self.blocks):
                 raise DeadlockError(
                     "\n".join(self._where(t) for b in running for t in b.threads if not t.done)
                 )
+
+    @property
+    def errors(self) -> tuple[int, int]:
+        """The error buffer: whether a wait gave up, and of which sequence (kernels/sm90/finish.py)."""
+        failed, sequence = (_as(self.memory.get(ERRORS + 4 * word, 0), "s32") for word in range(2))
+        return failed, sequence
 
     def _where(self, thread: Thread) -> str:
         at = self.program.instructions[thread.pc]
@@ -200,7 +206,7 @@ class Machine:
         self.noticed += 1
 
     def _advance(self, thread: Thread, steps: int) -> None:
-        """Execute so many instructions of a thread, or until it has to wait."""
+        """Execute so many instructions of a thread, or until it waits or has looked at what others write."""
         for _ in range(steps):
             predicate, wanted, operation, form, operands = self.program.instructions[thread.pc]
             if predicate and bool(thread.registers.get(predicate, 0)) != wanted:
@@ -219,6 +225,8 @@ class Machine:
             elif not getattr(self, f"_{kind}")(thread, operation, operands):
                 return None
             thread.pc += 1
+            if "acquire" in form:
+                return None
         return None
 
     # Operands
@@ -246,7 +254,7 @@ class Machine:
             strides = {24: rows * row, 32: row, 40: problem.head_dim}
             if offset:
                 return (extents | strides)[offset]
-        known = {8: PLAN, 7: CONTROL, 2: self.workers, 1: self.complete}
+        known = {8: PLAN, 7: CONTROL, 6: ERRORS, 2: self.workers, 1: self.complete}
         return known.get(from_the_end, TENSORS << from_the_end)
 
     # Instructions: each says whether the thread may go on to the next one
@@ -295,11 +303,15 @@ class Machine:
         return True
 
     def _atom(self, thread: Thread, operation: str, operands: list[str]) -> bool:
-        assert ".add" in operation
         address = self._address(thread, operands[1])
         seen = self.memory.get(address, 0)
         self._notice()
-        self.memory[address] = seen + self._value(thread, operands[2]) & 0xFFFFFFFF
+        given = [self._value(thread, operand) for operand in operands[2:]]
+        if ".cas" in operation:
+            self.memory[address] = given[1] if seen == given[0] else seen
+        else:
+            assert ".add" in operation
+            self.memory[address] = seen + given[0] & 0xFFFFFFFF
         thread.registers[operands[0]] = seen
         if address == CONTROL + 4 * CLAIMED and seen < len(self.plan.items):
             thread.block.items.append(seen)

@@ -63,7 +63,7 @@ def test_configurations_that_cannot_run(changed: dict[str, int | str], message: 
 @pytest.mark.filterwarnings("default")
 def test_one_lane_stores_dk_and_dv() -> None:
     """load.py elects the lane that stores and prefetches; a compiler that elects one would nest the two."""
-    ptx = main_kernel_ptx("backward-d64-bf16")
+    ptx = main_kernel_ptx(variants()["backward-d64-bf16"])
     before_stores = ptx.split("cp.async.bulk.tensor.5d.global.shared")[:-1]
     assert len(before_stores) == 4  # dV and dK, between items and at the end
     for before in before_stores:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from ptx_machine import DeadlockError, Instruction, Machine, Program, main_kernel_ptx
+from ptx_machine import PATIENCE, DeadlockError, Instruction, Machine, Program, main_kernel_ptx
 
+from dash_attn.kernels.compile import variants
+from dash_attn.kernels.sm90.config import BackwardConfig
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, build_plan, choose_policy
 
@@ -14,10 +16,11 @@ pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip
 pytestmark = pytest.mark.filterwarnings("default")
 
 Q, FIRST_STORED = 0, 8  # descriptors in the order of the kernel's parameters
+BOUNDED = BackwardConfig(64, spin_limit=300)
 
 
 def program(variant: str) -> Program:
-    return Program(main_kernel_ptx(variant))
+    return Program(main_kernel_ptx(variants()[variant]))
 
 
 def ran(variant: str, plan: Plan, blocks: int, seed: int) -> Machine:
@@ -119,11 +122,29 @@ def test_it_loads_the_tiles_of_its_tasks_and_stores_every_tile_once(name: str, h
         assert len([which for which, _ in stores if which == descriptor]) == parts * len(plan.items)
 
 
-def test_too_few_blocks_deadlock() -> None:
+def test_too_few_blocks_deadlock_unless_waits_are_bounded() -> None:
     plan = build_plan(Problem.dense(seqlen=256, head_dim=64), Shift(ring=2))
     assert plan.min_workers == 2
     with pytest.raises(DeadlockError, match="block 0 warp 3"):
         ran("backward-d64-bf16", plan, 1, 0)
+    for blocks in (1, 2):
+        machine = Machine(Program(main_kernel_ptx(BOUNDED)), plan, blocks, 0)
+        machine.run(100 * PATIENCE)
+        assert machine.errors == ((1, 0) if blocks == 1 else (0, 0))  # the ticket of sequence 0
+
+
+def test_a_tile_that_never_becomes_complete_is_waited_for_or_reported() -> None:
+    """The kernel is told that one more tile gets contributions than do."""
+    plan = case("packed, some empty", 64)
+    machines = [
+        Machine(Program(main_kernel_ptx(config)), plan, 2, 0) for config in (BackwardConfig(64), BOUNDED)
+    ]
+    for machine in machines:
+        machine.complete += 1
+    with pytest.raises(DeadlockError):
+        machines[0].run()
+    machines[1].run(100 * PATIENCE)
+    assert machines[1].errors == (1, -1)  # of no sequence: a tile, not a ticket
 
 
 @pytest.mark.parametrize("number", range(4))
