@@ -30,24 +30,8 @@ class LoadRole:
         """Load warp: claims items; K and V once an item; Q with LSE and dO with delta once a task, in the order of the item's runs."""
         c, batches = self.config, mdQ.shape[0]
         (
-            atom_q,
-            mQ,
-            sQ,
-            atom_do,
-            mdO,
-            sdO,
-            atom_k,
-            mK,
-            sK,
-            atom_v,
-            mV,
-            sV,
-            atom_dk,
-            tma_dK,
-            sdK,
-            atom_dv,
-            tma_dV,
-        ) = tma
+            atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV, atom_dk, tma_dK, sdK, atom_dv, tma_dV
+        ) = tma  # fmt: skip
         tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
         kv_bytes = 2 * c.tile_n * c.head_dim
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
