@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from sanitize import TOOLS, findings, inputs, passes, plans
+from sanitize import TOOLS, findings, inputs, plans
 
 from dash_attn.kernels.compile import variants
 from dash_attn.kernels.sm90.config import BackwardConfig
@@ -87,24 +84,6 @@ def test_an_error_of_a_tool_is_a_finding(tool: str, line: str) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_run_that_launched_nothing_is_a_finding(tool: str) -> None:
     assert findings(tool, "========= ERROR SUMMARY: 0 errors\n") == ["nothing was launched"]
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_tool_gets_its_options_before_the_program(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        end = summary(0) if tool == "racecheck" else "========= ERROR SUMMARY: 0 errors\n"
-        return subprocess.CompletedProcess(command, 0, DONE + end)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert passes(tool, "d64")
-    (command,) = commands
-    options = command[: command.index(sys.executable)]
-    assert options[options.index("--tool") + 1] == tool
-    assert options[len(options) - len(TOOLS[tool]) :] == TOOLS[tool]
-    assert ("--kernel-name-exclude" in options) == (tool == "initcheck")
 
 
 def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.MonkeyPatch) -> None:
