@@ -31,9 +31,9 @@ soak: .venv/ready
 sanitize: .venv/ready
 	$(BIN)/python tests/gpu/sanitize.py
 
-# More than 10^9 hand-overs of a tile from block to block for every form that may be shipped.
+# More than 10^9 hand-overs of a tile from block to block, beside full load, for every form that may be shipped.
 litmus: .venv/ready
-	$(BIN)/python tests/gpu/litmus.py --rounds 2e8 --loads dram l2 none
+	$(BIN)/python tests/gpu/litmus.py --rounds 2e8 --loads dram l2
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -13,7 +13,6 @@ from dash_attn.shapes import Shape
 TOKENS, HIDDEN = 16_384, 2_048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
 OTHER_LENGTHS = (1_500, 3_000, 6_144, 10_000, 32_768, 65_536, 131_072)
-LONGEST_FULL = 16_384
 GROUPED_HEADS, GROUPED_KV_HEADS, GROUPED_SEQLENS = 16, (4, 2), (4096, 16_384)
 
 
@@ -33,7 +32,7 @@ def grid(head_dims: Sequence[int], masks: Sequence[str], seqlens: Sequence[int])
 
 
 def beyond_the_grid(head_dims: Sequence[int], masks: Sequence[str]) -> Iterator[Point]:
-    """Grouped heads (causal, head dim 128), then other lengths, the longest under the causal mask only."""
+    """Grouped heads (causal, head dim 128), then other lengths."""
     if 128 in head_dims and "causal" in masks:
         for kv_heads in GROUPED_KV_HEADS:
             for seqlen in GROUPED_SEQLENS:
@@ -41,8 +40,7 @@ def beyond_the_grid(head_dims: Sequence[int], masks: Sequence[str]) -> Iterator[
     for head_dim in head_dims:
         for mask in masks:
             for seqlen in OTHER_LENGTHS:
-                if mask == "causal" or seqlen <= LONGEST_FULL:
-                    yield Point("lengths", _shape(seqlen, HIDDEN // head_dim, head_dim, mask))
+                yield Point("lengths", _shape(seqlen, HIDDEN // head_dim, head_dim, mask))
 
 
 def _shape(seqlen: int, heads: int, head_dim: int, mask: str, kv_heads: int | None = None) -> Shape:

@@ -36,7 +36,10 @@ def compiled(config: LitmusConfig, folder: Path) -> Counter[str]:
 def test_a_form_compiles_to_what_it_says(name: str, tmp_path: Path) -> None:
     form = FORMS[name]
     found = compiled(replace(SHAPES["small-bulk"], form=form, busy=False), tmp_path)
-    assert found["red.release.gpu.global.add.s32"] == form.release
+    raised = "st.{}.gpu.global.b32" if form.queued else "red.{}.gpu.global.add.s32"
+    assert found[raised.format("release")] == form.release
+    assert found[raised.format("relaxed")] >= (not form.release)
+    assert found["atom.relaxed.gpu.global.add.s32"] == form.queued
     assert (found["ld.acquire.gpu.global.b32"] > 0) == form.acquire
     assert (found["ld.relaxed.gpu.global.b32"] > 0) != form.acquire
     # One more wait, for everything, stands at the end of the kernel.

@@ -34,13 +34,15 @@ from litmus_kernel import (
 from torch import Tensor
 
 PROMISED = {
-    "release_warp": Form(),  # what the kernel ships
+    "release_warp": Form(),  # what the kernel ships, from block to block
+    "queued": Form(queued=True),  # the last hand-over of a tile, to the block that converts it
     "reduce_warp": Form(by_release_warp=False),
 }
 UNPROMISED = {
     "relaxed_poll": Form(acquire=False),
     "relaxed": Form(release=False, by_release_warp=False),
     "relaxed_warp": Form(release=False),
+    "queued_relaxed": Form(release=False, queued=True),
     "source_read": Form(wait=Wait.SOURCE_READ),
     "source_read_relaxed": Form(wait=Wait.SOURCE_READ, release=False, by_release_warp=False),
     "nothing": Form(wait=Wait.NOTHING),
@@ -143,7 +145,7 @@ def run(
     data = torch.full((REGIONS, REGION_WORDS), -1, **like)
     traffic = torch.randint(0, 1 << 30, (grid * max(LOADS[load], 2) * TRAFFIC_BYTES // 4,), **like)
     counters, done, outcome = (
-        torch.zeros(tiles, **like),
+        torch.zeros(2, tiles, **like),
         torch.zeros(grid, **like),
         torch.zeros(OUTCOME_WORDS, **like),
     )
@@ -156,11 +158,13 @@ def run(
         done.zero_()
         shift = 1 + launch * 37 % (grid - 1)
         place = data[launch % REGIONS]
-        kernel(place, counters, sources, expected, done, outcome, traffic, tickets, chains, shift, grid)
+        tensors = (place, counters.view(-1), sources, expected, done, outcome, traffic)
+        kernel(*tensors, tickets, chains, shift, grid)
     end.record()
     torch.cuda.synchronize()
-    if counters.min() != tickets or counters.max() != tickets:
-        raise RuntimeError(f"counters should end at {tickets}, found {counters.min()} to {counters.max()}")
+    flags = counters[0]
+    if flags.min() != tickets or flags.max() != tickets:
+        raise RuntimeError(f"counters should end at {tickets}, found {flags.min()} to {flags.max()}")
     words = outcome.tolist()
     each = tickets - 1 if config.every_round else (tickets - 1) // config.period
     return Outcome(

@@ -20,7 +20,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from cutlass.cutlass_dsl import T, dsl_user_op
-from cutlass.utils import SmemAllocator, hopper_helpers
+from cutlass.memory import SmemAllocator
+from cutlass.utils import hopper_helpers
 
 from dash_attn.kernels.sm90 import ptx
 
@@ -52,6 +53,13 @@ def add_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
     ptx._asm(None, [ptx._address(pointer, loc, ip)], text, "l,~{memory}", loc, ip)
 
 
+@dsl_user_op
+def store_relaxed(pointer: cute.Pointer, value: Int32, *, loc=None, ip=None) -> None:
+    """st.relaxed.gpu of one int32; the product has no use for it."""
+    operands = [ptx._address(pointer, loc, ip), Int32(value).ir_value(loc=loc, ip=ip)]
+    ptx._asm(None, operands, "st.relaxed.gpu.global.b32 [$0], $1;", "l,r,~{memory}", loc, ip)
+
+
 class Wait(enum.Enum):
     """What the reduce thread waits for before the flag is raised."""
 
@@ -69,12 +77,16 @@ class Reader(enum.Enum):
 
 @dataclass(frozen=True)
 class Form:
-    """A hand-over: what is waited for, who raises the flag and how, and how it is polled."""
+    """A hand-over: what is waited for, who raises the flag and how, and how it is polled.
+
+    Without ``release``, what raises the flag is relaxed.
+    """
 
     wait: Wait = Wait.PERFORMED
-    release: bool = True  # red.release.gpu, otherwise red.relaxed.gpu
+    release: bool = True
     by_release_warp: bool = True
     acquire: bool = True  # ld.acquire.gpu, otherwise ld.relaxed.gpu
+    queued: bool = False  # a relaxed atomic takes a place and the flag is stored, not added to
 
 
 @dataclass(frozen=True)
@@ -111,9 +123,10 @@ class LitmusConfig:
 class Litmus:
     """One launch; all tensors one-dimensional, int32, 128-byte aligned.
 
-    data: tiles * words, bits of fp32. counters: one a tile, 0. sources, expected: period * words, what is
-    added, and the tile after each of these additions. done: one a block, 0. outcome: OUTCOME_WORDS, 0.
-    traffic: what the busy warps copy, the same even number of 16 KB chunks a block.
+    data: tiles * words, bits of fp32. counters: the flag of each tile, then how many places each has given
+    away, 0. sources, expected: period * words, what is added, and the tile after each of these additions.
+    done: one a block, 0. outcome: OUTCOME_WORDS, 0. traffic: what the busy warps copy, the same even number
+    of 16 KB chunks a block.
     """
 
     def __init__(self, config: LitmusConfig):
@@ -275,8 +288,15 @@ class Litmus:
             return load_relaxed(counter)
 
     @cute.jit
-    def raise_flag(self, counter) -> None:
-        if const_expr(self.config.form.release):
+    def raise_flag(self, counter, chains: Int32) -> None:
+        form = self.config.form
+        if const_expr(form.queued):
+            following = ptx.add(counter + chains * cute.arch.grid_dim()[0]) + 1
+            if const_expr(form.release):
+                ptx.store_release(counter, following)
+            else:
+                store_relaxed(counter, following)
+        elif const_expr(form.release):
             ptx.add_release(counter)
         else:
             add_relaxed(counter)
@@ -305,7 +325,7 @@ class Litmus:
                     if const_expr(c.form.by_release_warp):
                         cute.arch.mbarrier_arrive(t.performed + n % SLOTS)
                     else:
-                        self.raise_flag(t.counters + tile)
+                        self.raise_flag(t.counters + tile, chains)
                         cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
                     n += 1
                 part = part + 1 if part + 1 < c.period else Int32(0)
@@ -321,7 +341,7 @@ class Litmus:
             for _ in cutlass.range(tickets, unroll=1):
                 for k in cutlass.range(chains, unroll=1):
                     cute.arch.mbarrier_wait(t.performed + n % SLOTS, (n // SLOTS) & 1)
-                    self.raise_flag(t.counters + (place + k * cute.arch.grid_dim()[0]))
+                    self.raise_flag(t.counters + (place + k * cute.arch.grid_dim()[0]), chains)
                     cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
                     n += 1
                 place = self.next_place(place, shift)
