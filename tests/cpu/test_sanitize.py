@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sanitize import TOOLS, findings, inputs, plans
+from gpu_cases import CAUSAL, auto_plan, packed
+from sanitize import TOOLS, contributed, findings, inputs, plans
 
 from dash_attn.kernels.compile import variants
 from dash_attn.kernels.sm90.config import BackwardConfig
@@ -100,3 +101,17 @@ def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.
             assert q.shape[:-2].numel() == rows, (name, label)
             assert lse.numel() == rows * plan.problem.heads
             assert k.shape[-2] == plan.problem.kv_heads
+
+
+def test_dumped_partial_sums_that_nobody_contributes_are_left_out() -> None:
+    plan = auto_plan(packed(130, (0, 100), 300, mask=CAUSAL, heads=2, kv_heads=1, head_dim=64))
+    # q tiles of 128 rows, of both heads: 2 of the first sequence, 3 of the last. A tile gets contributions of
+    # the kv tiles up to it.
+    counts = 2 * [1, 2] + 2 * [1, 2, 3]
+    partials = torch.full((len(counts), 4, 128, 64), torch.nan)
+    for tile, count in enumerate(counts):
+        partials[tile, :count] = tile
+    found = contributed(plan, partials)
+    assert found[:, 0, 0].tolist() == [tile for tile, count in enumerate(counts) for _ in range(count)]
+    partials[3, 1, 127, 63] = torch.nan
+    assert not contributed(plan, partials).isfinite().all()

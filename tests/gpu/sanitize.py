@@ -178,6 +178,16 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     for name in ("dq", "dk", "dv"):
         if not getattr(result, name).cpu().isfinite().all():
             raise RuntimeError(f"{name} is not finite")
+    if result.partials is not None and not contributed(plan, result.partials.cpu()).isfinite().all():
+        raise RuntimeError("a dumped partial sum is not finite")
+
+
+def contributed(plan: Plan, partials: Tensor) -> Tensor:
+    """Of dumped partial sums, by tile and ticket, those that there are, (., tile_m, head_dim)."""
+    sequences = range(len(plan.problem.sequences))
+    counts = [plan.pattern(i).grid.contributions for i in sequences for _ in range(plan.problem.heads)]
+    each = torch.tensor([int(count) for of_head in counts for count in of_head])
+    return partials[torch.arange(partials.shape[1]) < each[:, None]]
 
 
 def inputs(problem: Problem) -> list[Tensor]:
