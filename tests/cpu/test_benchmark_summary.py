@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -120,6 +121,9 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "did not repeat" not in text
     rows[3] = rows[3] | {"repeatable": False}
     assert "did not repeat: D64 full 512 fa4 spt" in report.report(rows)
+    slower = rows_of(MODES | {next(iter(MODES)): 2.0585})  # 83.46 TFLOP/s, 83.5 in the row: rounded once
+    assert slower[0]["tflops"] == 83.5
+    assert re.search(r"D64 full 512 +83  ", report.report(slower))
 
 
 def test_points() -> None:
