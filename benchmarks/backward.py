@@ -7,7 +7,7 @@ CUDA events, all kernels and allocations of the backward included. The whole swe
 first run every policy is measured, and clock and power under the automatic plan. FLOPs = 2.5 * 4 S^2 D H B,
 half of that under a causal mask. ``repeatable`` says that replays gave the same bytes.
 
-    python benchmarks/backward.py --output benchmarks/results/h200-backward.json
+    python benchmarks/backward.py --rounds 5 --output benchmarks/results/h200-backward.json
     python benchmarks/backward.py --quick
 """
 
