@@ -27,7 +27,7 @@ import torch
 from card import clock_and_power, driver
 from points import HIDDEN, SEQLENS, TOKENS, Point, beyond_the_grid, grid
 from report import report
-from summary import POINT, Row, flops, over_runs
+from summary import POINT, Row, flops, over_runs, tflops
 
 import dash_attn
 from dash_attn.bench import require_hopper
@@ -253,7 +253,7 @@ def _line(row: Row) -> str:
 def _shown(row: Row, found: Row) -> str:
     if "error" in found:
         return str(found["error"])[:90]
-    figures = f"{flops(row) / found['ms'] / 1e9:6.1f} TFLOP/s {found['ms']:8.3f} ms, "
+    figures = f"{tflops(row, found['ms']):6.1f} TFLOP/s {found['ms']:8.3f} ms, "
     return figures + f"repeatable {found['repeatable']}"
 
 

@@ -23,13 +23,13 @@ from summary import (
     by_point,
     fastest,
     first_ms,
-    flops,
     geometric_mean,
     least,
     ours,
     ratios_of,
     reached,
     run_spread,
+    tflops,
     values_of,
 )
 
@@ -150,7 +150,7 @@ def _peer(row: Row | None) -> str:
 
 def _tflops(row: Row) -> float:
     """From the time, because the row's own figure is rounded already; not a number without a time."""
-    return flops(row) / row["ms"] / 1e9 if "ms" in row else math.nan
+    return tflops(row, row["ms"]) if "ms" in row else math.nan
 
 
 def _row_name(row: Row) -> str:

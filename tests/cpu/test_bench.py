@@ -12,7 +12,7 @@ import torch
 from dash_attn.bench import Settings, bench_shape, save_chart, table
 from dash_attn.bench.peers import PEERS, Inputs
 from dash_attn.bench.run import Result, Row
-from dash_attn.bench.timing import Contender, in_turn
+from dash_attn.bench.timing import Contender, order_of_round
 from dash_attn.cli import main
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.model.charts import PictureError
@@ -106,7 +106,7 @@ def test_median_and_spread() -> None:
 @pytest.mark.parametrize("rounds", [1, 5, 7])
 def test_no_contender_has_a_place_of_its_own(contenders: int, rounds: int) -> None:
     calls = list(range(contenders))
-    orders = [in_turn(calls, number, rounds) for number in range(rounds)]
+    orders = [order_of_round(calls, number, rounds) for number in range(rounds)]
     assert all(sorted(order) == calls for order in orders)
     fair = -(-rounds // contenders)
     for place in range(contenders):

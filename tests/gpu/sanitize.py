@@ -164,7 +164,7 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     def fill(*args: object, **how: object) -> Tensor:
         x = empty(*args, **how)
         if x.is_cuda and x.dtype is torch.float32 and x.numel() and x.numel() % size == 0:
-            filled.append(x.fill_(torch.nan))
+            filled.append(x.fill_(torch.nan).numel())
         elif x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
             x.fill_(torch.nan)
         return x
@@ -173,7 +173,7 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     debug = Debug(config.spin_limit > 0, config.dump_partials, config.trace)
     with mock.patch.object(torch, "empty", fill):
         result = run_backward(plan, *arguments, problem.head_dim**-0.5, ordered=config.ordered, debug=debug)
-    if not filled:
+    if size not in filled:
         raise RuntimeError(f"no buffer of {size} fp32 values was allocated for dQ")
     for name in ("dq", "dk", "dv"):
         if not getattr(result, name).cpu().isfinite().all():

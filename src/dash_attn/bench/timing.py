@@ -55,8 +55,8 @@ def measure(contenders: Sequence[Contender], rounds: int, replays: int = REPLAYS
     """Time all contenders that run, ``rounds`` calls each, in interleaved rounds.
 
     Before that each is called once and replayed ``replays`` times, which compares the bytes and warms up.
-    The order is another one in every round (:func:`in_turn`). All kernels and allocations of a call count. A
-    contender that fails keeps the error as its reason.
+    The order is another one in every round (:func:`order_of_round`). All kernels and allocations of a call
+    count. A contender that fails keeps the error as its reason.
     """
     calls = []
     for contender in contenders:
@@ -64,13 +64,13 @@ def measure(contenders: Sequence[Contender], rounds: int, replays: int = REPLAYS
             calls.append((contender, call))
     for number in range(rounds):
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
-        events = [_timed(contender, call) for contender, call in in_turn(calls, number, rounds)]
+        events = [_timed(contender, call) for contender, call in order_of_round(calls, number, rounds)]
         torch.cuda.synchronize()
         for contender, start, end in events:
             contender.times.append(start.elapsed_time(end))
 
 
-def in_turn(calls: Sequence[T], number: int, rounds: int) -> list[T]:
+def order_of_round(calls: Sequence[T], number: int, rounds: int) -> list[T]:
     """The order of round ``number``: which call is first moves on, and every other round goes backwards.
 
     Under the power limit the clock of a call depends on what ran before it. So none is always first, or last,
