@@ -41,7 +41,7 @@ from dash_attn.schedule import POLICIES, Plan, Policy, Shift, build_plan, choose
 QUICK = (512, 4096)
 NOMINAL_TFLOPS = 500.0
 """From it follows how long a call takes about, and so how often a slow one is called."""
-TIMED_S, REPLAYED_S, LEAST_ROUNDS = 0.4, 0.2, 3
+TIMED_S, REPLAYED_S, LEAST_ROUNDS = 0.4, 0.2, 2
 PEER_ROWS = {
     ("fa4", True): ("fa4", "spt"),
     ("fa4", False): ("fa4", "none"),

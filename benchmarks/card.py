@@ -12,7 +12,7 @@ import torch
 HEAT_S = 0.2
 """Seconds of load before nvidia-smi is asked."""
 PATIENCE_S = 5.0
-IN_FLIGHT = 2
+IN_FLIGHT = 1
 
 
 def driver() -> str:
