@@ -46,7 +46,7 @@ def clock_and_power(call: Callable[[], object]) -> tuple[float | None, float | N
 
 
 def _keep_busy(call: Callable[[], object], until: Callable[[], bool]) -> None:
-    """Launch ``call`` again and again, a few ahead of the GPU, then wait for all of it."""
+    """Launch ``call`` again and again, ``IN_FLIGHT`` ahead of the GPU, then wait for all of it."""
     ends: deque[torch.cuda.Event] = deque()
     while not until():
         call()
