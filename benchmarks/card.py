@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -12,7 +11,6 @@ import torch
 HEAT_S = 0.2
 """Seconds of load before nvidia-smi is asked."""
 PATIENCE_S = 5.0
-IN_FLIGHT = 1
 
 
 def driver() -> str:
@@ -46,14 +44,15 @@ def clock_and_power(call: Callable[[], object]) -> tuple[float | None, float | N
 
 
 def _keep_busy(call: Callable[[], object], until: Callable[[], bool]) -> None:
-    """Launch ``call`` again and again, ``IN_FLIGHT`` ahead of the GPU, then wait for all of it."""
-    ends: deque[torch.cuda.Event] = deque()
+    """Launch ``call`` again and again, one ahead of the GPU, then wait for all of it."""
+    before = None
     while not until():
         call()
-        ends.append(torch.cuda.Event())
-        ends[-1].record()
-        if len(ends) > IN_FLIGHT:
-            ends.popleft().synchronize()
+        end = torch.cuda.Event()
+        end.record()
+        if before:
+            before.synchronize()
+        before = end
     torch.cuda.synchronize()
 
 
