@@ -30,13 +30,13 @@ from report import report
 from summary import POINT, Row, flops, over_runs, tflops
 
 import dash_attn
-from dash_attn.bench import require_hopper
-from dash_attn.bench.peers import PEERS, Inputs
-from dash_attn.bench.run import call_of, prepare
-from dash_attn.bench.timing import REPLAYS, Contender
-from dash_attn.bench.timing import measure as time_all
 from dash_attn.errors import DashError
+from dash_attn.peers.backward import PEERS, Inputs
 from dash_attn.schedule import POLICIES, Plan, Policy, Shift, build_plan, choose_policy, policy_by_name
+from dash_attn.tools.bench import require_hopper
+from dash_attn.tools.bench.run import call_of, prepare
+from dash_attn.tools.bench.timing import REPLAYS, Contender
+from dash_attn.tools.bench.timing import measure as time_all
 
 QUICK = (512, 4096)
 NOMINAL_TFLOPS = 500.0

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from dash_attn.bench import require_hopper
-from dash_attn.bench.peers import PEERS, Backward
-from dash_attn.bench.run import call_of, prepare
-from dash_attn.shapes import Shape
+from dash_attn.peers.backward import PEERS, Backward
+from dash_attn.tools.bench import require_hopper
+from dash_attn.tools.bench.run import call_of, prepare
+from dash_attn.tools.shapes import Shape
 
 TOKENS, HIDDEN, SEQLEN = 16_384, 2_048, 4_096
 

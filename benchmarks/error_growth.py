@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.bench import require_hopper
-from dash_attn.kernels import launch
+from dash_attn.backends.sm90 import launch
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, build_plan, choose_policy
+from dash_attn.tools.bench import require_hopper
 
 LENGTHS = tuple(2**n for n in range(10, 18))
 SAMPLES = 256

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dash_attn.shapes import Shape
+from dash_attn.tools.shapes import Shape
 
 TOKENS, HIDDEN = 16_384, 2_048
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)

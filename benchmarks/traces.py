@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dash_attn.bench import require_hopper
-from dash_attn.measure import simulated_and_measured
 from dash_attn.model import Timeline
 from dash_attn.model.render import save_gantt
 from dash_attn.model.roofline import CLOCK_GHZ
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import POLICIES, Descending, Plan, build_plan, choose_policy, policy_by_name
+from dash_attn.tools.bench import require_hopper
+from dash_attn.tools.measure import simulated_and_measured
 
 HEADS, SEQLEN, HEAD_DIM = 16, 4_096, 128
 SHOWN = 24

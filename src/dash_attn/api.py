@@ -25,9 +25,9 @@ from .arguments import (
     check_flash_options,
     check_no_positional,
 )
+from .backends.base import Backend, backend_for
 from .errors import DashError, InputError
 from .ops.autograd import apply_plan, attend
-from .ops.backends import Backend, backend_for
 from .ops.operators import DENSE, VARLEN, dense_plan, varlen_plan
 from .schedule import Plan, Policy
 

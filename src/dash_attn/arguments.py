@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .backends.base import check_device
 from .errors import InputError
-from .ops.backends import check_device
 from .ops.plans import DTYPE_NAMES, policy_key
 from .problem import DTYPES
 from .schedule import Policy

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dash_attn.backends.cpu import backward, forward, oracle_backward, oracle_forward
 from dash_attn.problem import Problem
-from dash_attn.reference import backward, forward, oracle_backward, oracle_forward
 from dash_attn.schedule import Plan
 
 SCALE = 0.3

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dash_attn.kernels import compile
-from dash_attn.kernels.sm90.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
+from dash_attn.backends.sm90 import compile
+from dash_attn.backends.sm90.backward.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
 from dash_attn.schedule import Plan, to_table
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b16": 16, "u16": 16, "s16": 16, "s8": 8, "u8": 8}
@@ -64,7 +64,7 @@ class Program:
     """The instructions of the main kernel in a PTX file, and its parameters."""
 
     def __init__(self, ptx: str):
-        start = re.search(r"\.visible \.entry \S*backwardBackward_object[^(]*\(", ptx)
+        start = re.search(r"\.visible \.entry \S*\w*Backward_object[^(]*\(", ptx)
         assert start is not None
         head, body = ptx[start.end() :].split("\n{", 1)
         self.parameters = head.count(".param")

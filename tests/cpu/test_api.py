@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import dash_attn.api as api
 from dash_attn.api import Support, attention, is_supported, plan_for
+from dash_attn.backends.cpu import oracle_backward, oracle_forward
 from dash_attn.errors import InputError, UnsupportedMaskError
 from dash_attn.problem import Mask
-from dash_attn.reference import oracle_backward, oracle_forward
 from dash_attn.schedule import FA3, POLICIES, SPT, Descending, Policy, Shift
 from dash_attn.testing import assert_same_bytes, same_bytes
 

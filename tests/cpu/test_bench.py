@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn.bench import Settings, bench_shape, save_chart, table
-from dash_attn.bench.peers import PEERS, Inputs
-from dash_attn.bench.run import Result, Row
-from dash_attn.bench.timing import Contender, order_of_round
-from dash_attn.cli import main
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.model.charts import PictureError
-from dash_attn.shapes import Shape
+from dash_attn.peers.backward import PEERS, Inputs
+from dash_attn.tools.bench import Settings, bench_shape, save_chart, table
+from dash_attn.tools.bench.run import Result, Row
+from dash_attn.tools.bench.timing import Contender, order_of_round
+from dash_attn.tools.cli import main
+from dash_attn.tools.shapes import Shape
 
 SHAPE = Shape(seqlen=512, causal=True)
 ROWS = (

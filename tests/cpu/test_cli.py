@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dash_attn.cli import main
 from dash_attn.model import closed_form
 from dash_attn.schedule import POLICIES
+from dash_attn.tools.cli import main
 
 Run = pytest.CaptureFixture[str]
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dash_attn import demo
-from dash_attn.cli import main
-from dash_attn.demo import DemoSettings, run_demo
-from dash_attn.demo.gpt import GPT, GPTShape, batch_of, python_manual
-from dash_attn.demo.repeatable import THREADS, deterministic_torch, optimizer_sha256, weights_sha256
-from dash_attn.demo.report import ProgressBar, sparkline
-from dash_attn.demo.settings import demo_device, typical_settings
 from dash_attn.errors import InputError
+from dash_attn.tools import demo
+from dash_attn.tools.cli import main
+from dash_attn.tools.demo import DemoSettings, run_demo
+from dash_attn.tools.demo.gpt import GPT, GPTShape, batch_of, python_manual
+from dash_attn.tools.demo.repeatable import THREADS, deterministic_torch, optimizer_sha256, weights_sha256
+from dash_attn.tools.demo.report import ProgressBar, sparkline
+from dash_attn.tools.demo.settings import demo_device, typical_settings
 
 # Four kv tiles of 128: fewer than three contributions to a q tile would commute. In float32: bfloat16 often
 # rounds the few differences of so small a model away.

@@ -8,8 +8,8 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from dash_attn import doctor
-from dash_attn.cli import main
+from dash_attn.tools import doctor
+from dash_attn.tools.cli import main
 
 
 def test_this_machine(capsys):

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from dash_attn.backends.sm90 import compile as compiling
+from dash_attn.backends.sm90 import launch
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import MissingCompilerError, program
 from dash_attn.errors import CompilationError, DashError, TooFewWorkersError
-from dash_attn.kernels import compile as compiling
-from dash_attn.kernels import launch
-from dash_attn.kernels.compile import MissingCompilerError, program
-from dash_attn.kernels.sm90.config import BackwardConfig
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, Policy, Shift, build_plan
 
@@ -32,7 +32,7 @@ def _fresh_cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     pytest.importorskip("tvm_ffi")
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "dash_attn.kernels.sm90.program", raising=False)
+    monkeypatch.delitem(sys.modules, "dash_attn.backends.sm90.backward.program", raising=False)
     with pytest.raises(MissingCompilerError, match=r"pip install 'dash-attn\[cuda\]'") as caught:
         program(CONFIG)
     assert missing.partition(".")[0] in str(caught.value)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_attn import attention, flash_attn_func, flash_attn_varlen_func, is_supported, plan_for
+from dash_attn.backends import base as backends
 from dash_attn.errors import InputError, UnsupportedMaskError
-from dash_attn.ops import backends
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, Shift
 from dash_attn.testing import assert_same_bytes, same_bytes

@@ -21,8 +21,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import masks, tiles
 
+from dash_attn.backends.cpu.executor import backward
 from dash_attn.problem import DTYPES
-from dash_attn.reference.executor import backward
 from dash_attn.schedule import PLACEMENTS, POLICIES, Plan
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dash_attn.errors import CoverageError, PlacementError
 from dash_attn.problem import Mask, Problem, SequenceGrid
-from dash_attn.schedule import Descending, HeadPattern, Plan, build_plan, verify
+from dash_attn.schedule import Descending, HeadPattern, Plan, build_plan, prove
 from dash_attn.schedule.head_groups import default_head_groups, group_heads
 from dash_attn.testing import assert_same_bytes, same_bytes
 
@@ -54,7 +54,7 @@ def test_the_deal_decides_dk_and_dv_and_leaves_dq_alone() -> None:
 def test_placement_of_the_groups_leaves_every_byte_alone(seed: int) -> None:
     tensors = packed_tensors(SIX_ON_ONE)
     plan = build_plan(SIX_ON_ONE, Descending(), head_groups=4)
-    shuffled = verify(shuffled_placement(plan, seed))
+    shuffled = prove(shuffled_placement(plan, seed))
     for name, value in executed(plan, tensors).items():
         assert_same_bytes(executed(shuffled, tensors, workers=shuffled.min_workers + seed)[name], value, name)
 
@@ -87,4 +87,4 @@ def test_numbers_that_cannot_be() -> None:
     pattern = plan.pattern(0)
     broken = HeadPattern(pattern.grid, pattern.offsets, pattern.runs, head_groups=7)
     with pytest.raises(CoverageError, match="7 head groups of 6 q heads"):
-        verify(Plan(plan.problem, "broken", {(64, 64): broken}, plan.items))
+        prove(Plan(plan.problem, "broken", {(64, 64): broken}, plan.items))

@@ -13,41 +13,28 @@ import dash_attn
 
 SOURCE = Path(dash_attn.__file__).parent
 
+BELOW_BACKENDS = {"errors", "problem", "schedule"}
+LIBRARY = {"__init__", "errors", "problem", "schedule", "model", "backends", "peers", "api", "integrations"}
 LAYERS = {
     "errors": set(),
     "problem": {"errors"},
     "schedule": {"errors", "problem"},
-    "model": {"errors", "problem", "schedule"},
-    "reference": {"errors", "problem", "schedule"},
-    "kernels": {"errors", "problem", "schedule"},
-    "measure": {"schedule", "model", "kernels"},
-    "doctor": {"__init__", "api", "integrations", "kernels"},
+    "model": BELOW_BACKENDS,
     "testing": set(),
-    "ops": {"errors", "problem", "schedule", "reference", "kernels"},
-    "arguments": {"errors", "problem", "schedule", "ops"},
-    "api": {"errors", "schedule", "ops", "arguments"},
+    "peers": BELOW_BACKENDS,
+    "backends/cuda": {"errors"},
+    "backends/cpu": BELOW_BACKENDS,
+    "backends/sm90": {*BELOW_BACKENDS, "backends/cuda", "peers"},
+    "backends": {*BELOW_BACKENDS, "backends/cpu", "backends/sm90"},
+    "ops": {*BELOW_BACKENDS, "backends"},
+    "arguments": {*BELOW_BACKENDS, "backends", "ops"},
+    "api": {"errors", "schedule", "backends", "ops", "arguments"},
     "integrations": {"errors", "api", "arguments", "ops"},
-    "shapes": {"errors", "problem"},
-    "verification": {"errors", "problem", "schedule", "api", "shapes", "testing"},
-    "bench": {"errors", "problem", "schedule", "model", "kernels", "api", "shapes", "testing"},
-    "demo": {"__init__", "errors", "problem", "schedule", "model", "reference", "api", "testing"},
-    "commands": {
-        "bench",
-        "errors",
-        "problem",
-        "schedule",
-        "model",
-        "kernels",
-        "demo",
-        "doctor",
-        "measure",
-        "shapes",
-        "verification",
-    },
-    "cli": {"__init__", "commands", "errors", "problem", "schedule"},
-    "__main__": {"cli"},
+    "tools": {*LIBRARY, "testing", "backends/cpu", "backends/cuda", "backends/sm90"},
+    "__main__": {"tools"},
     "__init__": {"problem", "schedule", "api"},
 }
+"""What each part may import besides itself. The longest name that fits a file is its part."""
 
 
 def loaded_by(code: str) -> set[str]:
@@ -58,9 +45,9 @@ def loaded_by(code: str) -> set[str]:
 
 COMMANDS = {
     "import": "import dash_attn",
-    "plan": "from dash_attn.cli import main; main(['plan', '--tiles', '4'])",
-    "simulate": "from dash_attn.cli import main; main(['simulate', '--tiles', '4', '--json'])",
-    "bounds": "from dash_attn.cli import main; main(['bounds', '--tiles', '4'])",
+    "plan": "from dash_attn.tools.cli import main; main(['plan', '--tiles', '4'])",
+    "simulate": "from dash_attn.tools.cli import main; main(['simulate', '--tiles', '4', '--json'])",
+    "bounds": "from dash_attn.tools.cli import main; main(['bounds', '--tiles', '4'])",
 }
 
 
@@ -73,39 +60,52 @@ def test_attention_loads_torch_when_asked_for() -> None:
     assert "torch" in loaded_by("import dash_attn; dash_attn.attention")
 
 
-def part_of(path: Path) -> str:
-    relative = path.relative_to(SOURCE)
-    return relative.parts[0].removesuffix(".py")
+def part_of(module: tuple[str, ...]) -> str:
+    """The part that a module of the package belongs to."""
+    names = ["/".join(module[:length]) for length in range(len(module), 0, -1)]
+    return next((name for name in names if name in LAYERS), "__init__")
 
 
 def imports_of(path: Path) -> set[str]:
     """Parts of the package that a file imports, read from its relative imports."""
-    package = path.relative_to(SOURCE).parts[:-1]
+    relative = path.relative_to(SOURCE)
+    package = relative.parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            for name in names:
-                parts = (*base, *str(name).split("."))
-                is_part = (SOURCE / parts[0]).is_dir() or (SOURCE / f"{parts[0]}.py").exists()
-                found.add(parts[0] if is_part else "__init__")
-    return found - {part_of(path)}
+            named = (*base, *(node.module or "").split(".")) if node.module else base
+            found |= {part_of((*named, alias.name)) for alias in node.names}
+    return found - {part_of(relative.with_suffix("").parts)}
+
+
+def imported_libraries(path: Path) -> set[str]:
+    """Other libraries that a file imports, anywhere in it."""
+    modules: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules.append(node.module or "")
+    return {module.partition(".")[0] for module in modules}
 
 
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_one_way(path: Path) -> None:
-    allowed = LAYERS[part_of(path)]
-    assert imports_of(path) <= allowed, f"{part_of(path)} may import only {sorted(allowed)}"
+    part = part_of(path.relative_to(SOURCE).with_suffix("").parts)
+    assert imports_of(path) <= LAYERS[part], f"{part} may import only {sorted(LAYERS[part])}"
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_the_hopper_backend_imports_cutlass(path: Path) -> None:
+    if SOURCE / "backends" / "sm90" not in path.parents:
+        assert not {"cutlass"} & imported_libraries(path)
 
 
 @pytest.mark.parametrize("folder", ["schedule", "model"])
 def test_pure_parts_name_no_heavy_library(folder: str) -> None:
     for path in [*(SOURCE / folder).rglob("*.py"), SOURCE / "problem.py"]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not {"torch", "cutlass"} & {m.partition(".")[0] for m in modules}, path
+        assert not {"torch", "cutlass"} & imported_libraries(path), path
 
 
 def test_public_names() -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from dash_attn.backends.cuda.cache import KernelCache, cache_folder, why_unsafe
+from dash_attn.backends.sm90.compile import MissingCompilerError
 from dash_attn.errors import CompilationError
-from dash_attn.kernels.cache import KernelCache, cache_folder, why_unsafe
-from dash_attn.kernels.compile import MissingCompilerError
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -174,7 +174,7 @@ def test_an_entry_of_another_user_is_never_read(folder: Path, monkeypatch: pytes
         found = list(fstat(descriptor))
         return os.stat_result((*found[:4], 54321, *found[5:]))
 
-    monkeypatch.setattr("dash_attn.kernels.cache.os.fstat", facts)
+    monkeypatch.setattr("dash_attn.backends.cuda.cache.os.fstat", facts)
     assert run(folder)[0].compiled == ["a"]
 
 
@@ -287,7 +287,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_kernel_cache import Compiler
-from dash_attn.kernels.cache import KernelCache
+from dash_attn.backends.cuda.cache import KernelCache
 folder, me = Path(sys.argv[2]), sys.argv[3]
 print("ready", flush=True)
 sys.stdin.readline()

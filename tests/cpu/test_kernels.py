@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from ptx_machine import main_kernel_ptx
 
-from dash_attn.cli import main
-from dash_attn.kernels.compile import resources, variants
-from dash_attn.kernels.cubin import resources_of_cubin
-from dash_attn.kernels.sm90.config import BackwardConfig
+from dash_attn.backends.cuda.cubin import resources_of_cubin
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import resources, variants
+from dash_attn.tools.cli import main
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
@@ -38,7 +38,7 @@ def test_compiles_without_spills(name: str) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
-    from dash_attn.kernels.sm90.backward import Backward
+    from dash_attn.backends.sm90.backward.kernel import Backward
 
     config = variants()[f"backward-d{head_dim}-bf16"]
     assert Backward(config)._storage().size_in_bytes() == config.shared_bytes <= SHARED
@@ -91,7 +91,7 @@ def test_what_is_no_cubin() -> None:
 
 FIRST_CALL = """
 import sys
-from dash_attn.kernels import compile
+from dash_attn.backends.sm90 import compile
 if sys.argv[1] == "load":
     compile._PROGRAMS._compile = lambda config: sys.exit("compiled again")
 print("ready", flush=True)

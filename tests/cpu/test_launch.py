@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dash_attn.kernels import forward
-from dash_attn.kernels.launch import _accumulator_order, _loadable
+from dash_attn.backends.sm90 import forward
+from dash_attn.backends.sm90.launch import _accumulator_order, _loadable
 from dash_attn.problem import Mask, Problem
 
 

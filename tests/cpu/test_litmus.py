@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dash_attn.kernels.cubin import resources_of_cubin
+from dash_attn.backends.cuda.cubin import resources_of_cubin
 
 for _module in ("cutlass", "tvm_ffi"):
     pytest.importorskip(_module, reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")

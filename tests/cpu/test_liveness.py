@@ -30,7 +30,7 @@ from test_many_plans import named_plan, random_problem
 
 from dash_attn.errors import TooFewWorkersError, UnsupportedMaskError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import PLACEMENTS, POLICIES, Plan, Shift, build_plan, policy_by_name, verify
+from dash_attn.schedule import PLACEMENTS, POLICIES, Plan, Shift, build_plan, policy_by_name, prove
 from dash_attn.schedule.interleave import can_deadlock, task_order
 
 MASKS = (Mask.full(), Mask.causal(), Mask.window(1, 0), Mask.window(0, 1), Mask.window(None, 1))
@@ -52,10 +52,10 @@ MOST_TASKS = 7
 def placements(plan: Plan, rng: random.Random) -> Iterator[Plan]:
     """The plan with its items as they are, from the last to the first, and in random order."""
     yield plan
-    yield verify(plan.with_items(plan.items[::-1]))
+    yield prove(plan.with_items(plan.items[::-1]))
     order = list(range(len(plan.items)))
     rng.shuffle(order)
-    yield verify(plan.with_items(plan.items[order]))
+    yield prove(plan.with_items(plan.items[order]))
 
 
 def small_plans() -> Iterator[Plan]:
@@ -377,7 +377,7 @@ def test_dependences_of_a_triangle() -> None:
     """Causal, kv tiles claimed upwards, sums descending: item 0 depends on the last, the last on none."""
     problem = Problem(((3, 3),), 1, 1, 1, Mask.causal(), tile_m=1, tile_n=1)
     plan = build_plan(problem, policy_by_name("spt"))
-    upwards = verify(plan.with_items(np.sort(plan.items, axis=0)))
+    upwards = prove(plan.with_items(np.sort(plan.items, axis=0)))
     assert deepest_item(contributions(upwards)) == [2, 2, 2]
     assert upwards.min_workers == 3
     assert deepest_item(contributions(plan)) == [0, 1, 2]

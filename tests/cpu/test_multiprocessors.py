@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dash_attn.backends.cuda import multiprocessors
+from dash_attn.backends.cuda.multiprocessors import usable_multiprocessors
 from dash_attn.errors import UnavailableError
-from dash_attn.kernels import multiprocessors
-from dash_attn.kernels.multiprocessors import usable_multiprocessors
 
 DEVICE = torch.device("cuda", 0)
 NEW_THREAD = 0

@@ -22,10 +22,10 @@ from dash_attn.schedule import (
     SymmetricShift,
     build_plan,
     choose_policy,
-    verify,
+    prove,
 )
-from dash_attn.schedule.choose import AUTO_RING
-from dash_attn.schedule.policies import lpt_placement
+from dash_attn.schedule.defaults import AUTO_RING
+from dash_attn.schedule.numerics import lpt_placement
 from dash_attn.schedule.tickets import SummationGroup, _compress, tickets_of
 
 
@@ -156,7 +156,7 @@ def test_second_rings_are_claimed_after_other_heads_first() -> None:
     assert plan.items[::16, 1].tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
     assert plan.min_workers == 16
     assert simulate(plan, Costs(5, 2), 128).stall == 0
-    head_by_head = verify(plan.with_items(plan.items[np.lexsort((plan.items[:, 2], plan.items[:, 1]))]))
+    head_by_head = prove(plan.with_items(plan.items[np.lexsort((plan.items[:, 2], plan.items[:, 1]))]))
     assert simulate(head_by_head, Costs(5, 2), 128).stall > 0.05
 
 

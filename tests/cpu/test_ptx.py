@@ -7,8 +7,8 @@ from collections import defaultdict
 import pytest
 from ptx_machine import PATIENCE, DeadlockError, Instruction, Machine, Program, main_kernel_ptx
 
-from dash_attn.kernels.compile import variants
-from dash_attn.kernels.sm90.config import BackwardConfig
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import variants
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, build_plan, choose_policy
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dash_attn.kernels.forward import PackedLengths
-from dash_attn.kernels.resident import FEW_ROUNDS, OnDevice
+from dash_attn.backends.sm90.forward import PackedLengths
+from dash_attn.backends.sm90.resident import FEW_ROUNDS, OnDevice
 
 
 def on_device(items: int, min_workers: int = 1, converting: float = 0.0) -> OnDevice:

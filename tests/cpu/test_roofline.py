@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.errors import ProblemError
-from dash_attn.kernels.sm90.config import BackwardConfig
 from dash_attn.model.roofline import CLOCK_GHZ, measured_cycles, roofline
 from dash_attn.problem import Problem
 

@@ -7,8 +7,8 @@ import torch
 from gpu_cases import CAUSAL, auto_plan, packed
 from sanitize import TOOLS, contributed, findings, inputs, plans
 
-from dash_attn.kernels.compile import variants
-from dash_attn.kernels.sm90.config import BackwardConfig
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import variants
 
 
 def race(*accesses: tuple[str, str], kernel: str = "kernel_sm90Backward_1") -> str:

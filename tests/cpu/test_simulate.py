@@ -22,11 +22,11 @@ from dash_attn.schedule import (
     SymmetricShift,
     build_plan,
     lpt_placement,
-    verify,
+    prove,
 )
 from dash_attn.schedule.head_groups import default_head_groups
 from dash_attn.schedule.interleave import item_tasks
-from dash_attn.schedule.policies.lpt import L2_BYTES
+from dash_attn.schedule.placement.lpt import L2_BYTES
 
 costs = st.builds(
     Costs,
@@ -139,7 +139,7 @@ def test_ranking_on_an_h200_matches_measurements() -> None:
     problem = Problem.dense(heads=16, seqlen=16384, head_dim=128, mask=Mask.causal())
     plans = [build_plan(problem, policy) for policy in (FA3(), SPT(), Descending())]
     # With the sections that were measured: as many heads as fit L2.
-    plans[2] = verify(plans[2].with_items(lpt_placement(plans[2], l2_bytes=L2_BYTES)))
+    plans[2] = prove(plans[2].with_items(lpt_placement(plans[2], l2_bytes=L2_BYTES)))
     used = [simulate(plan, H200, H200_WORKERS).utilization for plan in plans]
     assert used[0] < 0.6 < used[1] < used[2]
     assert used[1] == pytest.approx(0.93, abs=0.015)

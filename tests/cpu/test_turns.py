@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dash_attn.kernels import turns
+from dash_attn.backends.cuda import turns
 
 DEVICE = torch.device("cuda", 0)
 

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from dash_attn.cli import main
+from dash_attn.backends.cpu import oracle_backward, oracle_forward
 from dash_attn.errors import InputError
 from dash_attn.problem import Mask
-from dash_attn.reference import oracle_backward, oracle_forward
-from dash_attn.shapes import read_shapes
-from dash_attn.verification import CHECKS, Settings, Shape, Status, checks, oracle, verify_shape
-from dash_attn.verification.batch import Batch, random_inputs
+from dash_attn.tools.cli import main
+from dash_attn.tools.shapes import read_shapes
+from dash_attn.tools.verify import CHECKS, Settings, Shape, Status, checks, oracle, verify_shape
+from dash_attn.tools.verify.batch import Batch, random_inputs
 
 SMALL = Shape(seqlen=400, heads=2, kv_heads=1, head_dim=16, causal=True, dtype="float32")
 PACKED = Shape(seqlens=(290, 0, 40), heads=2, head_dim=16, window=(100, 50), dtype="float32")

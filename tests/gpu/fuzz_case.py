@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dash_attn.errors import HandOverError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import Plan, Policy, build_plan, choose_policy, policy_by_name, verify
+from dash_attn.schedule import Plan, Policy, build_plan, choose_policy, policy_by_name, prove
 from dash_attn.testing import same_bytes
-from dash_attn.verification.batch import Inputs as Sequence
-from dash_attn.verification.oracle import error_norms, plain_attention
+from dash_attn.tools.verify.batch import Inputs as Sequence
+from dash_attn.tools.verify.oracle import error_norms, plain_attention
 
 GRADS = ("dq", "dk", "dv")
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -95,7 +95,7 @@ class FuzzCase:
             other = build_plan(problem, policy, "lpt", head_groups=self.head_groups)
         elif placement == "shuffled":
             order = np.random.default_rng(self.seed).permutation(len(plan.items))
-            other = verify(plan.with_items(plan.items[order]))
+            other = prove(plan.with_items(plan.items[order]))
         else:
             return plan
         return other if other.min_workers <= resident else plan
@@ -290,7 +290,7 @@ class Backend:
 
 def hopper() -> Backend:
     """The kernels on the current GPU."""
-    from dash_attn.kernels.launch import Debug, run_backward
+    from dash_attn.backends.sm90.launch import Debug, run_backward
 
     def launch(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
         debug = Debug(bounded=True) if how.bounded else None

@@ -14,7 +14,7 @@ from fuzz_case import GRADS
 from fuzz_case import Tensors as Inputs
 from torch import Tensor
 
-from dash_attn.kernels.launch import Result, run_backward
+from dash_attn.backends.sm90.launch import Result, run_backward
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
     FA3,

@@ -23,7 +23,7 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from dash_attn.kernels.sm90 import ptx
+from dash_attn.backends.sm90.device import ptx
 
 TRAFFIC_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_BUSY_WARP, READER_WARP = 0, 1, 2, 3, 4, 12
 THREADS = 32 * (READER_WARP + 1)

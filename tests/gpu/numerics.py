@@ -20,7 +20,7 @@ from torch import Tensor
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import build_plan, choose_policy
 from dash_attn.testing import assert_same_bytes
-from dash_attn.verification.oracle import error_norms, plain_attention
+from dash_attn.tools.verify.oracle import error_norms, plain_attention
 
 MASKS = (Mask.full(), Mask.causal(), Mask.window(70, 20))
 

@@ -20,9 +20,9 @@ import torch
 from gpu_cases import CAUSAL, FULL, WINDOW, auto_plan, dense, packed
 from torch import Tensor
 
-from dash_attn.kernels.compile import program, variants
-from dash_attn.kernels.launch import Debug, run_backward
-from dash_attn.kernels.sm90.config import BackwardConfig
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import program, variants
+from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 

@@ -40,9 +40,9 @@ from gpu_cases import (
 from hold import held
 from torch import Tensor
 
+from dash_attn.backends.sm90 import launch as launcher
+from dash_attn.backends.sm90.launch import Debug, Result
 from dash_attn.errors import HandOverError, TooFewWorkersError
-from dash_attn.kernels import launch as launcher
-from dash_attn.kernels.launch import Debug, Result
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 

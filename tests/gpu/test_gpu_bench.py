@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dash_attn.bench import Settings, bench_shape
-from dash_attn.shapes import Shape
+from dash_attn.tools.bench import Settings, bench_shape
+from dash_attn.tools.shapes import Shape
 
 SHAPES = [
     Shape(batch=1, seqlen=1024, heads=4, kv_heads=2, causal=True),

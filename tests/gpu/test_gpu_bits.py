@@ -23,10 +23,10 @@ from gpu_cases import (
     make_case,
 )
 
-from dash_attn.kernels.launch import Debug, Result, run_backward
+from dash_attn.backends.cpu import fold_partials
+from dash_attn.backends.sm90.launch import Debug, Result, run_backward
 from dash_attn.problem import Problem
-from dash_attn.reference import fold_partials
-from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, verify
+from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, prove
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 BOUNDED = Debug(bounded=True)
@@ -39,7 +39,7 @@ EVERY_POLICY = pytest.mark.parametrize(("mask", "policy"), POLICIES, ids=lambda 
 def shuffled(plan: Plan, seed: int) -> Plan:
     """The same numerics with the items in random order."""
     order = np.random.default_rng(seed).permutation(len(plan.items))
-    return verify(plan.with_items(plan.items[order]))
+    return prove(plan.with_items(plan.items[order]))
 
 
 def resident() -> int:

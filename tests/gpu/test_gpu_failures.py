@@ -12,10 +12,10 @@ from gpu_cases import CAUSAL, FULL, Inputs, auto_plan, dense, differing, launch,
 from hold import held
 
 import dash_attn
+from dash_attn.backends.cuda.multiprocessors import multiprocessors, usable_multiprocessors
+from dash_attn.backends.sm90 import launch as launcher
+from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.errors import TooFewWorkersError
-from dash_attn.kernels import launch as launcher
-from dash_attn.kernels.launch import Debug, run_backward
-from dash_attn.kernels.multiprocessors import multiprocessors, usable_multiprocessors
 from dash_attn.schedule import Shift, build_plan
 
 DEVICE = torch.device("cuda", 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.kernels.launch import run_backward
+from dash_attn.backends.sm90.launch import run_backward
 from dash_attn.schedule import Plan
 from golden_cases import GOLDEN, golden_inputs, golden_plans
 

@@ -12,14 +12,15 @@ from torch.nn import attention as registry
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dash_attn import attention, doctor
-from dash_attn.cli import main
-from dash_attn.demo import DemoSettings, run_demo
-from dash_attn.demo.gpt import GPTShape
-from dash_attn.demo.repeatable import deterministic_torch
+from dash_attn import attention
 from dash_attn.errors import InputError
 from dash_attn.integrations import sdpa
 from dash_attn.testing import assert_same_bytes, same_bytes
+from dash_attn.tools import doctor
+from dash_attn.tools.cli import main
+from dash_attn.tools.demo import DemoSettings, run_demo
+from dash_attn.tools.demo.gpt import GPTShape
+from dash_attn.tools.demo.repeatable import deterministic_torch
 
 HAS_REGISTRY = hasattr(registry, "register_flash_attention_impl")
 needs_registry = pytest.mark.skipif(not HAS_REGISTRY, reason=f"torch {torch.__version__} has no registry")

@@ -24,10 +24,10 @@ from gpu_cases import (
 )
 
 import dash_attn
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.launch import Debug
 from dash_attn.errors import HandOverError, InputError, TooFewWorkersError
-from dash_attn.kernels.compile import variants
-from dash_attn.kernels.launch import Debug
-from dash_attn.kernels.sm90.config import BackwardConfig
 from dash_attn.problem import Mask
 from dash_attn.schedule import Shift, build_plan
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -77,7 +77,7 @@ def test_too_few_workers_are_refused_before_the_launch(monkeypatch):
     problem = dense(FULL, seqlen=1024)
     plan, case = build_plan(problem, Shift()), make_case(problem)
     assert plan.min_workers == 8
-    monkeypatch.setattr("dash_attn.kernels.launch.program", lambda config: pytest.fail("launched"))
+    monkeypatch.setattr("dash_attn.backends.sm90.launch.program", lambda config: pytest.fail("launched"))
     with pytest.raises(TooFewWorkersError, match="needs 8 resident workers to be free of deadlock, got 7"):
         launch(plan, case, workers=7)
 

@@ -27,12 +27,12 @@ from gpu_cases import (
 )
 from test_gpu_accuracy import BOUND, PROBLEMS, bounds_of, configurations, random_length
 
+from dash_attn.backends.cpu import fold_partials
+from dash_attn.backends.sm90 import launch as launch_module
+from dash_attn.backends.sm90.launch import Debug, forward
 from dash_attn.errors import InputError
-from dash_attn.kernels import launch as launch_module
-from dash_attn.kernels.launch import Debug, forward
 from dash_attn.problem import Mask, Problem
-from dash_attn.reference import fold_partials
-from dash_attn.schedule import SPT, Plan, Shift, build_plan, verify
+from dash_attn.schedule import SPT, Plan, Shift, build_plan, prove
 from dash_attn.testing import assert_same_bytes
 
 BOTH_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
@@ -265,7 +265,7 @@ def test_workers_and_placement_leave_every_byte_alone():
     first = launch(plan, case)
     for seed in range(5):
         items = plan.items[torch.randperm(len(plan.items), generator=torch.Generator().manual_seed(seed))]
-        other: Plan = verify(plan.with_items(items))
+        other: Plan = prove(plan.with_items(items))
         launch(other, case, workers=other.min_workers, debug=Debug(bounded=True))
         for workers in (other.min_workers, 100, None):
             assert not differing(first, launch(other, case, workers=workers)), f"{workers} workers"

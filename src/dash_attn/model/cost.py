@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from ..errors import CostError
-from ..schedule.policies.shift import H200_WORKERS
+from ..schedule.numerics.shift import H200_WORKERS
 
 __all__ = ["H200", "H200_WORKERS", "Costs", "require_workers"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..problem import IntArray, Mask, Problem
 from ..schedule.build import build_plan
 from ..schedule.graph import dependency_graph
-from ..schedule.policies import policy_by_name
+from ..schedule.numerics import policy_by_name
 from .bounds import closed_form
 from .charts import (
     IDLE,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..errors import TooFewWorkersError
 from ..schedule.plan import Plan
-from ..schedule.verify import check_workers
+from ..schedule.proof import check_workers
 from .cost import Costs, require_workers
 
 __all__ = ["Timeline", "simulate"]

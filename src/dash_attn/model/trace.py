@@ -23,7 +23,7 @@ def measured_timeline(plan: Plan, trace: NDArray[np.int64], clock_ghz: float) ->
 
     Args:
         plan: the plan that ran, a dense batch.
-        trace: (dQ tiles, kv tiles, 4) int64, as :class:`dash_attn.kernels.launch.Result` gives it: for
+        trace: (dQ tiles, kv tiles, 4) int64, as :class:`dash_attn.backends.sm90.launch.Result` gives it: for
             every contribution the nanoseconds at which its ticket was granted, it was ready in shared
             memory, and it was performed in global memory, and the SM.
         clock_ghz: SM clock that turns nanoseconds into cycles.

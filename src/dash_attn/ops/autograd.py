@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..backends.base import Backend
 from ..schedule import Plan
-from .backends import Backend
 
 __all__ = [
     "Differentiable",

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.base import backend_for
 from ..errors import InputError
 from ..schedule import Plan
 from .autograd import Differentiable, Gradients, with_gradients, without_second_derivative
-from .backends import backend_for
 from .lengths import Lengths, host_lengths
 from .plans import find_plan
 

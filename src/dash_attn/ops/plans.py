@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import torch
 
+from ..backends.base import backend_for
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Mask, Problem
 from ..schedule import POLICIES, Plan, Policy, build_plan, choose_policy
-from .backends import backend_for
 
 __all__ = ["DTYPE_NAMES", "find_plan", "policy_key"]
 

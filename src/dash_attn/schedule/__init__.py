@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from .build import PLACEMENTS, build_plan
-from .choose import choose_policy
-from .plan import HeadPattern, Plan, Run
-from .policies import (
+from .defaults import choose_policy
+from .numerics import (
     FA3,
     POLICIES,
     SPT,
@@ -16,9 +15,10 @@ from .policies import (
     lpt_placement,
     policy_by_name,
 )
+from .plan import HeadPattern, Plan, Run, Verdict
 from .policy import Policy
+from .proof import check_workers, prove
 from .table import from_table, to_table
-from .verify import Verdict, check_workers, verify
 
 __all__ = [
     "FA3",
@@ -40,6 +40,6 @@ __all__ = [
     "from_table",
     "lpt_placement",
     "policy_by_name",
+    "prove",
     "to_table",
-    "verify",
 ]

@@ -8,11 +8,11 @@ from typing import Literal
 from ..errors import PlacementError
 from ..problem import Problem, SequenceGrid
 from .head_groups import default_head_groups
+from .numerics import POLICIES, lpt_placement
 from .plan import HeadPattern, Plan
-from .policies import POLICIES, lpt_placement
 from .policy import Head, Policy
+from .proof import prove
 from .tickets import derive_runs
-from .verify import verify
 
 __all__ = ["PLACEMENTS", "Placement", "build_plan"]
 
@@ -32,7 +32,7 @@ def build_plan(
         problem: what to compute.
         policy: chooses the numerics, and the placement where that is "policy".
         placement: "policy" for the policy's own order of items, "lpt" for the longest first in groups
-            of heads that fit L2 (:func:`~dash_attn.schedule.policies.lpt_placement`).
+            of heads that fit L2 (:func:`~dash_attn.schedule.numerics.lpt_placement`).
         head_groups: head groups of each kv head, by default what
             :func:`~dash_attn.schedule.head_groups.default_head_groups` says for each sequence.
 
@@ -42,7 +42,7 @@ def build_plan(
         PlanError: the verifier refuses the plan (a defect of the policy).
 
     >>> from dash_attn.problem import Mask
-    >>> from dash_attn.schedule.policies import Shift, SymmetricShift
+    >>> from dash_attn.schedule.numerics import Shift, SymmetricShift
     >>> full = Problem.dense(batch=2, heads=8, seqlen=4096, head_dim=128)
     >>> plan = build_plan(full, Shift(ring=16))
     >>> plan, plan.min_workers
@@ -64,7 +64,7 @@ def build_plan(
     ]
     name = str(policy) if placement == "policy" else f"{policy} + {placement}"
     plan = Plan(problem, name, patterns, policy.place(heads))
-    return verify(plan.with_items(lpt_placement(plan)) if placement == "lpt" else plan)
+    return prove(plan.with_items(lpt_placement(plan)) if placement == "lpt" else plan)
 
 
 def _pattern(policy: Policy, grid: SequenceGrid, head_groups: int) -> HeadPattern:

@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +30,7 @@ from ..problem import IntArray, Problem, SequenceGrid
 from .head_groups import group_heads
 from .tickets import RunTuple
 
-if TYPE_CHECKING:
-    from .verify import Verdict
-
-__all__ = ["HeadPattern", "Plan", "Run"]
+__all__ = ["HeadPattern", "Plan", "Run", "Verdict"]
 
 NUMERICS_VERSION = 2
 
@@ -120,6 +117,22 @@ class HeadPattern:
         """Tasks of each kv tile, shape (kv_tiles,)."""
         sums = np.concatenate(([0], np.cumsum(self.runs[:, 2])))
         return sums[self.offsets[1:]] - sums[self.offsets[:-1]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the verifier established about a plan.
+
+    Attributes:
+        min_workers: smallest number of resident workers under which the plan cannot deadlock.
+        tasks: number of tasks proven to run once each, over all sequences and q heads.
+        needs: (items,) int64, the place in the list of the last item that each item depends on; its own if it
+            depends on no later one.
+    """
+
+    min_workers: int
+    tasks: int
+    needs: IntArray = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

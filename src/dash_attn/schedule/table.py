@@ -52,8 +52,8 @@ from ..errors import TableError
 from ..problem import Mask, Problem
 from .head_groups import group_heads
 from .plan import HeadPattern, Plan
+from .proof import prove
 from .tickets import MAX_HOLD, MAX_STEP
-from .verify import verify
 
 __all__ = [
     "ABI_VERSION",
@@ -191,7 +191,7 @@ def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | No
     plan = Plan(problem, "table", patterns, _items(problem, items, patterns))
     if fingerprint is not None:
         plan.check_fingerprint(fingerprint)
-    plan = verify(plan)
+    plan = prove(plan)
     if not np.array_equal(to_table(plan), words):
         raise TableError("the table contradicts itself: it is not the table of the plan it holds")
     return plan

@@ -1,0 +1,1 @@
+"""Backends: what runs a plan. ``base`` says what each of them covers."""

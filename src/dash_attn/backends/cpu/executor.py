@@ -1,0 +1,305 @@
+"""The executor: runs a plan on CPU tensors, tile by tile, exactly as the plan says.
+
+It is the reference for every kernel and the CPU backend of :func:`dash_attn.attention`.
+
+What fixes a bit
+    The tile shape, the order of q tiles in an item and the order of its head groups (dK, dV), and the
+    tickets of a q tile (dQ). Which
+    worker runs which item when does not: ``workers`` and ``rng`` choose one of the legal orders, and all
+    of them give the same bytes. Nothing but its own rows enters a sequence's result: not the batch, not
+    its neighbours, not its place among them.
+
+    Each tile is copied to fresh memory before it is multiplied. A matrix product may take another path
+    (and round otherwise) for operands that are aligned otherwise, and a slice's alignment depends on
+    where its sequence lies.
+
+Precision
+    Products and sums in float32 (float64 for float64 tensors). For bfloat16 and float16, P and dS are
+    rounded to the tensors' dtype before their second products, as a GPU kernel must do; results are
+    rounded once, at the end.
+
+Layout: packed, (total, heads, head_dim), sequences one after the other in the order of the problem.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...problem import Problem
+from ...schedule.interleave import Task, task_order
+from ...schedule.plan import Plan
+from ...schedule.proof import check_workers
+from .tiles import TileMasks, TileRows, accumulator, check_packed, copy_tile, exact
+
+__all__ = ["backward", "dq_partials", "fold_partials", "forward"]
+
+QTile = tuple[int, int, int]
+"""(sequence, q head, q tile)"""
+
+
+def forward(
+    plan: Plan | Problem, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention by online softmax over kv tiles in ascending order.
+
+    Args:
+        plan: a plan or its problem; the forward has no schedule.
+        q: (total_q, heads, head_dim), CPU, the problem's dtype.
+        k, v: (total_k, kv_heads, head_dim).
+        softmax_scale: factor on Q K^T.
+
+    Returns:
+        out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
+        lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows.
+
+    Raises:
+        InputError: a tensor does not fit the problem.
+    """
+    problem = plan.problem if isinstance(plan, Plan) else plan
+    check_packed(problem, {"q": q}, {"k": k, "v": v})
+    rows, masks = TileRows(problem), TileMasks(problem.mask)
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    lse = torch.full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
+    with exact():
+        for sequence in range(len(problem.sequences)):
+            grid = problem.grid(sequence)
+            for kv_head in range(problem.kv_heads):
+                at = [rows.kv(sequence, tile) for tile in range(grid.kv_tiles)]
+                keys = [copy_tile(k, r, kv_head) for r in at]
+                values = [copy_tile(v, r, kv_head) for r in at]
+                for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
+                    for q_tile in range(grid.q_tiles):
+                        r = rows.q(sequence, q_tile)
+                        online = _OnlineSoftmax(copy_tile(q, r, head), softmax_scale, q.dtype)
+                        for kv in range(int(grid.kv_first[q_tile]), int(grid.kv_last[q_tile]) + 1):
+                            online.add(keys[kv], values[kv], masks.hidden(grid, kv, q_tile))
+                        out[r, head], lse[head, r] = online.result()
+    return out, lse
+
+
+def backward(
+    plan: Plan,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    *,
+    workers: int | None = None,
+    rng: random.Random | None = None,
+    ordered: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv), dQ summed in the order of the plan's tickets.
+
+    Args:
+        plan: a verified plan.
+        dout, q, k, v, out, lse: in the layout of :func:`forward`; out and lse are what it returned.
+        softmax_scale: factor on Q K^T.
+        workers: resident workers, default ``plan.min_workers``; without order, one for each item.
+        rng: picks a random legal interleaving of the workers instead of a fixed one.
+        ordered: False adds to dQ in the order in which ``rng`` happens to run the tasks and ignores
+            tickets, as atomic adds do: the negative control.
+
+    Returns:
+        dq, dk, dv in the shapes and dtype of q, k, v. Bitwise equal for every placement, ``workers``
+        and ``rng``, as long as ``ordered`` holds.
+
+    Raises:
+        InputError: a tensor does not fit the problem.
+        TooFewWorkersError: the plan could deadlock with so few workers.
+    """
+    if workers is None:
+        workers = plan.min_workers if ordered else max(len(plan.items), 1)
+    if ordered:
+        check_workers(plan, workers)
+    state = _Backward(plan.problem, _Tensors(dout, q, k, v, out, lse), softmax_scale)
+    sums: dict[QTile, Tensor] = {}
+    with exact():
+        for task in task_order(plan, workers, rng, ordered=ordered):
+            partial, tile = state.run(task), _q_tile_of(task)
+            if tile in sums:
+                sums[tile].add_(partial)
+            else:
+                sums[tile] = partial  # the first contribution is stored: dQ needs no zeroing
+        return state.dq(sums), *state.dk_dv()
+
+
+def dq_partials(
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+) -> dict[QTile, list[Tensor]]:
+    """Every task's contribution to dQ, unscaled: for each (sequence, q head, q tile), in ticket order.
+
+    Arguments as in :func:`backward`. :func:`fold_partials` turns such a list into a tile of dQ.
+    """
+    state = _Backward(plan.problem, _Tensors(dout, q, k, v, out, lse), softmax_scale)
+    partials: dict[QTile, list[Tensor]] = {}
+    with exact():
+        for task in task_order(plan, plan.min_workers):
+            partials.setdefault(_q_tile_of(task), []).append(state.run(task))
+    return partials
+
+
+def fold_partials(partials: Sequence[Tensor], softmax_scale: float, dtype: torch.dtype) -> Tensor:
+    """One tile of dQ from its contributions in ticket order: add one after the other, scale, round once.
+
+    >>> ones, tiny = torch.ones(1), torch.full((1,), 2.0**-24)
+    >>> [float(fold_partials(p, 1.0, torch.float32)) for p in ([ones, tiny, tiny], [tiny, tiny, ones])]
+    [1.0, 1.0000001192092896]
+    """
+    total = partials[0].clone()
+    for partial in partials[1:]:
+        total.add_(partial)
+    return total.mul_(softmax_scale).to(dtype)
+
+
+def _q_tile_of(task: Task) -> QTile:
+    return task.sequence, task.q_head, task.q_tile
+
+
+class _OnlineSoftmax:
+    """Running maximum, sum and output of one q tile."""
+
+    def __init__(self, q: Tensor, softmax_scale: float, dtype: torch.dtype) -> None:
+        self.q, self.scale, self.dtype = q, softmax_scale, dtype
+        self.maximum = torch.full((len(q), 1), -torch.inf, dtype=q.dtype)
+        self.total = torch.zeros(len(q), 1, dtype=q.dtype)
+        self.out = torch.zeros_like(q)
+
+    def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
+        """Take one kv tile into account."""
+        scores = torch.mm(self.q, k.T).mul_(self.scale)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        before, self.maximum = self.maximum, torch.maximum(self.maximum, scores.amax(1, keepdim=True))
+        shift = self._shift()
+        p = scores.sub_(shift).exp_()
+        decay = before.sub_(shift).exp_()
+        self.total.mul_(decay).add_(p.sum(1, keepdim=True))
+        self.out.mul_(decay).addmm_(p.to(self.dtype).to(p.dtype), v)
+
+    def _shift(self) -> Tensor:
+        """The maximum, 0 in rows that have seen nothing yet (-inf - -inf would be NaN)."""
+        return self.maximum.masked_fill(self.maximum == -torch.inf, 0.0)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
+        lse = self._shift().add_(self.total.log()).squeeze(1)
+        return self.out.div_(self.total.masked_fill(self.total == 0, 1.0)), lse
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """Inputs of a backward, packed."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True)
+class _QRows:
+    """What tasks read of one q tile; lse and delta are columns."""
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What one worker holds: a kv tile and the sums of its gradients."""
+
+    rows: slice
+    kv_head: int
+    q_head_first: int
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class _Backward:
+    """The arithmetic of the tasks. It adds what it is told in the order it is told."""
+
+    def __init__(self, problem: Problem, tensors: _Tensors, softmax_scale: float) -> None:
+        x = tensors
+        check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
+        if x.lse.shape != (problem.heads, x.q.shape[0]):
+            raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
+        self.problem, self.tensors, self.scale = problem, tensors, softmax_scale
+        self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
+        self.q_rows: dict[QTile, _QRows] = {}
+        self.items: dict[int, _Item] = {}
+
+    def run(self, task: Task) -> Tensor:
+        """One task: adds to its item's dK and dV and returns its contribution to dQ, unscaled."""
+        rows, item = self._q_rows_of(task), self._item_of(task)
+        dtype, wide = self.tensors.q.dtype, rows.q.dtype
+        hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
+        p = torch.mm(rows.q, item.k.T).mul_(self.scale).sub_(rows.lse).exp_()
+        if hidden is not None:
+            p.masked_fill_(hidden, 0.0)
+        ds = torch.mm(rows.dout, item.v.T).sub_(rows.delta).mul_(p).to(dtype).to(wide)
+        item.dv.addmm_(p.to(dtype).to(wide).T, rows.dout)
+        item.dk.addmm_(ds.T, rows.q)
+        return torch.mm(ds, item.k)
+
+    def dq(self, sums: dict[QTile, Tensor]) -> Tensor:
+        """dQ from the sum of every q tile; a q tile without a task has none, and zero gradients."""
+        dq = torch.zeros(self.tensors.q.shape, dtype=self.tensors.q.dtype)
+        for (sequence, head, q_tile), total in sums.items():
+            dq[self.rows.q(sequence, q_tile), head] = total.mul_(self.scale).to(dq.dtype)
+        return dq
+
+    def dk_dv(self) -> tuple[Tensor, Tensor]:
+        """dK and dV; zero for kv tiles without a task."""
+        dk = torch.zeros(self.tensors.k.shape, dtype=self.tensors.k.dtype)
+        dv = torch.zeros_like(dk)
+        for parts in self._items_of_kv_tiles():
+            whole = parts[0]
+            for part in parts[1:]:
+                whole.dk.add_(part.dk)
+                whole.dv.add_(part.dv)
+            dk[whole.rows, whole.kv_head] = whole.dk.mul_(self.scale).to(dk.dtype)
+            dv[whole.rows, whole.kv_head] = whole.dv.to(dv.dtype)
+        return dk, dv
+
+    def _items_of_kv_tiles(self) -> list[list[_Item]]:
+        """The items of every (kv tile, kv head), one for each head group, in ascending order."""
+        found: dict[tuple[int, int], list[_Item]] = {}
+        for item in sorted(self.items.values(), key=attrgetter("q_head_first")):
+            found.setdefault((item.rows.start, item.kv_head), []).append(item)
+        return list(found.values())
+
+    def _q_rows_of(self, task: Task) -> _QRows:
+        tile = _q_tile_of(task)
+        if tile not in self.q_rows:
+            x, r, head = self.tensors, self.rows.q(task.sequence, task.q_tile), task.q_head
+            dout = copy_tile(x.dout, r, head)
+            delta = (dout * copy_tile(x.out, r, head)).sum(1, keepdim=True)
+            lse = x.lse[head, r].to(dout.dtype, copy=True)[:, None]
+            self.q_rows[tile] = _QRows(copy_tile(x.q, r, head), dout, lse, delta)
+        return self.q_rows[tile]
+
+    def _item_of(self, task: Task) -> _Item:
+        if task.item not in self.items:
+            x, r = self.tensors, self.rows.kv(task.sequence, task.kv_tile)
+            head = task.q_head // self.problem.group
+            k, v = copy_tile(x.k, r, head), copy_tile(x.v, r, head)
+            # An item runs its q heads in ascending order: the first one seen is its first.
+            item = _Item(r, head, task.q_head, k, v, torch.zeros_like(k), torch.zeros_like(v))
+            self.items[task.item] = item
+        return self.items[task.item]

@@ -1,0 +1,94 @@
+"""Tiles of packed tensors: where they lie, how they are copied, and what the mask hides in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...problem import Mask, Problem, SequenceGrid
+
+__all__ = ["TileMasks", "TileRows", "accumulator", "check_packed", "copy_tile", "exact"]
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """No graph, and no autocast that would multiply in another dtype."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def copy_tile(x: Tensor, rows: slice, head: int) -> Tensor:
+    """Rows of one head in accumulation precision, always a fresh contiguous copy."""
+    tile = x[rows, head]
+    return tile.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+class TileRows:
+    """Where the rows of each tile lie in packed tensors."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.q_start = [0, *accumulate(pair[0] for pair in problem.sequences)]
+        self.k_start = [0, *accumulate(pair[1] for pair in problem.sequences)]
+
+    def q(self, sequence: int, tile: int) -> slice:
+        start = self.q_start[sequence] + tile * self.problem.tile_m
+        return slice(start, min(start + self.problem.tile_m, self.q_start[sequence + 1]))
+
+    def kv(self, sequence: int, tile: int) -> slice:
+        start = self.k_start[sequence] + tile * self.problem.tile_n
+        return slice(start, min(start + self.problem.tile_n, self.k_start[sequence + 1]))
+
+
+class TileMasks:
+    """Hidden elements of the tiles that the mask cuts; tiles cut alike share one tensor."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        self.bands: dict[tuple[int, int, int], Tensor] = {}
+
+    def hidden(self, grid: SequenceGrid, kv_tile: int, q_tile: int) -> Tensor | None:
+        """(rows, columns) bool, True where hidden; None for a tile that the mask leaves whole."""
+        if grid.cut(kv_tile, q_tile) == "whole":
+            return None
+        top, left = q_tile * grid.tile_m, kv_tile * grid.tile_n
+        rows, columns = min(grid.tile_m, grid.seqlen_q - top), min(grid.tile_n, grid.seqlen_k - left)
+        key = (rows, columns, top + grid.diagonal - left)
+        if key not in self.bands:
+            self.bands[key] = self._band(*key)
+        return self.bands[key]
+
+    def _band(self, rows: int, columns: int, diagonal: int) -> Tensor:
+        """``diagonal``: the tile's column that is aligned with its first row."""
+        aligned = torch.arange(rows)[:, None] + diagonal
+        column = torch.arange(columns)[None, :]
+        hidden = torch.zeros(rows, columns, dtype=torch.bool)
+        if self.mask.left is not None:
+            hidden |= column < aligned - self.mask.left
+        if self.mask.right is not None:
+            hidden |= column > aligned + self.mask.right
+        return hidden
+
+
+def check_packed(problem: Problem, q_like: dict[str, Tensor], k_like: dict[str, Tensor]) -> None:
+    """Packed shapes, dtype and device of every tensor."""
+    total_q, total_k = (sum(pair[side] for pair in problem.sequences) for side in (0, 1))
+    q_shape = (total_q, problem.heads, problem.head_dim)
+    k_shape = (total_k, problem.kv_heads, problem.head_dim)
+    for tensors, shape in ((q_like, q_shape), (k_like, k_shape)):
+        for name, x in tensors.items():
+            if x.shape != shape:
+                raise InputError(f"{name} has shape {tuple(x.shape)}, the problem says {shape}")
+            if str(x.dtype) != f"torch.{problem.dtype}":
+                raise InputError(f"{name} has dtype {x.dtype}, the problem says torch.{problem.dtype}")
+            if x.device.type != "cpu":
+                raise InputError(f"{name} is on {x.device}, the executor runs on cpu")

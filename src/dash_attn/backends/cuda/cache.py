@@ -1,0 +1,195 @@
+"""Compiled kernels, kept in the process and on disk.
+
+An entry on disk is one file: the SHA-256 of an object file, and the object file. Its name is a hash of
+everything that decides its contents: configuration, every source file of the kernels, versions of the
+compiler and of Python, architecture. A missing, damaged or unreadable entry is compiled again; a folder that
+cannot be written costs the disk cache and nothing else.
+
+Loading an entry runs its code. The digest finds damage; it cannot find an attacker, who would write it anew.
+Against other users there are owners and modes: the folder and its entries must be the user's and be writable
+by nobody else, and nobody else may be able to put another folder in its place. What is not so is never read.
+The bytes that are loaded are the bytes that were checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import stat
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Hashable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ...errors import CompilationError, DashError
+
+__all__ = ["KernelCache", "cache_folder", "why_unsafe"]
+
+_FUNCTION = "dash_attn_program"
+_SUFFIX = ".program"
+_DIGEST = hashlib.sha256().digest_size
+_SOURCES = Path(__file__).parents[1]
+"""The backends: every file that can change a compiled kernel lies below it."""
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def cache_folder() -> Path:
+    """``$DASH_ATTN_CACHE_DIR``, or ``dash-attn`` in the user's cache folder."""
+    if given := os.environ.get("DASH_ATTN_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dash-attn"
+
+
+def why_unsafe(folder: Path) -> str:
+    """Why somebody else could change what lies in a folder, or replace it; empty if nobody can.
+
+    Whoever owns the root folder is trusted like root: in a user namespace root's folders show another owner.
+
+    Args:
+        folder: absolute, without symbolic links.
+
+    Raises:
+        OSError: the folder, or one above it, cannot be examined.
+    """
+    me = os.geteuid()
+    trusted = {0, me, os.stat("/").st_uid}
+    for place in (folder, *folder.parents):
+        facts = place.lstat()
+        mode = stat.S_IMODE(facts.st_mode)
+        if not stat.S_ISDIR(facts.st_mode):
+            return f"{place} is not a folder"
+        if facts.st_uid not in ({me} if place == folder else trusted):
+            return f"{place} belongs to user {facts.st_uid}"
+        # In a sticky folder such as /tmp only the owner of an entry can rename it.
+        if mode & _WRITABLE_BY_OTHERS and (place == folder or not mode & stat.S_ISVTX):
+            return f"{place} can be written by others (mode {mode:04o})"
+    return ""
+
+
+class KernelCache:
+    """Functions by configuration; each is compiled or loaded at most once a process.
+
+    Args:
+        compile: makes the function of a configuration (``cute.compile`` with TVM-FFI).
+        load: makes a function of an object file and the name it was exported under.
+        folder: where entries are kept, default :func:`cache_folder`.
+    """
+
+    def __init__(
+        self,
+        compile: Callable[[Any], Any],
+        load: Callable[[Path, str], Any],
+        folder: Path | None = None,
+    ) -> None:
+        self._compile, self._load, self._folder = compile, load, folder
+        self._functions: dict[Hashable, Any] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, config: Hashable, arch: str) -> Any:
+        """The compiled function of a configuration for an architecture such as ``sm_90a``.
+
+        Raises:
+            CompilationError: the compiler failed; the next call tries again.
+        """
+        found = self._functions.get((config, arch))
+        if found is not None:
+            return found
+        with self._lock:
+            if (config, arch) not in self._functions:
+                self._functions[config, arch] = self._from_disk_or_compiler(config, arch)
+            return self._functions[config, arch]
+
+    def _from_disk_or_compiler(self, config: Hashable, arch: str) -> Any:
+        folder = self._usable_folder()
+        entry = None if folder is None else folder / f"{_key(config, arch)}{_SUFFIX}"
+        if entry is not None and (function := self._from_disk(entry)) is not None:
+            return function
+        try:
+            function = self._compile(config)
+        except DashError:
+            raise
+        except Exception as error:
+            raise CompilationError(
+                f"{config} did not compile for {arch}: {type(error).__name__}: {error}"
+            ) from error
+        if entry is not None:
+            _store(function, entry)
+        return function
+
+    def _usable_folder(self) -> Path | None:
+        folder = cache_folder() if self._folder is None else self._folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder = folder.resolve(strict=True)
+            reason = why_unsafe(folder)
+        except OSError as error:
+            reason = str(error)
+        if reason:
+            warnings.warn(
+                f"kernels are not cached on disk: {reason}; DASH_ATTN_CACHE_DIR names another folder",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+            return None
+        return folder
+
+    def _from_disk(self, entry: Path) -> Any | None:
+        try:
+            program = _read(entry)
+            return None if program is None else self._load_bytes(program)
+        except (OSError, RuntimeError, AttributeError):
+            return None  # compiled again, and the entry replaced
+
+    def _load_bytes(self, program: bytes) -> Any:
+        """Load from memory: a file with a name could change after it was checked."""
+        memory = os.memfd_create(_FUNCTION)
+        with open(memory, "wb") as file:
+            file.write(program)
+            file.flush()
+            return self._load(Path(f"/proc/self/fd/{memory}"), _FUNCTION)
+
+
+def _read(entry: Path) -> bytes | None:
+    """The object file in an entry, or None if it is damaged or somebody else could have written it."""
+    # A link or a pipe in the place of an entry is an error rather than another file or a wait.
+    descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(descriptor)
+        mine = stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid()
+        if not mine or facts.st_mode & _WRITABLE_BY_OTHERS:
+            return None
+        contents = file.read()
+    digest, program = contents[:_DIGEST], contents[_DIGEST:]
+    return program if hashlib.sha256(program).digest() == digest else None
+
+
+def _store(function: Any, entry: Path) -> None:
+    """Write beside the entry, then rename: a reader sees a whole entry or none, whoever else writes it."""
+    try:
+        with tempfile.TemporaryDirectory(dir=entry.parent) as scratch:
+            made, whole = Path(scratch) / "program.o", Path(scratch) / "entry"
+            function.export_to_c(str(made), _FUNCTION)
+            program = made.read_bytes()
+            with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(hashlib.sha256(program).digest() + program)
+            os.replace(whole, entry)
+    except OSError as error:
+        warnings.warn(f"a kernel could not be cached on disk: {error}", RuntimeWarning, stacklevel=6)
+
+
+def _key(config: Hashable, arch: str) -> str:
+    digest = hashlib.sha256()
+    for fact in (repr(config), arch, platform.python_version(), platform.machine()):
+        digest.update(fact.encode() + b"\0")
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        try:
+            digest.update(f"{package}={version(package)}\0".encode())
+        except PackageNotFoundError:
+            digest.update(f"{package}=unknown\0".encode())
+    for source in sorted(_SOURCES.rglob("*.py")):
+        digest.update(str(source.relative_to(_SOURCES)).encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,254 @@
+"""Finishing: fp32 dQ tiles, scaled and converted to the output dtype as soon as they are complete.
+
+Whoever performs the last contribution to a tile puts the tile into a queue. Blocks without items take tiles from it, in the order
+in which they were completed: a few blocks all the time, and every block at the end. Their load warp lets the copy engine bring
+the tiles into the shared memory that items no longer need, their MMA warps convert them. Nobody waits for these blocks, so they
+do not enter the liveness argument of the plan. Each element is converted once and alone: who does it decides no bit.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..device import plan_view, ptx, registers
+from .config import (
+    CONTROL_WORDS,
+    FINISH_STAGES,
+    FINISH_STAGES_BEHIND_ITEMS,
+    FINISHED,
+    MMA_WARPGROUPS,
+    TAKEN,
+    THREADS,
+)
+
+MMA_WARPS = 4 * MMA_WARPGROUPS
+AHEAD = 4  # tiles that a load warp takes at a time
+PLACE_WORDS, PLACE_STRIDE = 5, 8
+FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py
+
+
+def queue(mControl, mPlan):
+    """Where the keys of complete tiles are, or will be, in the order in which they were completed; -1: not yet."""
+    tiles = mPlan[plan_view.Q_TILES] * mPlan[plan_view.HEADS]
+    return mControl.iterator + (CONTROL_WORDS + tiles)
+
+
+@cute.jit
+def clear(mControl, mPlan, position: Int32) -> None:
+    """Make a queue entry empty, before the main kernel."""
+    entry = cute.make_tensor(queue(mControl, mPlan) + position, cute.make_layout(1))
+    entry[0] = Int32(-1)
+
+
+@cute.jit
+def put(mControl, mPlan, key: Int32) -> None:
+    """Queue a tile whose last contribution has been performed: what reads the entry with acquire sees all of them."""
+    position = ptx.add(mControl.iterator + FINISHED)
+    ptx.store_release(queue(mControl, mPlan) + position, key)
+
+
+def stages_of(n_item: Int32) -> Int32:
+    """Tiles that fit shared memory: less in a block that had items, whose last dQ may still be leaving it."""
+    return cutlass.select_(n_item == 0, Int32(FINISH_STAGES), Int32(FINISH_STAGES_BEHIND_ITEMS))
+
+
+def tile_place(bars):
+    """Where the tiles in shared memory belong, (word, stage), see `store_piece`; batch -1: there are no more."""
+    return cute.make_tensor(
+        bars.tile_place, cute.make_layout((PLACE_WORDS, FINISH_STAGES), stride=(1, PLACE_STRIDE))
+    )
+
+
+@cute.jit
+def load_role(
+    config: cutlass.Constexpr, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item: Int32, complete: Int32
+):  # fmt: skip
+    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a lane of its own."""
+    places, q_map, size = tile_place(bars), mPlan[plan_view.Q_MAP_OFFSET], 4 * config.dq_elements
+    lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
+    # While the MMA warps are not here, other blocks can take the tiles.
+    cute.arch.mbarrier_wait(bars.tile_empty, 0)
+    first = cute.arch.shuffle_sync(_take(mControl), 0)
+    while first < end:
+        following = _take(mControl)
+        place = first + lane
+        mine = (lane < AHEAD) & (place < end)
+        key = _find(config, mControl, queue(mControl, mPlan), mErrors, place, mine, end)
+        if cute.arch.shuffle_sync(key, 0) < 0:
+            end = Int32(-1)
+        tile, where = locate(config, mPlan, q_map, key, mdQ)
+        # The entries were read through the generic proxy, the copy engine reads the tiles through the async one.
+        ptx.fence_proxy_async()
+        for i in cutlass.range_constexpr(AHEAD):
+            if first + i < end:
+                stage = n % stages
+                cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+                if lane == i:
+                    for word, value in enumerate(where):
+                        places[word, stage] = value
+                    cute.arch.mbarrier_arrive_and_expect_tx(bars.tile_full + stage, size)
+                    source = mdQacc.iterator + Int64(tile) * config.dq_elements
+                    ptx.bulk_load(sTiles[None, stage].iterator, source, size, bars.tile_full + stage)
+                n += 1
+        first = cute.arch.shuffle_sync(following, 0)
+    for _ in cutlass.range_constexpr(MMA_WARPGROUPS):  # a sign to stop for each
+        stage = n % stages
+        cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+        with cute.arch.elect_one():
+            places[0, stage] = Int32(-1)
+            cute.arch.mbarrier_arrive(bars.tile_full + stage)
+        n += 1
+
+
+@cute.jit
+def _take(mControl) -> Int32:
+    """The first of the next AHEAD places of the queue, for a warp; in lane 0, so that nobody waits for it yet."""
+    first = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        first = ptx.add(mControl.iterator + TAKEN, AHEAD)
+    return first
+
+
+@cute.jit
+def _find(config: cutlass.Constexpr, mControl, entries, mErrors, place: Int32, mine, end: Int32) -> Int32:
+    """The keys at the places that are `mine`, once all of them are there; -1 in every lane where a bounded wait gave up,
+    since for so long no tile at all was completed."""
+    key, spins, finished = _look(entries, place, mine, Int32(-1)), Int32(0), Int32(0)
+    while _missing(key, mine) & (spins <= config.spin_limit):
+        ptx.sleep()
+        key = _look(entries, place, mine, key)
+        if const_expr(config.spin_limit > 0):
+            now = cute.arch.shuffle_sync(ptx.load_acquire(mControl.iterator + FINISHED), 0)
+            spins = spins + 1 if now == finished else Int32(0)
+            finished = now
+    if const_expr(config.spin_limit > 0):
+        if _missing(key, mine):
+            key = Int32(-1)
+            if cute.arch.lane_idx() == 0:
+                report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), end, finished))
+    return key
+
+
+@cute.jit
+def _look(entries, place: Int32, mine, key: Int32) -> Int32:
+    """The key at a place, if it is not known yet, or -1."""
+    if mine & (key < 0):
+        key = ptx.load_acquire(entries + place)
+    cute.arch.sync_warp()
+    return key
+
+
+@cute.jit
+def _missing(key: Int32, mine):
+    """Whether a lane has no key yet that should have one."""
+    missing, here = Int32(0), Int32(mine & (key < 0))
+    for lane in cutlass.range_constexpr(AHEAD):
+        missing |= cute.arch.shuffle_sync(here, lane)
+    return missing != 0
+
+
+@cute.jit
+def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, scale: Float32) -> None:
+    """MMA warp: convert two pieces of every second tile that the load warp brings; the other warpgroup has the tiles between.
+
+    The number of stages is even, so that every stage belongs to one warpgroup, which sees all phases of its barriers.
+    """
+    places, stages = tile_place(bars), stages_of(n_item)
+    warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
+    n = warp // 4
+    # Behind this, no item needs shared memory any more.
+    cute.arch.barrier(barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS)
+    for first in cutlass.range_constexpr(0, FINISH_STAGES, MMA_WARPGROUPS):
+        _arrive(bars.tile_empty + first + n)
+    cute.arch.mbarrier_wait(bars.tile_full + n, 0)
+    while places[0, n % stages] >= 0:
+        stage = n % stages
+        where = tuple(places[word, stage] for word in range(PLACE_WORDS))
+        pieces = (warp % 4, warp % 4 + MMA_WARPS // 2)
+        values = [load_piece(config, sTiles[None, stage].iterator, piece) for piece in pieces]
+        _arrive(bars.tile_empty + stage)
+        for piece, value in zip(pieces, values):
+            store_piece(config, value, mdQ, where, piece, scale)
+        n += MMA_WARPGROUPS
+        cute.arch.mbarrier_wait(bars.tile_full + n % stages, (n // stages) & 1)
+
+
+@cute.jit
+def _arrive(barrier) -> None:
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def report(mErrors: cute.Tensor, values) -> None:
+    """First failure wins: [1, sequence, q_head, kv_tile, q_tile, expected, seen]; sequence -1: dQ tiles that were never complete."""
+    if ptx.compare_and_swap(mErrors.iterator, Int32(0), Int32(1)) == 0:
+        for i, value in enumerate(values):
+            mErrors[1 + i] = value
+
+
+@cute.jit
+def contributions(mPlan, index: Int32) -> Int32:
+    """How many contributions q tile `index`, counted over all sequences, gets."""
+    _, seq = plan_view.sequence_of_tile(mPlan, plan_view.Q_MAP_OFFSET, index)
+    return mPlan[seq.total_first + index - seq.q_tile_first]
+
+
+@cute.jit
+def locate(config: cutlass.Constexpr, mPlan, q_map: Int32, key: Int32, tensor):
+    """The dQ tile of a key, q tile * heads + q head with q tiles counted over all sequences, and its place, see `store_piece`.
+
+    `q_map`: word of the table where the map of q tiles begins; `tensor`: (B, Sq, H, D). A key of -1 is read like 0.
+    """
+    heads = tensor.shape[2]
+    index, q_head = cutlass.max(key, 0) // heads, cutlass.max(key, 0) % heads
+    # A dense batch: all sequences are as long as the tensor, and nothing has to be looked up.
+    seqlen_q, row_first = Int32(tensor.shape[1]), Int32(0)
+    tiles = (seqlen_q + config.tile_m - 1) // config.tile_m
+    batch = index // cutlass.max(tiles, 1)
+    tile_first = batch * tiles
+    if tensor.shape[0] == 1:
+        seq = plan_view.read_sequence(mPlan, mPlan[plan_view.SEQUENCE_OFFSET], mPlan[q_map + index])
+        seqlen_q, row_first, tiles, tile_first = (
+            seq.seqlen_q,
+            seq.q_row_first,
+            seq.q_tile_count,
+            seq.q_tile_first,
+        )
+        batch = Int32(0)
+    q_tile = index - tile_first
+    return tile_first * heads + q_head * tiles + q_tile, (batch, row_first, seqlen_q, q_tile, q_head)
+
+
+@cute.jit
+def load_piece(config: cutlass.Constexpr, tile, piece: Int32):
+    """What one of the eight MMA warps held of the dQ tile at a pointer, in the same lanes: (2 columns, 2 rows, 8-column steps)."""
+    vectors = config.dq_elements // 1024
+    layout = cute.make_layout((4, 128, vectors, 2), stride=(1, 4, 512, 512 * vectors))
+    acc = cute.make_tensor(tile, layout)
+    values = cute.make_rmem_tensor((2, 2, vectors), Float32)
+    for v in cutlass.range_constexpr(vectors):
+        source = acc[None, piece % 4 * 32 + cute.arch.lane_idx(), v, piece // 4]
+        cute.autovec_copy(source, cute.make_tensor(values[None, None, v].iterator, 4))
+    return values
+
+
+@cute.jit
+def store_piece(config: cutlass.Constexpr, values, mdQ, where, piece: Int32, scale: Float32) -> None:
+    """Scale, convert and store what `load_piece` loaded; `where`: (batch, first row of the sequence, its rows, q tile, q head)."""
+    c = config
+    batch, first_row, seqlen_q, q_tile, q_head = where
+    vectors, lane = c.dq_elements // 1024, cute.arch.lane_idx()
+    first, first_column = piece % 4 * 16 + lane // 4, 0
+    if const_expr(c.tile_m == 64):
+        first_column = piece // 4 * (c.head_dim // 2)
+    else:
+        first += piece // 4 * 64
+    for half in cutlass.range_constexpr(2):
+        converted = cute.make_rmem_tensor((2, vectors), mdQ.element_type)
+        converted.store((values[None, half, None].load() * scale).to(mdQ.element_type))
+        row = q_tile * c.tile_m + first + 8 * half
+        line = mdQ[batch, first_row + row, q_head, None]
+        columns = cute.local_tile(line, (8 * vectors,), (first_column // (8 * vectors),))
+        registers.store_rows(converted, columns, lane, row < seqlen_q)

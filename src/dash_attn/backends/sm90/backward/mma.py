@@ -1,0 +1,417 @@
+"""The MMA warpgroups: the five products of every task, and dK and dV of every item.
+
+All products keep kv rows on the wgmma M axis: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers in exactly the
+layout of an A operand, so dV += P^T dO and dK += dS^T Q need no shared memory for A (FlashAttention-3, algorithm 3).
+Only dS travels through shared memory, for dQ = dS K.
+"""
+
+import math
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ..device import plan_view, ptx
+from . import reduce
+from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
+from .load import q_info
+
+DS_BARRIER, V_BARRIER = 1, 2  # named barriers; V_BARRIER one a warpgroup
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """View of a (rows, columns, stages) tile as (columns, rows, stages)."""
+    shape = (tensor.shape[1], tensor.shape[0], tensor.shape[2])
+    return cute.composition(tensor, cute.make_ordered_layout(shape, order=(1, 0, 2)))
+
+
+def part(acc: cute.Tensor, index: int) -> cute.Tensor:
+    """View of the 64 query columns `index` of a score accumulator: 32 consecutive registers."""
+    return cute.make_tensor(acc.iterator + 32 * index, cute.make_layout(32))
+
+
+def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
+    """Issue and commit acc (+)= a b as one wgmma group; a and b are (MMA, M or N, K), a begins at block `first` of b's K."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
+    """View an accumulator (64 x N a warpgroup) as a register A operand of K = N, same thread, same order; convert if fp32."""
+    out = acc
+    if acc.element_type is not dtype:
+        out = cute.make_rmem_tensor(acc.layout, dtype)
+        out.store(acc.load().to(dtype))
+    blocks = cute.size(acc) // 8
+    return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
+
+
+class MmaRole:
+    """The MMA warpgroups of a configuration."""
+
+    def __init__(self, config: BackwardConfig, dtype):
+        self.config, self.dtype = config, dtype
+
+    @cute.jit
+    def run(
+        self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, sdK, mdK, mdV, mParts, scale, bars
+    ):  # fmt: skip
+        """MMA warpgroups: all five products of every task of an item, then dK and dV of the item; returns how many items there were."""
+        c = self.config
+        tidx = cute.arch.thread_idx()[0] - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        lane = cute.arch.lane_idx()
+        wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in (mma_scores, mma_grads, mma_dq))
+        sdSt = transposed(sdS)
+        acc_S = cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, c.tile_m)), Float32)
+        acc_dK, acc_dV = (
+            cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32)
+            for _ in range(2)
+        )
+        store_ds = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
+        ).get_slice(tidx)
+        t = SimpleNamespace(
+            sV=sV, sdK=sdK,
+            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, scale_log2=scale * math.log2(math.e),
+            tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
+            tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
+            tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(sV)),
+            tPrdO=wg_scores.make_fragment_B(wg_scores.partition_B(sdO)),
+            tVrdO=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(sdO))),
+            tKrQ=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(sQ))),
+            tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(sdS)),
+            tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(sK))),
+            store_ds=store_ds, tSsdS=store_ds.partition_D(sdSt), tdQsdQ=self._dq_view(sdQ, tidx),
+            lse2=self._column_view(sLse2, lane), delta=self._column_view(sDelta, lane),
+            acc_S=acc_S, acc_dK=acc_dK, acc_dV=acc_dV,
+            info=q_info(self.config, bars),
+        )  # fmt: skip
+        n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
+        slot = reduce.wait_item(bars, n_item)
+        while plan_view.mailbox_item(slot).index >= 0:
+            tasks = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
+            for acc in (acc_dK, acc_dV, *((acc_S,) if c.head_dim == 128 else ())):
+                acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
+            if tasks > 0:
+                cute.arch.mbarrier_wait(bars.k_full, n_kv & 1)
+                self.start_s(t, n_task, bars)
+                warpgroup.wait_group(0)
+                if const_expr(c.delayed_dq):
+                    self.probabilities(t, 0, n_task % c.q_stages)
+                cute.arch.mbarrier_wait(bars.v_full, n_kv & 1)
+                cute.arch.mbarrier_wait(bars.dk_empty, n_kv & 1)
+                if const_expr(c.delayed_dq):
+                    first = n_task
+                    for _ in cutlass.range(tasks - 1, unroll=1):
+                        self.wide_task(t, n_task, first, bars, False)
+                        n_task += 1
+                    self.wide_task(t, n_task, first, bars, True)
+                    self.last_dq(t, n_task, slot, bars)
+                else:
+                    for _ in cutlass.range(tasks - 1, unroll=1):
+                        self.task(t, n_task, bars, slot, False)
+                        n_task += 1
+                    self.task(t, n_task, bars, slot, True)
+                n_task += 1
+                n_kv += 1
+                self.put_dk(t, n_task, slot, scale, bars)
+            if plan_view.mailbox_item(slot).partial_slot >= 0:
+                self.store_partial_grads(t, mParts, plan_view.mailbox_item(slot).partial_slot)
+            elif tasks == 0:
+                for target in (mdK, mdV):
+                    self.store_zeros(target, plan_view.mailbox_item(slot))
+            reduce.release_item(bars, n_item)
+            n_item += 1
+            slot = reduce.wait_item(bars, n_item)
+        return n_item
+
+    def _dq_view(self, sdQ, tidx):
+        """This thread's values of the dQ buffers, (4, vectors, stage): four consecutive floats, then a vector a 2 KB step."""
+        c = self.config
+        vectors = c.dq_elements // 1024
+        layout = cute.make_layout(
+            (4, 128, vectors, MMA_WARPGROUPS, c.dq_stages), stride=(1, 4, 512, 512 * vectors, c.dq_elements)
+        )
+        return cute.make_tensor(sdQ.iterator, layout)[None, tidx % 128, None, tidx // 128, None]
+
+    def _column_view(self, stat, lane):
+        """The per-query values this thread's accumulator columns need, (2, tile_m / 8, stage)."""
+        tile_m, stages = stat.shape
+        layout = cute.make_layout((2, 4, tile_m // 8, stages), stride=(1, 2, 8, tile_m))
+        return cute.make_tensor(stat.iterator, layout)[None, lane % 4, None, None]
+
+    @cute.jit
+    def task(self, t, n_task: Int32, bars, slot, is_last: cutlass.Constexpr[bool]):
+        """One (kv tile, q tile) with 64 query rows: expects S^T in acc_S, and leaves the next task's there unless it is the last.
+
+        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS beside dV, its trip through shared memory beside the next
+        S, the dQ write-out beside dK.
+        """
+        c = self.config
+        q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
+        ds_stage, dq_stage = n_task % c.ds_stages, n_task % c.dq_stages
+        cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
+        acc_dP = self.start_dp(t, do_stage)
+        self.probabilities(t, 0, q_stage)
+        rP = as_operand_a(t.acc_S, self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
+        warpgroup.wait_group(1)
+        # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P gives its
+        # registers to dS. The tensor cores hardly notice, dS takes less time than dV.
+        for i in cutlass.range_constexpr(cute.size(acc_dP)):
+            acc_dP[i] = t.acc_S[i] * acc_dP[i]
+        warpgroup.wait_group(0)
+        self._arrive(t, bars.do_empty + do_stage)
+        if const_expr(not is_last):
+            self.start_s(t, n_task + 1, bars)
+        rdS = as_operand_a(acc_dP, self.dtype)
+        cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
+        self.store_ds(t, rdS, acc_dP.layout, ds_stage)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
+        acc_dQ = self.start_dq(t, ds_stage)
+        multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
+        if const_expr(is_last):
+            self.put_dv(t, slot, bars)
+        cute.arch.mbarrier_wait(bars.dq_empty + dq_stage, ((n_task // c.dq_stages) & 1) ^ 1)
+        warpgroup.wait_group(1)
+        self._arrive(t, bars.ds_empty + ds_stage)
+        if const_expr(is_last):
+            self._arrive(t, bars.k_empty)
+        self.store_dq(t, acc_dQ, dq_stage)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self._arrive(t, bars.dq_full + dq_stage)
+        warpgroup.wait_group(0)
+        self._arrive(t, bars.q_empty + q_stage)
+
+    @cute.jit
+    def wide_task(self, t, n_task: Int32, first: Int32, bars, is_last: cutlass.Constexpr[bool]):
+        """One (kv tile, q tile) with 128 query rows: expects S^T in acc_S with exp2 done for its first 64 columns, and
+        leaves the next task's like that unless it is the last.
+
+        A tile of 128 rows has twice the exp2 of one of 64 for the same products, so elementwise work limits, and the two
+        warpgroups should not do it at the same time. Nothing keeps them in step: dQ needs the dS of both, and is therefore
+        computed a task later (`last_dq` for the last task of an item, `first`: its first task). Tensor-core order: dP, dV,
+        next S, dQ of the task before, dK; one half of exp2 beside dP, the other, of the next task, beside dQ and dK.
+        """
+        c = self.config
+        q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
+        ds_stage = n_task % c.ds_stages
+        cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
+        acc_dP = self.start_dp(t, do_stage)
+        rP = as_operand_a(part(t.acc_S, 0), self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
+        self.probabilities(t, 1, q_stage)
+        # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up behind dP.
+        cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
+        warpgroup.wait_group(0)  # so that the operands of both products can share registers
+        rP = as_operand_a(part(t.acc_S, 1), self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4)
+        cute.arch.sync_warp()  # ptxas moves nothing across: the products are issued before dS is computed
+        rdS = cute.make_rmem_tensor(acc_dP.layout, self.dtype)
+        rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
+        rdS = as_operand_a(rdS, self.dtype)
+        if const_expr(not is_last):
+            self.start_s(t, n_task + 1, bars)
+        self.store_ds(t, rdS, acc_dP.layout, ds_stage)
+
+        # Before the first task there is no dQ: the product is computed from old values, put into the buffer that the first
+        # task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas serialise the products.
+        last, before = n_task - 1, n_task + c.ds_stages - 1  # the same stage, and `before` is not negative
+        cute.arch.mbarrier_wait(bars.ds_full + before % c.ds_stages, ((before // c.ds_stages) & 1) ^ 1)
+        acc_dQ = self.start_dq(t, before % c.ds_stages)
+        multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
+        warpgroup.wait_group(2)
+        self._arrive(t, bars.do_empty + do_stage)
+        if const_expr(not is_last):
+            self.probabilities(t, 0, (n_task + 1) % c.q_stages)
+        into = cutlass.max(last, first)
+        cute.arch.mbarrier_wait(bars.dq_empty + into % c.dq_stages, ((into // c.dq_stages) & 1) ^ 1)
+        warpgroup.wait_group(1)
+        self.store_dq(t, acc_dQ, into % c.dq_stages)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self._arrive(t, bars.ds_full + ds_stage)
+        if last >= first:
+            self._arrive(t, bars.ds_empty + before % c.ds_stages)
+            self._arrive(t, bars.dq_full + last % c.dq_stages)
+        warpgroup.wait_group(0)
+        self._arrive(t, bars.q_empty + q_stage)
+
+    @cute.jit
+    def last_dq(self, t, last: Int32, slot, bars):
+        """dQ of the last task of an item, when K is needed for the last time; dV leaves beside it."""
+        c = self.config
+        cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
+        acc_dQ = self.start_dq(t, last % c.ds_stages)
+        self.put_dv(t, slot, bars)
+        cute.arch.mbarrier_wait(bars.dq_empty + last % c.dq_stages, ((last // c.dq_stages) & 1) ^ 1)
+        warpgroup.wait_group(0)
+        for barrier in (bars.ds_empty + last % c.ds_stages, bars.k_empty):
+            self._arrive(t, barrier)
+        self.store_dq(t, acc_dQ, last % c.dq_stages)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        self._arrive(t, bars.dq_full + last % c.dq_stages)
+
+    @cute.jit
+    def put_dv(self, t, slot, bars):
+        """V of an item is no longer needed: put the finished dV into its buffer, for the load warp to store, if the item owns its kv head.
+
+        A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so.
+        """
+        if plan_view.mailbox_item(slot).partial_slot < 0:
+            cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
+            self._put(t, t.acc_dV, None, t.sV[None, None, 0])
+        self._arrive(t, bars.v_empty)
+
+    @cute.jit
+    def put_dk(self, t, following: Int32, slot, scale, bars):
+        """Put dK into the buffer that the task after this item will use, once that is free, for the load warp to store."""
+        c = self.config
+        if plan_view.mailbox_item(slot).partial_slot < 0:
+            empty, stages = (bars.ds_empty, c.ds_stages) if c.delayed_dq else (bars.dq_empty, c.dq_stages)
+            cute.arch.mbarrier_wait(empty + following % stages, ((following // stages) & 1) ^ 1)
+            self._put(t, t.acc_dK, scale, t.sdK[None, None, following % stages * c.dk_stages])
+        self._arrive(t, bars.dk_full)
+
+    @cute.jit
+    def _put(self, t, acc, factor, shared):
+        """Put this thread's values of dK or dV, times the factor if there is one, converted, into shared memory."""
+        converted = cute.make_rmem_tensor(acc.layout, self.dtype)
+        values = acc.load()
+        if const_expr(factor is not None):
+            values = values * factor
+        converted.store(values.to(self.dtype))
+        # Addresses are made of the thread index read here: the main loop has no registers for them.
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        store = cute.make_tiled_copy_C(matrices, t.grads).get_slice(self._mma_thread())
+        cute.copy(store, store.retile(converted), store.partition_D(shared))
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+
+    def start_dq(self, t, stage):
+        """Issue dQ = dS K of the dS in a stage."""
+        c = self.config
+        acc_dQ = cute.make_rmem_tensor(t.dq.get_slice(0).partition_shape_C((c.tile_m, c.head_dim)), Float32)
+        multiply(t.dq, acc_dQ, t.tQrdS[None, None, None, stage], t.tQrK[None, None, None, 0], False)
+        return acc_dQ
+
+    @cute.jit
+    def store_dq(self, t, acc_dQ, stage):
+        """Put a finished dQ into its buffer."""
+        vectors = cute.make_tensor(acc_dQ.iterator, cute.make_layout((4, cute.size(acc_dQ) // 4)))
+        cute.autovec_copy(vectors, t.tdQsdQ[None, None, stage])
+
+    def store_ds(self, t, rdS, layout, stage) -> None:
+        """Put dS^T, an accumulator of layout `layout` converted in place, into a stage as dS."""
+        flat = cute.make_tensor(rdS.iterator, layout)
+        cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[None, None, None, stage])
+
+    @cute.jit
+    def start_s(self, t, n_task: Int32, bars):
+        """Issue S^T of a task as soon as its Q has arrived."""
+        stage = n_task % self.config.q_stages
+        cute.arch.mbarrier_wait(bars.q_full + stage, (n_task // self.config.q_stages) & 1)
+        multiply(t.scores, t.acc_S, t.tSrK[None, None, None, 0], t.tSrQ[None, None, None, stage], False)
+
+    def start_dp(self, t, stage):
+        """Issue dP^T, its accumulator started at -delta: no register holds delta while they are scarce."""
+        acc_dP = cute.make_rmem_tensor(t.acc_S.layout, Float32)
+        for column in range(cute.size(acc_dP) // 4):
+            delta = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(t.delta[None, column, stage], delta)
+            for e in range(4):
+                acc_dP[4 * column + e] = delta[e % 2]
+        multiply(t.scores, acc_dP, t.tPrV[None, None, None, 0], t.tPrdO[None, None, None, stage], True)
+        return acc_dP
+
+    @cute.jit
+    def probabilities(self, t, h: cutlass.Constexpr[int], stage):
+        """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
+
+        The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is being issued,
+        at head dim 64, where half of it runs beside dQ and dK of the task before, nothing should keep it there.
+        """
+        c = self.config
+        acc = part(t.acc_S, h)
+        if const_expr(c.delayed_dq):
+            self._mask_if_cut(t, acc, h, stage, -math.inf)
+        for column in cutlass.range_constexpr(8):
+            lse2 = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
+            for e in cutlass.range_constexpr(4):
+                i = 4 * column + e
+                acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
+        if const_expr(not c.delayed_dq):
+            self._mask_if_cut(t, acc, h, stage, 0.0)
+
+    @cute.jit
+    def _arrive(self, t, barrier):
+        with cute.arch.elect_one():  # comparing the lane would keep it in a register
+            cute.arch.mbarrier_arrive(barrier)
+
+    def _mma_thread(self):
+        """This thread's index among those of the MMA warpgroups, read here: it takes no register before."""
+        return ptx.thread_index() - 128 * (THREADS // 128 - MMA_WARPGROUPS)
+
+    def _first_row(self):
+        """Row of the kv tile of this thread's first accumulator value. Not kept in a register: the main loop has none to spare."""
+        tidx = self._mma_thread()
+        return tidx // 32 * 16 + tidx % 32 // 4
+
+    @cute.jit
+    def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, value: cutlass.Constexpr[float]):
+        """`_mask` where the mask cuts the task's tile; of its 64 query columns h."""
+        if t.info[0, stage] == 1:
+            self._mask(acc, t.info[None, stage], 64 * h, value)
+
+    @cute.jit
+    def _mask(self, acc, info, first_column: cutlass.Constexpr[int], value: cutlass.Constexpr[float]):
+        """Set what the mask hides to `value`; `acc` begins at query column `first_column`."""
+        row, column = self._first_row(), ptx.thread_index() % 4 * 2 + first_column
+        for half in cutlass.range_constexpr(2):
+            first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
+            if info[3] <= row + 8 * half:
+                first = Int32(plan_view.UNBOUNDED)
+            for i in cutlass.range_constexpr(cute.size(acc) // 2):
+                c = i // 2 * 8 + i % 2
+                element = i // 2 * 4 + half * 2 + i % 2
+                hidden = (c < first) | (c > last)
+                acc[element] = cutlass.select_(hidden, Float32(value), acc[element])
+
+    @cute.jit
+    def store_zeros(self, target, item):
+        """dK or dV of an item without tasks."""
+        c = self.config
+        threads, chunks = 128 * MMA_WARPGROUPS, c.head_dim // 8  # 16 bytes each
+        for n in cutlass.range(c.tile_n * chunks // threads, unroll=1):
+            index = n * threads + self._mma_thread()
+            row = item.kv_tile * c.tile_n + index // chunks
+            if row < item.seqlen_k:
+                line = target[item.batch, item.k_row_first + row, item.kv_head, None]
+                chunk = cute.local_tile(line, (8,), (index % chunks,))
+                chunk.store(cute.zeros_like(chunk))
+
+    @cute.jit
+    def store_partial_grads(self, t, mParts, slot: Int32):
+        """Write this thread's fp32 dK (unscaled) and dV, for an item that owns one of several head groups, kept like the dQ tile."""
+        c = self.config
+        size = c.tile_n * c.head_dim
+        vectors = size // 1024
+        layout = cute.make_layout((4, vectors), stride=(1, 512))
+        tidx = self._mma_thread()
+        place = tidx // 128 * (512 * vectors) + tidx % 128 * 4
+        for which, acc in ((0, t.acc_dK), (1, t.acc_dV)):
+            start = (Int64(slot) * 2 + which) * size + place
+            target = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
+            cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, vectors))), target)

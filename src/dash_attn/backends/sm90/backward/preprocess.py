@@ -1,0 +1,170 @@
+"""Kernels before and after the main one: row statistics, counters and empty dQ tiles; sums of head groups and, without order, dQ."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from ..device import plan_view, registers
+from . import finish
+from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardConfig
+
+THREADS = 256
+
+
+class Preprocess:
+    """delta = -rowsum(O dO) (the value dP starts from), base-2 LSE; counters, tickets and queue as the main kernel expects them.
+
+    Tensors: o, do (B, Sq, H, D); lse (B, H, Sq) fp32, natural logarithm; B = 1: sequences one after the other; lse2, delta fp32,
+    tile_m values a dQ tile, in tile-index order. One block a q tile and head. Zeroes dQ where nobody contributes (`everywhere`: there is no such tile); without order, fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
+    """
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, complete, stream):
+        everywhere = complete == q_tiles * o.shape[2]
+        self.kernel(o, do, lse, lse2, delta, dq_acc, dq, plan, control, everywhere).launch(
+            grid=(q_tiles, o.shape[2], 1), block=(THREADS, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mO: cute.Tensor, mdO: cute.Tensor, mLse: cute.Tensor, mLse2: cute.Tensor, mDelta: cute.Tensor,
+        mdQacc: cute.Tensor, mdQ: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
+        everywhere: Boolean,
+    ):  # fmt: skip
+        c = self.config
+        index, q_head, _ = cute.arch.block_idx()
+        tidx = cute.arch.thread_idx()[0]
+        if (tidx == 0) & (index + q_head == 0):
+            for counter in (CLAIMED, ARRIVED, FINISHED, TAKEN):
+                mControl[counter] = Int32(0)
+        key = index * mO.shape[2] + q_head
+        tile, where = finish.locate(c, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mO)
+        batch, first, seqlen_q, q_tile, _ = where
+        if tidx == 0:
+            mControl[CONTROL_WORDS + tile] = Int32(0)
+            finish.clear(mControl, mPlan, tile)
+        stat = Int64(tile) * c.tile_m
+        if tidx < c.tile_m:
+            row = q_tile * c.tile_m + tidx
+            value = Float32.inf
+            if row < seqlen_q:
+                natural = mLse[batch, q_head, first + row]
+                if natural != -Float32.inf:
+                    value = natural * math.log2(math.e)
+            mLse2[stat + tidx] = value
+        lanes = c.head_dim // 8  # threads a row, 16 bytes each
+        rows = THREADS // lanes
+        # All loads first, so that a block has them in flight together; rows beyond the sequence repeat its last one.
+        left, right = [], []
+        for n in cutlass.range_constexpr(c.tile_m // rows):
+            row = q_tile * c.tile_m + n * rows + tidx // lanes
+            row = first + (row if row < seqlen_q else seqlen_q - 1)
+            left.append(self._chunk(mO[batch, row, q_head, None], tidx % lanes))
+            right.append(self._chunk(mdO[batch, row, q_head, None], tidx % lanes))
+        for n in cutlass.range_constexpr(c.tile_m // rows):
+            local = n * rows + tidx // lanes
+            product = left[n].to(Float32) * right[n].to(Float32)
+            total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            total = cute.arch.warp_reduction(total, lambda x, y: x + y, threads_in_group=lanes)
+            if tidx % lanes == 0:
+                inside = q_tile * c.tile_m + local < seqlen_q
+                mDelta[stat + local] = -total if inside else Float32(0.0)
+        if const_expr(c.ordered):
+            here = everywhere
+            if not everywhere:
+                here = finish.contributions(mPlan, index) > 0
+            if not here:
+                # Nobody will write, queue or convert this tile.
+                for n in cutlass.range_constexpr(c.tile_m // rows):
+                    row = q_tile * c.tile_m + n * rows + tidx // lanes
+                    if row < seqlen_q:
+                        line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (tidx % lanes,))
+                        line.store(cute.zeros_like(line))
+        else:
+            acc = cute.make_tensor(
+                mdQacc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
+            )
+            for n in cutlass.range_constexpr(c.dq_elements // THREADS):
+                acc[n * THREADS + tidx] = Float32(0.0)
+
+    def _chunk(self, line, index):
+        return cute.local_tile(line, (8,), (index,)).load()
+
+
+class Convert:
+    """What is left after the main kernel.
+
+    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block a q tile and head. Where kv heads have
+    several head groups, `kv_tiles` more blocks a head sum the groups' dK and dV of a kv tile, in ascending order, and finish
+    them (dV unscaled).
+    """
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, dq_acc, parts, dq, dk, dv, plan, scale, q_tiles, kv_tiles, stream):
+        self.kernel(dq_acc, parts, dq, dk, dv, plan, scale, q_tiles).launch(
+            grid=(q_tiles + kv_tiles, dq.shape[2], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self, mdQacc: cute.Tensor, mParts: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor,
+        mPlan: cute.Tensor, scale: Float32, q_tiles: Int32,
+    ):  # fmt: skip
+        index, y, _ = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
+        if index < q_tiles:
+            key = index * mdQ.shape[2] + y
+            tile, where = finish.locate(self.config, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mdQ)
+            piece = cute.arch.warp_idx()
+            start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
+            values = finish.load_piece(self.config, mdQacc.iterator + start, piece)
+            finish.store_piece(self.config, values, mdQ, where, piece, scale)
+        elif y // 2 < mdK.shape[2]:  # a kv head of two head groups has two q heads at least
+            if y % 2 == 0:
+                self.sum_parts(mParts, 0, mdK, mPlan, scale, index - q_tiles, y // 2)
+            else:
+                self.sum_parts(mParts, 1, mdV, mPlan, Float32(1.0), index - q_tiles, y // 2)
+
+    @cute.jit
+    def sum_parts(
+        self, mParts, which: cutlass.Constexpr[int], mdX, mPlan, scale: Float32, index: Int32, kv_head: Int32
+    ):
+        """dK (`which` 0) or dV (1) of one kv tile: the sum of its parts, 32 columns at a time."""
+        c = self.config
+        tidx = cute.arch.thread_idx()[0]
+        sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.KV_MAP_OFFSET, index)
+        batch, first_row = plan_view.first_k_row(seq, sequence, mdX.shape[0])
+        if seq.head_groups > 1:
+            kv_tile = index - seq.kv_tile_first
+            slot = seq.partial_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
+            size = c.tile_n * c.head_dim
+            vectors = size // 1024
+            group, lane = tidx // 128, tidx % 32
+            start = (Int64(slot) * 2 + which) * size + group * (512 * vectors) + tidx % 128 * 4
+            layout = cute.make_layout((4, 4), stride=(1, 512))
+            for chunk in cutlass.range(vectors // 4, unroll=1):
+                total = cute.make_rmem_tensor((4, 4), Float32)
+                added = cute.make_rmem_tensor((4, 4), Float32)
+                self._load_part(mParts, layout, start + chunk * 2048, total)
+                for p in cutlass.range(1, seq.head_groups, unroll=1):
+                    self._load_part(mParts, layout, start + chunk * 2048 + Int64(p) * (2 * size), added)
+                    total.store(total.load() + added.load())
+                pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, 4)))
+                for half in cutlass.range_constexpr(2):
+                    values = cute.make_rmem_tensor((2, 4), mdX.element_type)
+                    values.store((pairs[None, half, None].load() * scale).to(mdX.element_type))
+                    row = kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
+                    line = cute.local_tile(mdX[batch, first_row + row, kv_head, None], (32,), (chunk,))
+                    registers.store_rows(values, line, lane, row < seq.seqlen_k)
+
+    def _load_part(self, mParts, layout, start: Int64, values) -> None:
+        source = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
+        cute.autovec_copy(source, values)

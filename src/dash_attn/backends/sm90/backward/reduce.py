@@ -1,0 +1,266 @@
+"""The ordered reduction: roles that wait for tickets, add dQ partials in ticket order and hand over, and the claiming of items.
+
+A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The reduce thread
+stores (ticket 0) or adds its partial with one bulk operation, waits until the *global* writes are performed
+(cp.async.bulk.wait_group without .read: with .read only the shared-memory source is known to be free), and only then is the
+tile handed over.
+
+Three warps share the work of a contribution. The ticket warp alone walks the plan: it waits for tickets, up to SLOTS
+contributions ahead of the reduction, and writes (tile, ticket) of each granted one into a ring of slots in shared memory. The
+reduce warp and the release warp only follow that ring, so neither keeps any state of the schedule in registers.
+
+Why another warp may hand over: the reduce thread's mbarrier arrive (release.cta) and the other
+warp's wait (acquire.cta) synchronise, and release is cumulative in the PTX model, so its red.release.gpu covers writes that the
+reduce thread has observed as performed. The fence it needs is then no longer in the reduce thread's loop. The ticket's
+ld.acquire.gpu reaches the reduce thread the same way.
+
+Claiming: an item is claimed by the load warp, in list order, once every ticket of the block's current item has been granted. From then
+on nothing the block still does depends on another block, so the block counts as free for the liveness argument of the plan.
+Three tickets earlier it is claimed if every item that the current one depends on has been claimed by then (schedule/proof.py says why that is
+safe); not much earlier, because a block that claims and then waits keeps an item from others.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from ..device import plan_view, ptx
+from . import finish
+from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS, SLOTS
+
+TRACE_WORDS = 4
+SLOT_WORDS = 4  # dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution or else -1
+
+
+@cute.jit
+def wait_item(bars, n_item: Int32):
+    """Wait for the `n_item`-th item of this block; returns its mailbox slot, valid until `release_item`."""
+    cute.arch.mbarrier_wait(bars.item_full + n_item % 2, (n_item // 2) & 1)
+    return _mailbox(bars)[None, n_item % 2]
+
+
+@cute.jit
+def release_item(bars, n_item: Int32) -> None:
+    """A warp has read the slot for the last time."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
+
+
+def _mailbox(bars):
+    return cute.make_tensor(bars.item, cute.make_layout((plan_view.MAILBOX_WORDS, 2)))
+
+
+@cute.jit
+def claim_first_item(mPlan, mControl, bars, batches: Int32, workers: Int32):
+    """`claim_item` for the first time: blocks that arrive after the first `workers` get no items, and convert dQ tiles."""
+    index = Int32(plan_view.NO_ITEM)
+    if cute.arch.lane_idx() == 0:
+        if ptx.add(mControl.iterator + ARRIVED) < workers:
+            index = ptx.add(mControl.iterator + CLAIMED)
+    return _put_item(mPlan, bars, index, Int32(0), batches)
+
+
+@cute.jit
+def claim_item(mPlan: cute.Tensor, mControl: cute.Tensor, bars, n_item: Int32, batches: Int32):
+    """Claim the next item and put it into the mailbox, by one warp; returns its slot, where the index is -1 at the end."""
+    index = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        index = ptx.add(mControl.iterator + CLAIMED)
+    return _put_item(mPlan, bars, index, n_item, batches)
+
+
+@cute.jit
+def _put_item(mPlan, bars, index: Int32, n_item: Int32, batches: Int32):
+    index = cute.arch.shuffle_sync(index, 0)
+    cute.arch.mbarrier_wait(bars.item_empty + n_item % 2, ((n_item // 2) & 1) ^ 1)
+    slot = _mailbox(bars)[None, n_item % 2]
+    plan_view.put_item(mPlan, index, batches, slot)
+    cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)  # every lane for what it has written
+    cute.arch.sync_warp()  # this warp reads the slot, too
+    return slot
+
+
+@cute.jit
+def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, mErrors) -> Int32:
+    """Wait until the tile's counter equals `expected`; returns the last value seen. Another one: a bounded wait gave up, here or elsewhere."""
+    seen = ptx.load_acquire(pointer)
+    spins = Int32(0)
+    while (seen != expected) & (spins <= config.spin_limit):
+        seen = ptx.load_acquire(pointer)
+        if const_expr(config.spin_limit > 0):
+            spins += 1
+            if mErrors[0] != 0:
+                spins = Int32(config.spin_limit + 1)
+    return seen
+
+
+@cute.jit
+def pass_on(mControl, mPlan, slot) -> None:
+    """A contribution has been performed: let the next one follow, or queue the complete tile for conversion."""
+    if slot[2] < 0:
+        ptx.add_release(counter_of(mControl, slot[0]))
+    else:
+        finish.put(mControl, mPlan, slot[2])
+
+
+def _slots(bars):
+    return cute.make_tensor(bars.slots, cute.make_layout((SLOT_WORDS, SLOTS)))
+
+
+@cute.jit
+def publish(bars, n_task: Int32, tile: Int32, ticket: Int32, key: Int32) -> None:
+    """Put the `n_task`-th contribution of this block into the ring; its slot must be empty."""
+    slot = _slots(bars)[None, n_task % SLOTS]
+    slot[0] = tile
+    slot[1] = ticket
+    slot[2] = key
+    cute.arch.mbarrier_arrive(bars.granted + n_task % SLOTS)
+
+
+@cute.jit
+def wait_slot(barrier, bars, n_task: Int32):
+    """Wait on `barrier` (one a slot) for the `n_task`-th contribution; returns its slot."""
+    cute.arch.mbarrier_wait(barrier + n_task % SLOTS, (n_task // SLOTS) & 1)
+    return _slots(bars)[None, n_task % SLOTS]
+
+
+@cute.jit
+def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
+    """Ticket warp, one thread: goes through the tasks of every item and waits for the ticket of each.
+
+    The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
+    the item depends on nobody any more.
+    """
+    if cute.arch.lane_idx() == 0:
+        n_item, n_task = Int32(0), Int32(0)
+        slot = wait_item(bars, n_item)
+        while slot[0] >= 0:
+            # Fields of the item are read from the mailbox where they are used: this warp has few registers.
+            left = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
+            claim_at = cutlass.min(CLAIM_AHEAD, left - 1)  # not before the first grant
+            r = Int32(0)
+            while r < plan_view.mailbox_item(slot).run_count:
+                run = plan_view.read_run(mPlan, slot, r)
+                ticket, held = run.t_first, Int32(0)
+                for i in cutlass.range(run.count, unroll=1):
+                    q_tile = run.q_first + i * run.q_step
+                    for h in cutlass.range(plan_view.mailbox_item(slot).q_head_count, unroll=1):
+                        item = plan_view.mailbox_item(slot)
+                        q_head = item.q_head_first + h
+                        tile = plan_view.first_tile_of(item, q_head) + q_tile
+                        key = Int32(-1)
+                        if const_expr(config.ordered):
+                            if ticket + 1 == mPlan[item.total_first + q_tile]:
+                                key = item.q_tile_first + q_tile * mPlan[plan_view.HEADS] + q_head
+                        cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
+                        if const_expr(config.ordered):
+                            if ticket > 0:
+                                seen = wait_ticket(config, counter_of(mControl, tile), ticket, mErrors)
+                                if const_expr(config.spin_limit > 0):
+                                    if seen != ticket:
+                                        item = plan_view.mailbox_item(slot)
+                                        where = (item.sequence, q_head, item.kv_tile, q_tile, ticket, seen)
+                                        finish.report(mErrors, where)
+                        publish(bars, n_task, tile, ticket, key)
+                        n_task += 1
+                        left -= 1
+                        if left == claim_at:
+                            claim_at = Int32(-1)
+                            if left > 0:
+                                if (
+                                    ptx.load_acquire(mControl.iterator + CLAIMED)
+                                    <= plan_view.mailbox_item(slot).needs
+                                ):
+                                    claim_at = Int32(0)
+                            if claim_at < 0:
+                                cute.arch.mbarrier_arrive(bars.item_granted)
+                    held += 1
+                    if held == run.t_hold:
+                        held = Int32(0)
+                        ticket += run.t_step
+                r += 1
+            cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
+            n_item += 1
+            slot = wait_item(bars, n_item)
+        cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
+        publish(bars, n_task, Int32(-1), Int32(0), Int32(-1))
+
+
+def counter_of(mControl, tile: Int32):
+    """The ticket counter of a dQ tile."""
+    return mControl.iterator + (CONTROL_WORDS + tile)
+
+
+@cute.jit
+def reduce_role(config: cutlass.Constexpr, mdQacc, mPartials, mTrace, sdQ, bars):
+    """Reduce warp, one thread: performs the granted contributions in the order of the ring."""
+    if cute.arch.lane_idx() == 0:
+        n_task = Int32(0)
+        slot = wait_slot(bars.granted, bars, n_task)
+        while slot[0] >= 0:
+            tile, ticket = slot[0], slot[1]
+            granted_at, ready_at = Int64(0), Int64(0)
+            if const_expr(config.trace):
+                granted_at = ptx.nanoseconds()
+            stage = n_task % config.dq_stages
+            cute.arch.mbarrier_wait(bars.dq_full + stage, (n_task // config.dq_stages) & 1)
+            if const_expr(config.trace):
+                ready_at = ptx.nanoseconds()
+            add_partial(config, mdQacc, sdQ, tile, ticket, stage)
+            if const_expr(config.dump_partials):
+                place = Int64(tile) * (mPartials.shape[1] // config.dq_elements) + ticket
+                ptx.bulk_store(
+                    sdQ[None, stage].iterator,
+                    mPartials.iterator + place * config.dq_elements,
+                    4 * config.dq_elements,
+                )
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.mbarrier_arrive(bars.dq_empty + stage)
+            if const_expr(config.ordered):
+                cute.arch.cp_async_bulk_wait_group(0)
+            if const_expr(config.trace):
+                record = Int64(tile) * mTrace.shape[1] + ticket * TRACE_WORDS
+                line = cute.make_tensor(mTrace.iterator + record, cute.make_layout(TRACE_WORDS))
+                for k, value in enumerate((granted_at, ready_at, ptx.nanoseconds(), ptx.multiprocessor())):
+                    line[k] = Int64(value)
+            if const_expr(config.ordered):
+                cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
+            else:
+                cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
+            n_task += 1
+            slot = wait_slot(bars.granted, bars, n_task)
+        if const_expr(config.ordered):
+            cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
+        cute.arch.cp_async_bulk_wait_group(0)
+
+
+@cute.jit
+def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int32, stage: Int32) -> None:
+    """Start the bulk operation of one partial: the first contribution is stored, so nobody zeroes the tile."""
+    size = 4 * config.dq_elements
+    source = sdQ[None, stage].iterator
+    target = mdQacc.iterator + Int64(tile) * config.dq_elements
+    if const_expr(config.ordered):
+        # The ticket was read through the generic proxy, the reduction goes through the async proxy.
+        ptx.fence_proxy_async()
+        if ticket == 0:
+            ptx.bulk_store(source, target, size)
+        else:
+            ptx.bulk_add_f32(source, target, size)
+    else:
+        ptx.bulk_add_f32(source, target, size)
+
+
+@cute.jit
+def release_role(mPlan, mControl, bars):
+    """Release warp, one thread: follows the reduce warp along the ring and hands finished contributions over."""
+    if cute.arch.lane_idx() == 0:
+        n_task = Int32(0)
+        slot = wait_slot(bars.performed, bars, n_task)
+        while slot[0] >= 0:
+            pass_on(mControl, mPlan, slot)
+            cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
+            n_task += 1
+            slot = wait_slot(bars.performed, bars, n_task)

@@ -1,0 +1,100 @@
+"""Kernel variants: which there are, how they are compiled, and what they use.
+
+Compiling needs no GPU: tensors are fake and the target is always sm_90a.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import DashError
+from ..cuda.cache import KernelCache
+from ..cuda.cubin import KernelResources, resources_of_cubin
+from .backward.config import BackwardConfig
+
+__all__ = ["ARCH", "MissingCompilerError", "program", "resources", "variants"]
+
+ARCH = "sm_90a"
+_ROLES = ("Preprocess", "Backward", "Convert")  # class names, which the compiler puts into kernel names
+
+
+class MissingCompilerError(DashError, ImportError):
+    """The kernel compiler is not installed."""
+
+
+def variants() -> dict[str, BackwardConfig]:
+    """Every variant the package can launch, by name: product, unordered, and debug."""
+    found = {}
+    for head_dim in (64, 128):
+        for dtype in ("bf16", "fp16"):
+            base = BackwardConfig(head_dim, dtype)
+            name = f"backward-d{head_dim}-{dtype}"
+            found[name] = base
+            found[f"{name}-unordered"] = replace(base, ordered=False)
+            found[f"{name}-bounded"] = replace(base, spin_limit=1)
+            found[f"{name}-partials"] = replace(base, dump_partials=True)
+            found[f"{name}-trace"] = replace(base, trace=True)
+    return found
+
+
+def program(config: BackwardConfig) -> Any:
+    """The compiled backward of a configuration: from this process, from disk, or from the compiler.
+
+    Raises:
+        MissingCompilerError: nvidia-cutlass-dsl or apache-tvm-ffi is not installed.
+    """
+    return _PROGRAMS(config, ARCH)
+
+
+def _compile(config: BackwardConfig, options: str = "") -> Any:
+    with _compiler_or_error():
+        import cutlass.cute as cute
+
+        from .backward.program import Program, fake_arguments
+    arguments = fake_arguments(config, env_stream=True)
+    # The target is named, so that no GPU and no environment variable decides it.
+    options = f"--enable-tvm-ffi --gpu-arch {ARCH} {options}"
+    return cute.compile(Program(config), *arguments, options=options)
+
+
+def _load(path: Path, name: str) -> Any:
+    with _compiler_or_error():
+        import cutlass.cute as cute
+    return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), name)
+
+
+@contextmanager
+def _compiler_or_error() -> Iterator[None]:
+    try:
+        import tvm_ffi  # noqa: F401 - found missing here rather than in the middle of a compilation
+
+        yield
+    except ImportError as error:
+        raise MissingCompilerError(
+            f"the GPU kernels need a compiler that is not installed ({error}): pip install 'dash-attn[cuda]'"
+        ) from error
+
+
+_PROGRAMS = KernelCache(_compile, _load)
+
+
+def resources(config: BackwardConfig) -> list[KernelResources]:
+    """Compile a variant, GPU or not, and say what each of its kernels uses, by role."""
+    with tempfile.TemporaryDirectory() as folder:
+        _compile(config, f"--keep-cubin --dump-dir={folder}")
+        cubins = sorted(Path(folder).rglob("*.cubin"))
+        kernels = [kernel for cubin in cubins for kernel in resources_of_cubin(cubin.read_bytes())]
+    named = []
+    for kernel in kernels:
+        role = next(role for role in _ROLES if role in kernel.name)
+        # Only the main kernel's shared memory is sized at launch.
+        shared = config.shared_bytes if role == "Backward" else kernel.shared
+        named.append(replace(kernel, name=role.lower(), shared=shared))
+    if sorted(kernel.name for kernel in named) != sorted(role.lower() for role in _ROLES):
+        raise DashError(f"expected the kernels {_ROLES}, found {[kernel.name for kernel in kernels]}")
+    return named

@@ -1,0 +1,1 @@
+"""Device code that the kernels of both directions share."""

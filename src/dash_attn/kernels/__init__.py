@@ -1,1 +1,0 @@
-"""GPU backend: what runs a plan on a Hopper GPU."""

@@ -1,0 +1,35 @@
+"""The policies, by the names the command line knows."""
+
+from __future__ import annotations
+
+from ..placement.lpt import lpt_placement
+from ..policy import Policy
+from .by_length import ByLength
+from .descending import Descending
+from .fa3 import FA3
+from .shift import Shift
+from .spt import SPT
+from .symmetric_shift import SymmetricShift
+
+__all__ = [
+    "FA3",
+    "POLICIES",
+    "SPT",
+    "ByLength",
+    "Descending",
+    "Shift",
+    "SymmetricShift",
+    "lpt_placement",
+    "policy_by_name",
+]
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (FA3, Descending, Shift, SymmetricShift, SPT, ByLength)
+}
+
+
+def policy_by_name(name: str, **parameters: int | None) -> Policy:
+    """The policy of this name; parameters it does not have raise TypeError, unknown names ValueError."""
+    if name not in POLICIES:
+        raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
+    return POLICIES[name](**parameters)

@@ -1,0 +1,1 @@
+"""Placements: orders in which workers claim items. They decide speed and never a bit."""

@@ -1,0 +1,181 @@
+"""What is installed on this machine, what this version supports on it, and why not more."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..integrations import OLDEST_TRANSFORMERS
+
+__all__ = ["examine"]
+
+PACKAGES = (
+    "numpy",
+    "torch",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "flash-attn-4",
+    "matplotlib",
+    "transformers",
+)
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal, bf16, head_dim 128": {"causal": True},
+    "full, fp16, head_dim 64": {"head_dim": 64, "dtype": "float16"},
+    "sliding window": {"causal": True, "window_size": (100, 0)},
+    "variable lengths": {"causal": True, "packed": True},
+    "grouped heads": {"causal": True, "kv_heads": 2},
+    "fp32": {"causal": True, "dtype": "float32"},
+    "head_dim 96": {"causal": True, "head_dim": 96},
+    "head_dim 256": {"causal": True, "head_dim": 256},
+}
+"""Typical calls: is each of them supported here?"""
+
+
+def examine() -> dict[str, Any]:
+    """Facts for ``dash-attn doctor``: versions, devices, and support with reasons."""
+    return {
+        "dash_attn": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _installed(name) for name in PACKAGES},
+        "driver": _driver(),
+        **_devices(),
+        "kernel_cache": _kernel_cache(),
+        "sdpa_hook": _sdpa_hook(),
+        "transformers": _transformers(),
+        "pictures": "yes" if _installed("matplotlib") != "missing" else "no: pip install 'dash-attn[plots]'",
+    }
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _driver() -> str:
+    """The version in what NVIDIA's kernel module says of itself."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "no NVIDIA driver found"
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return found.group() if found else "unknown"
+
+
+def _devices() -> dict[str, Any]:
+    try:
+        torch = import_module("torch")
+    except ImportError as error:
+        return {"cpu": f"no: PyTorch does not load ({error})", "gpu": "no: PyTorch does not load"}
+    cpu = f"yes: reference executor, {torch.get_num_threads()} threads"
+    facts = {"cpu": cpu, "gpu": _gpu(torch), "supported_on_cpu": _supported("cpu")}
+    if torch.cuda.is_available():
+        facts["cuda"] = f"PyTorch is built for {torch.version.cuda}"
+        facts["forward_on_gpu"] = _forward()
+        facts["supported_on_gpu"] = _supported("cuda")
+    return facts
+
+
+def _gpu(torch: Any) -> str:
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build for CPUs"
+        return f"no: PyTorch sees no CUDA device ({built})"
+    names = []
+    for index in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(index)
+        names.append(f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs")
+    listed = "; ".join(names)
+    if torch.cuda.get_device_capability() != (9, 0):
+        return f"no: the kernels are for Hopper, sm_90 ({listed})"
+    missing = [p for p in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if _installed(p) == "missing"]
+    if missing:
+        return f"no: {' and '.join(missing)} missing: pip install 'dash-attn[cuda]' ({listed})"
+    return f"yes: {listed}"
+
+
+def _forward() -> str:
+    if _installed("flash-attn-4") != "missing" or _importable("flash_attn.cute"):
+        return "FlashAttention-4"
+    return "cuDNN, full and square causal masks only: pip install flash-attn-4 for the others"
+
+
+def _importable(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _supported(device: str) -> dict[str, str]:
+    """ "yes", or the reason why not, for each of ``CALLS``."""
+    try:
+        return {name: _support(device, **call) for name, call in CALLS.items()}
+    except ImportError as error:
+        return dict.fromkeys(CALLS, f"no: {error}")
+
+
+def _support(
+    device: str,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    packed: bool = False,
+    kv_heads: int = 4,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
+) -> str:
+    from ..api import is_supported
+
+    torch = import_module("torch")
+    rows = (256,) if packed else (1, 256)
+    like = {"dtype": getattr(torch, dtype), "device": device}
+    q, k = (torch.zeros(*rows, heads, head_dim, **like) for heads in (4, kv_heads))
+    ends = torch.tensor([0, 100, 256], dtype=torch.int32)
+    bounds = (ends, ends) if packed else ()
+    found = is_supported(q, k, k, *bounds, causal=causal, window_size=window_size)
+    return "yes" if found else f"no: {found.reason}"
+
+
+def _kernel_cache() -> str:
+    from ..backends.cuda.cache import cache_folder, why_unsafe
+
+    folder = cache_folder()
+    if not folder.is_dir():
+        usable = "made by the first kernel"
+    elif reason := why_unsafe(folder.resolve()):
+        usable = f"not used: {reason}"
+    elif not os.access(folder, os.W_OK):
+        usable = "cannot be written"
+    else:
+        entries = list(folder.glob("*.program"))
+        usable = f"{len(entries)} programs, {sum(entry.stat().st_size for entry in entries):,} bytes"
+    return f"{folder} ({usable})"
+
+
+def _sdpa_hook() -> str:
+    try:
+        registry = import_module("torch.nn.attention")
+    except ImportError:
+        return "no: PyTorch does not load"
+    if hasattr(registry, "register_flash_attention_impl"):
+        return "yes: dash_attn.integrations.sdpa"
+    return "no: this PyTorch has no registry of flash implementations"
+
+
+def _transformers() -> str:
+    found = _installed("transformers")
+    if found == "missing":
+        return "no: pip install 'dash-attn[transformers]'"
+    if tuple(map(int, found.split(".")[:2])) < OLDEST_TRANSFORMERS:
+        return f"no: transformers {found} is older than {'.'.join(map(str, OLDEST_TRANSFORMERS))}"
+    return "yes: dash_attn.integrations.transformers"

@@ -1,0 +1,105 @@
+"""Sequences as one call of the public functions, and its results as sequences again."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...api import apply_plan, backend_for, flash_attn_func, flash_attn_varlen_func, plan_for
+from ...schedule import Plan
+from ..shapes import Shape
+
+__all__ = ["NAMES", "Batch", "Inputs", "Results", "digest", "random_inputs"]
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+Results = tuple[Tensor, ...]
+"""Tensors in the order of ``NAMES``."""
+
+
+class Inputs(NamedTuple):
+    """One sequence: dout, q (seqlen_q, heads, head_dim), k, v (seqlen_k, kv_heads, head_dim)."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def random_inputs(shape: Shape, device: torch.device) -> list[Inputs]:
+    """Normal tensors of every sequence. They are drawn on the CPU: the same in every process."""
+    generator = torch.Generator().manual_seed(shape.seed)
+    problem, dtype = shape.problem, getattr(torch, shape.dtype)
+
+    def draw(rows: int, heads: int) -> Tensor:
+        size = (rows, heads, shape.head_dim)
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    return [
+        Inputs(*(draw(rows, problem.heads) for rows in (m, m)), *(draw(n, problem.kv_heads) for _ in "kv"))
+        for m, n in shape.sequences
+    ]
+
+
+class Batch:
+    """A call with some sequences, in some order."""
+
+    def __init__(self, shape: Shape, inputs: Sequence[Inputs]) -> None:
+        self.shape = shape
+        self.lengths = [(len(x.q), len(x.k)) for x in inputs]
+        join = torch.cat if shape.packed else torch.stack
+        self.dout, *leaves = (join(list(tensors)) for tensors in zip(*inputs))
+        self.q, self.k, self.v = (x.requires_grad_() for x in leaves)
+        self.bounds = tuple(self._bounds(side) for side in (0, 1)) if shape.packed else ()
+
+    def _bounds(self, side: int) -> Tensor:
+        lengths = torch.tensor([0, *(pair[side] for pair in self.lengths)])
+        return lengths.cumsum(0).int().to(self.q.device)
+
+    def run(self) -> Results:
+        """Forward and backward through the public functions."""
+        how: dict[str, Any] = {"causal": self.shape.causal, "window_size": self.shape.window or (-1, -1)}
+        tensors = (self.q, self.k, self.v)
+        call = flash_attn_varlen_func if self.shape.packed else flash_attn_func
+        out, lse = call(*tensors, *self.bounds, **how, policy=self.shape.policy, return_lse=True)
+        return out.detach(), lse, *torch.autograd.grad(out, tensors, self.dout)
+
+    def unordered_dq(self, seed: int) -> Tensor:
+        """dQ with its contributions added in no fixed order; on the CPU in one that the seed decides."""
+        backend = backend_for(self.q.device)
+        careless = backend._replace(backward=backend.unordered(random.Random(seed)))
+        scale = float(self.shape.head_dim) ** -0.5
+        out, _ = apply_plan(careless, self.plan(), self.q, self.k, self.v, scale)
+        return torch.autograd.grad(out, self.q, self.dout)[0]
+
+    def plan(self) -> Plan:
+        """The plan that :meth:`run` follows."""
+        how: dict[str, Any] = {
+            "causal": self.shape.causal,
+            "window": self.shape.window,
+            "policy": self.shape.policy,
+        }
+        return plan_for(self.q, self.k, self.v, *self.bounds, **how)
+
+    def split(self, results: Results) -> list[Results]:
+        """Results of every sequence; lse (heads, seqlen_q)."""
+        out, lse, dq, dk, dv = results
+        if not self.shape.packed:
+            return list(zip(*(x.unbind(0) for x in (out, lse, dq, dk, dv))))
+        rows_q, rows_k = ([pair[side] for pair in self.lengths] for side in (0, 1))
+        cuts = ((out, rows_q, 0), (lse, rows_q, 1), (dq, rows_q, 0), (dk, rows_k, 0), (dv, rows_k, 0))
+        return list(zip(*(torch.split(x, rows, dim) for x, rows, dim in cuts)))
+
+
+def digest(results: Results) -> dict[str, str]:
+    """SHA-256 of the bytes of every tensor."""
+    hashes = {}
+    for name, x in zip(NAMES, results):
+        data = x.detach().cpu().contiguous().view(torch.uint8).numpy()
+        hashes[name] = hashlib.sha256(data.tobytes()).hexdigest()
+    return hashes

@@ -1,0 +1,371 @@
+"""The verifier: it accepts what policies make, refuses every mutation by name, and counts workers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import plans
+
+from dash_attn.errors import (
+    CoverageError,
+    CycleError,
+    FingerprintError,
+    PlacementError,
+    PlanError,
+    TicketError,
+    TooFewWorkersError,
+)
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import (
+    FA3,
+    PLACEMENTS,
+    POLICIES,
+    SPT,
+    Descending,
+    HeadPattern,
+    Plan,
+    Run,
+    Shift,
+    build_plan,
+    check_workers,
+    policy_by_name,
+    prove,
+)
+from dash_attn.schedule.interleave import can_deadlock, task_order
+from dash_attn.schedule.proof import _block_of_q_tiles
+
+RunLists = list[list[Run]]
+
+
+def single_tasks(plan: Plan) -> RunLists:
+    """Runs of the only pattern, one for each task, so that single tasks can be changed."""
+    (pattern,) = plan.patterns.values()
+    return [
+        [Run(q, 1, 1, t) for q, t in zip(*(a.tolist() for a in pattern.tasks_of(kv)))]
+        for kv in range(pattern.grid.kv_tiles)
+    ]
+
+
+def with_runs(plan: Plan, runs: RunLists) -> Plan:
+    ((pair, pattern),) = plan.patterns.items()
+    return replace(plan, patterns={pair: HeadPattern.from_runs(pattern.grid, runs, pattern.head_groups)})
+
+
+def causal_plan(tiles: int = 4, heads: int = 2) -> Plan:
+    return build_plan(Problem.dense(heads=heads, seqlen=128 * tiles, head_dim=64, mask=Mask.causal()), FA3())
+
+
+def full_plan() -> Plan:
+    return build_plan(Problem.dense(heads=2, seqlen=512, head_dim=64), Shift())
+
+
+@given(plans())
+def test_every_plan_of_a_policy_is_safe_and_runs(plan: Plan) -> None:
+    assert plan.verdict is not None
+    assert plan.verdict.tasks == plan.problem.tasks == len(list(task_order(plan, plan.min_workers)))
+
+
+# Mutations. Each changes one thing in a good plan and names the error and the place it must report.
+
+
+def drop_a_task(runs: RunLists) -> None:
+    del runs[1][1]
+
+
+def double_a_task(runs: RunLists) -> None:
+    runs[1].append(runs[1][1])
+
+
+def invent_a_task(runs: RunLists) -> None:
+    runs[1].append(Run(0, 1, 1, 0))
+
+
+def swap_two_tickets(runs: RunLists) -> None:
+    # kv tile 0 was second on q tile 1 and third on q tile 2.
+    _, a, b, _ = runs[0]
+    runs[0][1:3] = [a._replace(t_first=b.t_first), b._replace(t_first=a.t_first)]
+
+
+def use_a_ticket_twice(runs: RunLists) -> None:
+    runs[2][0] = runs[2][0]._replace(t_first=1)
+
+
+def make_a_gap(runs: RunLists) -> None:
+    runs[2][1] = runs[2][1]._replace(t_first=3)
+
+
+def ticket_beyond_the_end(runs: RunLists) -> None:
+    runs[3][0] = runs[3][0]._replace(t_first=4)
+
+
+def negative_ticket(runs: RunLists) -> None:
+    runs[3][0] = runs[3][0]._replace(t_first=-1)
+
+
+def step_of_zero(runs: RunLists) -> None:
+    runs[3][0] = runs[3][0]._replace(q_step=0)
+
+
+def endless_run(runs: RunLists) -> None:
+    runs[3][0] = runs[3][0]._replace(count=10**12)
+
+
+def empty_run(runs: RunLists) -> None:
+    runs[3].append(Run(3, 1, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "error", "place"),
+    [
+        (drop_a_task, CoverageError, "sequence 0 .*kv tile 1, q tile 2: the task is missing"),
+        (double_a_task, CoverageError, "kv tile 1, q tile 2: the task is there 2 times"),
+        (invent_a_task, CoverageError, "kv tile 1, q tile 0: the mask leaves no such task"),
+        (use_a_ticket_twice, TicketError, "head group 0, kv tile 2, q tile 2: ticket 1 is used twice"),
+        (ticket_beyond_the_end, TicketError, "kv tile 3, q tile 3: ticket 4, the tile has 4 contributions"),
+        (negative_ticket, CoverageError, "kv tile 3: malformed run"),
+        (empty_run, CoverageError, "kv tile 3: malformed run"),
+        (step_of_zero, CoverageError, "kv tile 3: malformed run"),
+        (endless_run, CoverageError, "kv tile 3: malformed run"),
+        (make_a_gap, TicketError, "kv tile 2, q tile 3: waits for ticket 3, nobody has ticket 2"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_mutations_have_named_errors(
+    mutate: Callable[[RunLists], None], error: type[PlanError], place: str
+) -> None:
+    plan = causal_plan()
+    runs = single_tasks(plan)
+    prove(with_runs(plan, runs))
+    mutate(runs)
+    with pytest.raises(error, match=place):
+        prove(with_runs(plan, runs))
+
+
+def test_swapping_two_tickets_of_an_item() -> None:
+    plan = full_plan()
+    runs = single_tasks(plan)
+    swap_two_tickets(runs)
+    with pytest.raises(TicketError, match=r"kv tile \d, q tile [12]: (ticket . is used twice|waits for)"):
+        prove(with_runs(plan, runs))
+
+
+def swapped_on_one_q_tile(plan: Plan, q: int, a: int, b: int) -> Plan:
+    """The plan with the tickets of kv tiles a and b exchanged on q tile q."""
+    runs = single_tasks(plan)
+    at = {kv: next(i for i, run in enumerate(runs[kv]) if run.q_first == q) for kv in (a, b)}
+    ticket_a, ticket_b = runs[a][at[a]].t_first, runs[b][at[b]].t_first
+    runs[a][at[a]] = runs[a][at[a]]._replace(t_first=ticket_b)
+    runs[b][at[b]] = runs[b][at[b]]._replace(t_first=ticket_a)
+    return with_runs(plan, runs)
+
+
+def test_two_swapped_tickets_of_one_tile_are_another_order() -> None:
+    """Still a safe plan, so only its fingerprint can tell: it must."""
+    plan = causal_plan()
+    swapped = prove(swapped_on_one_q_tile(plan, q=3, a=0, b=2))
+    with pytest.raises(FingerprintError, match=f"expected numerics {plan.fingerprint}"):
+        swapped.check_fingerprint(plan.fingerprint)
+
+
+def test_cycle_is_named_with_its_links() -> None:
+    """Item 0 goes 0, 1 and item 1 goes 1, 0; each waits for the other's second task."""
+    plan = build_plan(Problem.dense(seqlen=256, head_dim=64), FA3())
+    runs = [[Run(0, 1, 1, 1), Run(1, 1, 1, 0)], [Run(1, 1, 1, 1), Run(0, 1, 1, 0)]]
+    with pytest.raises(CycleError) as caught:
+        prove(with_runs(plan, runs))
+    assert "sequence 0, head group 0" in str(caught.value)
+    assert "kv tile 0 at q tile 0 (ticket 1) waits for kv tile 1" in str(caught.value)
+    assert "kv tile 1 at q tile 1 (ticket 1) waits for kv tile 0" in str(caught.value)
+
+
+@given(plans(), st.randoms(use_true_random=False))
+def test_swapping_any_two_tickets_never_passes_unseen(plan: Plan, rng: random.Random) -> None:
+    """Exchange the tickets of two tasks: an error of the verifier or another fingerprint."""
+    if len(plan.patterns) != 1:
+        return
+    runs = single_tasks(plan)
+    spots = [(kv, i) for kv, tasks in enumerate(runs) for i in range(len(tasks))]
+    # The same plan, written task by task: fingerprints are compared in that form.
+    original = with_runs(plan, [list(tasks) for tasks in runs]).fingerprint
+    if len(spots) < 2:
+        return
+    (kv_a, a), (kv_b, b) = rng.sample(spots, 2)
+    first, second = runs[kv_a][a], runs[kv_b][b]
+    if first.t_first == second.t_first:
+        return
+    runs[kv_a][a], runs[kv_b][b] = (
+        first._replace(t_first=second.t_first),
+        second._replace(t_first=first.t_first),
+    )
+    mutant = with_runs(plan, runs)
+    try:
+        prove(mutant)
+    except (TicketError, CycleError):
+        return
+    assert first.q_first == second.q_first, "only an exchange on one dQ tile can leave a permutation"
+    assert mutant.fingerprint != original
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda items: items[1:], "sequence 0, head group 0, kv tile 0 is in no item"),
+        (lambda items: np.concatenate((items, items[3:4])), "item 3: .*kv tile 3 is listed twice"),
+        (lambda items: items + np.array([0, 0, 1]), "kv tile 4 does not exist"),
+        (lambda items: items + np.array([0, 1, 0]), "head group 2, kv tile 0 does not exist"),
+        (lambda items: items - np.array([1, 0, 0]), "sequence -1.* does not exist"),
+    ],
+)
+def test_placements_that_are_no_list_of_items(
+    change: Callable[[np.ndarray], np.ndarray], message: str
+) -> None:
+    plan = causal_plan()
+    with pytest.raises(PlacementError, match=message):
+        prove(plan.with_items(change(plan.items)))
+
+
+def test_a_large_cycle_is_refused_quickly() -> None:
+    """Every item waits: naming the links must not look through the whole plan once an item."""
+    n = 256
+    plan = build_plan(Problem.dense(seqlen=128 * n, head_dim=64), Shift())
+    runs = [[run._replace(t_first=n - 1 - run.t_first, t_step=-run.t_step) for run in item] for item in
+            (plan.pattern(0).runs_of(kv) for kv in range(n))]  # fmt: skip
+    with pytest.raises(CycleError, match="waits for kv tile"):
+        prove(with_runs(plan, runs))
+
+
+def test_a_verified_plan_cannot_be_changed() -> None:
+    plan = causal_plan()
+    with pytest.raises(ValueError, match="read-only"):
+        plan.pattern(0).runs[0, 3] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        plan.items[0, 0] = 1
+    assert replace(plan, policy="copy").verdict is None
+
+
+def test_min_workers_needs_a_verified_plan() -> None:
+    plan = causal_plan()
+    with pytest.raises(PlacementError, match="known only after"):
+        _ = plan.with_items(plan.items).min_workers
+
+
+def test_patterns_must_be_those_of_the_sequences() -> None:
+    plan = causal_plan()
+    with pytest.raises(PlanError, match="patterns for"):
+        prove(replace(plan, patterns={}))
+
+
+def test_too_few_workers() -> None:
+    plan = full_plan()
+    check_workers(plan, 4)
+    with pytest.raises(TooFewWorkersError, match="shift needs 4 resident workers.*got 3"):
+        check_workers(plan, 3)
+    with pytest.raises(TooFewWorkersError, match=r"deadlock with 3 workers: item \d.*q head 0, kv tile"):
+        list(task_order(plan, 3))
+
+
+def small_plans() -> list[Plan]:
+    found = []
+    for tiles in (1, 2, 3, 4, 5):
+        for heads, kv_heads in ((1, 1), (2, 1), (2, 2)):
+            for mask in (Mask.full(), Mask.causal(), Mask.window(128, 0)):
+                if kv_heads * tiles > 6 or heads * tiles > 8:
+                    continue
+                problem = Problem.dense(
+                    heads=heads, kv_heads=kv_heads, seqlen=128 * tiles, head_dim=64, mask=mask
+                )
+                for name in POLICIES:
+                    for placement in PLACEMENTS:
+                        try:
+                            found.append(build_plan(problem, policy_by_name(name), placement))
+                        except ValueError:
+                            continue
+    return found
+
+
+def test_min_workers_against_exhaustive_search() -> None:
+    """Every residency from 1 upward, every order of events: deadlock exactly below min_workers."""
+    searched = 0
+    for plan in small_plans():
+        for workers in range(1, len(plan.items) + 1):
+            assert can_deadlock(plan, workers) == (workers < plan.min_workers), (plan, workers)
+            searched += 1
+    assert searched > 500
+
+
+@settings(max_examples=60)
+@given(st.sampled_from([p for p in small_plans() if len(p.items) > 1]), st.randoms(use_true_random=False))
+def test_min_workers_of_shuffled_placements(plan: Plan, rng: random.Random) -> None:
+    order = list(range(len(plan.items)))
+    rng.shuffle(order)
+    shuffled = prove(plan.with_items(plan.items[order]))
+    assert shuffled.fingerprint == plan.fingerprint
+    for workers in range(1, len(order) + 1):
+        assert can_deadlock(shuffled, workers) == (workers < shuffled.min_workers)
+
+
+def test_legal_orders_keep_item_and_ticket_order() -> None:
+    plan = full_plan()
+    seen = set()
+    for seed in range(5):
+        order = list(task_order(plan, plan.min_workers + seed, random.Random(seed)))
+        seen.add(tuple(order))
+        done: dict[tuple[int, int, int], int] = {}
+        for task in order:
+            tile = (task.sequence, task.q_head, task.q_tile)
+            assert done.get(tile, 0) == task.ticket
+            done[tile] = task.ticket + 1
+    assert len(seen) > 1
+    unordered = list(task_order(plan, 8, random.Random(0), ordered=False))
+    assert sorted(unordered) == sorted(order)
+
+
+def test_blocks_of_q_tiles_give_the_same_verdict() -> None:
+    """Large plans are verified in blocks; undo the blocks by a run that goes the other way."""
+    problem = Problem.dense(heads=2, seqlen=32 * 128, head_dim=128)
+    for policy in (FA3(), Descending(), SPT(), Shift(ring=4), Shift(ring=8, stride=2), Shift(ring=5)):
+        plan = build_plan(problem, policy)
+        assert _block_of_q_tiles(plan.pattern(0)) > 1 or policy == Shift(ring=5)
+        single = prove(with_runs(plan, single_tasks(plan)))
+        assert single.min_workers == plan.min_workers
+
+
+def test_an_error_in_a_plan_of_blocks_is_exact() -> None:
+    problem = Problem.dense(heads=1, seqlen=32 * 128, head_dim=128)
+    plan = build_plan(problem, Shift(ring=4))
+    (pattern,) = plan.patterns.values()
+    runs = [pattern.runs_of(kv) for kv in range(pattern.grid.kv_tiles)]
+    assert _block_of_q_tiles(pattern) == 16
+    runs[2][0] = runs[2][0]._replace(t_first=1)
+    with pytest.raises(TicketError, match=r"q tile \d+: "):
+        prove(with_runs(plan, runs))
+
+
+def test_a_pattern_of_another_mask_or_length_is_refused() -> None:
+    full = Problem.dense(seqlen=256, head_dim=64)
+    causal = build_plan(Problem.dense(seqlen=256, head_dim=64, mask=Mask.causal()), Descending())
+    with pytest.raises(CoverageError, match="the pattern is for SequenceGrid.*right=0"):
+        prove(Plan(full, "of another mask", causal.patterns, causal.items))
+    longer = build_plan(Problem.dense(seqlen=512, head_dim=64), Descending())
+    shorter = Problem.dense(seqlen=500, head_dim=64)
+    with pytest.raises(CoverageError, match="the pattern is for SequenceGrid.seqlen_q=512"):
+        prove(Plan(shorter, "of another length", {(500, 500): longer.pattern(0)}, longer.items))
+
+
+def test_what_a_pattern_was_made_of_can_be_written_and_the_pattern_cannot() -> None:
+    """A proof is kept, so nothing may change what was proven."""
+    pattern = causal_plan().pattern(0)
+    runs = pattern.runs.copy()
+    mine = HeadPattern(pattern.grid, pattern.offsets, runs)
+    runs[0, 3] = 99
+    assert np.array_equal(mine.runs, pattern.runs)
+    for array in (mine.runs, mine.offsets):
+        assert array.base is None
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
