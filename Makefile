@@ -25,15 +25,15 @@ test-gpu: .venv/ready
 
 # On a machine with a Hopper GPU: 10,000 replays under contention, after aborted launches, on few SMs.
 soak: .venv/ready
-	$(BIN)/python tests/gpu/soak.py --replays 10000
+	$(BIN)/python stress/soak.py --replays 10000
 
 # compute-sanitizer, from the CUDA toolkit, over every kernel variant.
 sanitize: .venv/ready
-	$(BIN)/python tests/gpu/sanitize.py
+	$(BIN)/python stress/sanitize.py
 
 # More than 10^9 hand-overs of a tile from block to block, beside full load, for every form that may be shipped.
 litmus: .venv/ready
-	$(BIN)/python tests/gpu/litmus.py --rounds 2e8 --loads dram l2
+	$(BIN)/python stress/litmus.py --rounds 2e8 --loads dram l2
 
 check: .venv/ready
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,12 +75,33 @@ class Mask:
         """A sliding window: ``left`` columns before the diagonal, ``right`` after it."""
         return cls(left, right)
 
+    def interval(self, position: Any) -> tuple[Any, Any]:
+        """First and last column that rows see, not clipped to the sequence; None where a side is unbounded.
+
+        Args:
+            position: the column aligned with each row: a number, or an array or tensor of integers.
+        """
+        return (
+            None if self.left is None else position - self.left,
+            None if self.right is None else position + self.right,
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Every row sees every column."""
+        return self.left is None and self.right is None
+
+    @property
+    def is_causal(self) -> bool:
+        """Rows see every column up to their own position."""
+        return self.left is None and self.right == 0
+
     @property
     def name(self) -> str:
         """``full``, ``causal`` or ``window(left,right)`` with -1 for an unbounded side."""
-        if self.left is None and self.right is None:
+        if self.is_full:
             return "full"
-        if self.left is None and self.right == 0:
+        if self.is_causal:
             return "causal"
         left, right = (-1 if side is None else side for side in (self.left, self.right))
         return f"window({left},{right})"

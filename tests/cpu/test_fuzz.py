@@ -1,6 +1,6 @@
 """The fuzzer: its checks on the CPU executor, for cases that hypothesis draws; and that they can fail.
 
-``tests/gpu/fuzz.py`` runs the same checks on a Hopper GPU, for cases drawn from a seed.
+``stress/fuzz.py`` runs the same checks on a Hopper GPU, for cases drawn from a seed.
 """
 
 from __future__ import annotations

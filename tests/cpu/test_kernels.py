@@ -19,7 +19,7 @@ from dash_attn.tools.cli import main
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 
-# What a block of 384 threads with one resident block a SM may use at most, see kernels/sm90/config.py.
+# What a block of 384 threads with one resident block a SM may use at most, see backends/sm90/backward/config.py.
 REGISTERS, SHARED = 168, 232_448
 SOURCES = Path(__file__).parents[2] / "src"
 

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer; ``python tests/gpu/fuzz.py`` is the long one."""
+"""A short run of the fuzzer; ``python stress/fuzz.py`` is the long one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Random problems on a Hopper GPU, each run in many ways that must agree (``fuzz_case.check``).
 
-    python tests/gpu/fuzz.py --problems 2000 --json fuzz.json
-    python tests/gpu/fuzz.py --seconds 3600 --first-seed 100000
+    python stress/fuzz.py --problems 2000 --json fuzz.json
+    python stress/fuzz.py --seconds 3600 --first-seed 100000
 
 The seed of a problem decides all about it. A failure is made smaller and written to a script that needs
 dash_attn and torch alone. Exits with 1 if anything failed, or if sums without order never differed.

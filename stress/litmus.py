@@ -4,7 +4,7 @@ A round is one hand-over of one tile from one block to another. Contributions ha
 every exchange of two neighbouring additions changes the bits of every word, so a tile is right only if all
 contributions were there, in order.
 
-    python tests/gpu/litmus.py --rounds 1e9 --forms release_warp queued --json litmus.json
+    python stress/litmus.py --rounds 1e9 --forms release_warp queued --json litmus.json
 """
 
 from __future__ import annotations
