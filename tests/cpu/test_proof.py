@@ -20,6 +20,7 @@ from dash_attn.errors import (
     PlanError,
     TicketError,
     TooFewWorkersError,
+    UnsupportedMaskError,
 )
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
@@ -39,6 +40,7 @@ from dash_attn.schedule import (
 )
 from dash_attn.schedule.interleave import can_deadlock, task_order
 from dash_attn.schedule.proof import _block_of_q_tiles
+from dash_attn.schedule.tickets import MAX_HOLD
 
 RunLists = list[list[Run]]
 
@@ -104,18 +106,6 @@ def ticket_beyond_the_end(runs: RunLists) -> None:
     runs[3][0] = runs[3][0]._replace(t_first=4)
 
 
-def negative_ticket(runs: RunLists) -> None:
-    runs[3][0] = runs[3][0]._replace(t_first=-1)
-
-
-def step_of_zero(runs: RunLists) -> None:
-    runs[3][0] = runs[3][0]._replace(q_step=0)
-
-
-def endless_run(runs: RunLists) -> None:
-    runs[3][0] = runs[3][0]._replace(count=10**12)
-
-
 def empty_run(runs: RunLists) -> None:
     runs[3].append(Run(3, 1, 0, 0))
 
@@ -128,10 +118,7 @@ def empty_run(runs: RunLists) -> None:
         (invent_a_task, CoverageError, "kv tile 1, q tile 0: the mask leaves no such task"),
         (use_a_ticket_twice, TicketError, "head group 0, kv tile 2, q tile 2: ticket 1 is used twice"),
         (ticket_beyond_the_end, TicketError, "kv tile 3, q tile 3: ticket 4, the tile has 4 contributions"),
-        (negative_ticket, CoverageError, "kv tile 3: malformed run"),
-        (empty_run, CoverageError, "kv tile 3: malformed run"),
-        (step_of_zero, CoverageError, "kv tile 3: malformed run"),
-        (endless_run, CoverageError, "kv tile 3: malformed run"),
+        (empty_run, CoverageError, "kv tile 3: malformed Run.*count=0"),
         (make_a_gap, TicketError, "kv tile 2, q tile 3: waits for ticket 3, nobody has ticket 2"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -145,6 +132,48 @@ def test_mutations_have_named_errors(
     mutate(runs)
     with pytest.raises(error, match=place):
         prove(with_runs(plan, runs))
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "error"),
+    [
+        ("q_first", (-1, 4, 10**12), CoverageError),
+        ("q_step", (0, 5, -5, -(2**63)), CoverageError),
+        ("count", (0, -1, 5, 10**12), CoverageError),
+        ("t_first", (-1, 5, 10**12), TicketError),
+        ("t_step", (5, -5, 10**12, -(2**63)), TicketError),
+        ("t_hold", (0, -1, MAX_HOLD + 1), TicketError),
+    ],
+)
+def test_fields_beyond_every_plan_of_four_tiles(
+    field: str, values: tuple[int, ...], error: type[PlanError]
+) -> None:
+    """Fields that say where tasks are: CoverageError. Fields that make their tickets: TicketError."""
+    plan = causal_plan(tiles=4)
+    for value in values:
+        runs = single_tasks(plan)
+        runs[3][0] = runs[3][0]._replace(**{field: value})
+        with pytest.raises(PlanError, match=rf"kv tile 3: malformed Run.*{field}={value}\b") as caught:
+            prove(with_runs(plan, runs))
+        assert caught.type is error, value
+
+
+@pytest.mark.parametrize("name", ["spt", "by_length"])
+def test_tickets_may_step_by_more_than_there_are_q_tiles(name: str) -> None:
+    """Two q tiles of four rows, eight kv tiles of one: kv tile 0 comes fourth, then eighth."""
+    problem = Problem(((8, 8),), 1, 1, 1, Mask.causal(), tile_m=4, tile_n=1)
+    plan = build_plan(problem, policy_by_name(name))
+    assert plan.pattern(0).runs_of(0) == [Run(0, 1, 2, 3, 4)]
+    assert plan.pattern(0).grid.q_tiles == 2
+    assert plan.pattern(0).summation_orders() == [[3, 2, 1, 0], [7, 6, 5, 4, 3, 2, 1, 0]]
+
+
+def test_a_ticket_step_of_more_than_the_kv_tiles_is_a_ticket_error() -> None:
+    """Eight q tiles and two kv tiles: a step of 3 fits the q tiles, and no order of two contributions."""
+    plan = build_plan(Problem(((8, 2),), 1, 1, 1, tile_m=1, tile_n=1), FA3())
+    for step in (3, 8):
+        with pytest.raises(TicketError, match=f"kv tile 1: malformed Run.*t_step={step}"):
+            prove(with_runs(plan, [[Run(0, 1, 8, 0)], [Run(0, 1, 8, 1, step)]]))
 
 
 def test_swapping_two_tickets_of_an_item() -> None:
@@ -334,6 +363,58 @@ def test_blocks_of_q_tiles_give_the_same_verdict() -> None:
         assert _block_of_q_tiles(plan.pattern(0)) > 1 or policy == Shift(ring=5)
         single = prove(with_runs(plan, single_tasks(plan)))
         assert single.min_workers == plan.min_workers
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "block"),
+    [
+        ([Run(0, 1, 4, 0, 1, 2)], [Run(0, 1, 4, 1, -1, 2)], 2),
+        ([Run(3, -1, 4, 0, 1, 2)], [Run(3, -1, 4, 1, -1, 2)], 2),
+        ([Run(0, 1, 3, 0, 1, 2)], [Run(0, 1, 3, 1, -1, 2)], 2),  # the last block is short
+        ([Run(0, 1, 6, 0, 1, 3)], [Run(0, 1, 6, 1, -1, 3)], 3),
+        (
+            [Run(0, 1, 4, 0, 1, 2), Run(4, 1, 4, 0, 1, 2)],
+            [Run(0, 1, 4, 1, -1, 2), Run(4, 1, 4, 1, -1, 2)],
+            2,
+        ),
+    ],
+    ids=["upwards", "downwards", "short", "hold of 3", "two runs"],
+)
+def test_a_hold_smaller_than_any_run_limits_the_block(
+    first: list[Run], second: list[Run], block: int
+) -> None:
+    """Two kv tiles whose tickets change in the middle of every run: each item needs the other one.
+
+    A block as long as a run would hide the change. The plan would then count as one for a single worker.
+    """
+    q_tiles = sum(run.count for run in first)
+    problem = Problem(((q_tiles, 2),), 1, 1, 1, tile_m=1, tile_n=1)
+    plan = prove(with_runs(build_plan(problem, FA3()), [first, second]))
+    assert plan.min_workers == 2
+    assert can_deadlock(plan, 1)
+    assert not can_deadlock(plan, 2)
+    assert plan.verdict is not None
+    assert plan.verdict.needs.tolist() == [1, 1]
+    assert _block_of_q_tiles(plan.pattern(0)) == block
+
+
+@pytest.mark.parametrize("tile_m", [1, 2, 4, 8])
+@pytest.mark.parametrize("tile_n", [1, 2, 4, 8])
+def test_tiles_of_every_shape(tile_m: int, tile_n: int) -> None:
+    """Whatever a policy makes for a grid is proven, and written task by task it has the same verdict."""
+    proven = 0
+    for pair in ((8, 8), (24, 24), (9, 30), (30, 9)):
+        for mask in (Mask.full(), Mask.causal(), Mask.window(3, 0), Mask.window(5, 4)):
+            problem = Problem((pair,), 1, 1, 1, mask, tile_m=tile_m, tile_n=tile_n)
+            for name in POLICIES:
+                try:
+                    plan = build_plan(problem, policy_by_name(name))
+                except UnsupportedMaskError:
+                    continue
+                single = prove(with_runs(plan, single_tasks(plan)))
+                assert single.min_workers == plan.min_workers, (pair, mask, name)
+                proven += 1
+    assert proven > 60
 
 
 def test_an_error_in_a_plan_of_blocks_is_exact() -> None:

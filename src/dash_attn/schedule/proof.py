@@ -117,22 +117,23 @@ def _first_bad(items: NDArray[np.int32], bad: NDArray[np.bool_]) -> list[tuple[i
 
 
 def _check_coverage(pattern: HeadPattern, where: str) -> None:
-    """Every kv tile's runs visit each of its q tiles once."""
+    """Every field of a run is within its bounds, and every kv tile's runs visit each of its q tiles once."""
     grid, runs = pattern.grid, pattern.runs
     counts = np.diff(pattern.offsets)
     offsets_fit = pattern.offsets[0] == 0 and pattern.offsets[-1] == len(runs)
     if len(counts) != grid.kv_tiles or (counts < 0).any() or not offsets_fit:
         raise CoverageError(f"{where}: runs for {len(counts)} kv tiles, the grid has {grid.kv_tiles}")
     item = np.repeat(np.arange(grid.kv_tiles), counts)
-    tickets = runs[:, 3]
-    # Bounds on every field, so that nothing below can overflow or ask for more memory than a real plan.
-    malformed = (
-        (runs[:, 0] < 0) | (runs[:, 0] >= grid.q_tiles) | (np.abs(runs[:, [1, 4]]) > grid.q_tiles).any(1)
-    )
-    malformed |= (runs[:, 1] == 0) | (runs[:, 2] < 1) | (runs[:, 2] > grid.q_tiles)
-    malformed |= (tickets < 0) | (tickets > grid.kv_tiles) | (runs[:, 5] < 1) | (runs[:, 5] > MAX_HOLD)
-    for at in np.flatnonzero(malformed)[:1]:
-        raise CoverageError(f"{where}, kv tile {item[at]}: malformed run {pattern.runs_of(int(item[at]))}")
+    q_first, q_step, count, t_first, t_step, t_hold = runs.T
+    # Bounds on every field, so that nothing below can overflow or ask for more memory than a real plan. Two
+    # comparisons and no np.abs: the absolute value of the smallest int64 is negative.
+    bad_tasks = (q_first < 0) | (q_first >= grid.q_tiles) | (count < 1) | (count > grid.q_tiles)
+    bad_tasks |= (q_step == 0) | (q_step < -grid.q_tiles) | (q_step > grid.q_tiles)
+    bad_tickets = (t_first < 0) | (t_first > grid.kv_tiles) | (t_hold < 1) | (t_hold > MAX_HOLD)
+    bad_tickets |= (t_step < -grid.kv_tiles) | (t_step > grid.kv_tiles)
+    for error, bad in ((CoverageError, bad_tasks), (TicketError, bad_tickets)):
+        for at in np.flatnonzero(bad)[:1]:
+            raise error(f"{where}, kv tile {item[at]}: malformed {Run(*runs[at].tolist())}")
     ends = runs[:, 0] + runs[:, 1] * (runs[:, 2] - 1)
     low, high = np.minimum(runs[:, 0], ends), np.maximum(runs[:, 0], ends)
     order = np.lexsort((low, item))
