@@ -13,7 +13,9 @@ __all__ = [
     "InputError",
     "PlacementError",
     "PlanError",
+    "PlanMismatchError",
     "ProblemError",
+    "ScheduleNameError",
     "TableError",
     "TicketError",
     "TooFewWorkersError",
@@ -48,6 +50,14 @@ class CostError(DashError, ValueError):
 
 class UnsupportedMaskError(DashError, ValueError):
     """The policy does not cover this mask, or this grid under it."""
+
+
+class ScheduleNameError(DashError, ValueError):
+    """No schedule prints as this name."""
+
+
+class PlanMismatchError(DashError, ValueError):
+    """A plan is not for these tensors, or not for the tiles of the backend that should run it."""
 
 
 class PlanError(DashError):

@@ -16,9 +16,11 @@ This module imports neither torch nor cutlass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
+from math import gcd
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 
 from .errors import ProblemError
 
-__all__ = ["DTYPES", "Mask", "Problem", "SequenceGrid", "default_tiles"]
+__all__ = ["DTYPES", "Mask", "Problem", "SequenceGrid", "TileGrid", "default_tiles"]
 
 IntArray = NDArray[np.int64]
 TileCut = Literal["empty", "cut", "whole"]
@@ -116,53 +118,76 @@ def default_tiles(head_dim: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class SequenceGrid:
-    """The tile grid of one sequence: which tasks exist, and which tiles the mask cuts.
+class TileGrid:
+    """Which tasks a head has: kv tiles by q tiles under a band, whatever the lengths behind them.
 
+    Lengths that cut the same tiles have equal grids: a pattern is made and proven once for all of them.
     All arrays are int64. ``kv_first[q] > kv_last[q]`` marks a q tile without tasks, and the same
     holds for ``q_first`` and ``q_last`` of a kv tile.
+
+    Attributes:
+        q_tiles, kv_tiles: tiles of one head.
+        tile_m, tile_n: rows of a q tile and of a kv tile.
+        low, high: the band in steps of ``gcd(tile_m, tile_n)`` columns: the first row of q tile ``q`` sees
+            columns from step ``q * tile_m / gcd + low`` on, its last row up to the end of step
+            ``q * tile_m / gcd + high``; None where unbounded.
+        ragged: the last kv tile that the last row of the sequence sees.
+        beyond: q tiles from this one on begin behind the last key.
+
+    >>> TileGrid.of([(300, 300), (270, 290)], 128, 128, Mask.causal())
+    [TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=0, ragged=2, beyond=3), \
+TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged=2, beyond=3)]
     """
 
-    seqlen_q: int
-    seqlen_k: int
+    q_tiles: int
+    kv_tiles: int
     tile_m: int
     tile_n: int
-    mask: Mask
+    low: int | None
+    high: int | None
+    ragged: int
+    beyond: int
 
-    @property
-    def q_tiles(self) -> int:
-        """Number of q tiles."""
-        return -(-self.seqlen_q // self.tile_m)
-
-    @property
-    def kv_tiles(self) -> int:
-        """Number of kv tiles."""
-        return -(-self.seqlen_k // self.tile_n)
-
-    @property
-    def diagonal(self) -> int:
-        """Column aligned with row 0: ``seqlen_k - seqlen_q``."""
-        return self.seqlen_k - self.seqlen_q
-
-    def _columns(self, row: IntArray, side: Literal["left", "right"]) -> IntArray:
-        """First (left) or last (right) visible column of each row, not clipped to the sequence."""
-        reach = self.mask.left if side == "left" else self.mask.right
-        if reach is None:
-            return np.full_like(row, 0 if side == "left" else self.seqlen_k - 1)
-        return row + self.diagonal + (-reach if side == "left" else reach)
+    @staticmethod
+    def of(shapes: Sequence[tuple[int, ...]], tile_m: int, tile_n: int, mask: Mask) -> list[TileGrid]:
+        """The grid of every (seqlen_q, seqlen_k) or (seqlen_q, seqlen_k, q_start); equal ones are one object."""
+        table = np.array(shapes, dtype=np.int64).reshape(len(shapes), -1)
+        rows, columns = table[:, 0], table[:, 1]
+        diagonal = columns - rows if table.shape[1] == 2 else table[:, 2]
+        q_tiles, kv_tiles = -(-rows // tile_m), -(-columns // tile_n)
+        step = gcd(tile_m, tile_n)
+        least, most = -q_tiles * (tile_m // step), kv_tiles * (tile_n // step)
+        low: IntArray | list[None] = [None] * len(table)
+        high: IntArray | list[None] = [None] * len(table)
+        ragged, beyond = kv_tiles - 1, q_tiles
+        first, last = mask.interval(diagonal)
+        if last is not None:
+            high = np.clip((tile_m - 1 + last) // step, least, most)
+            ragged = np.clip((rows - 1 + last) // tile_n, -1, ragged)
+        if first is not None:
+            low = np.clip(first // step, least, most)
+            beyond = np.clip(-((first - columns) // tile_m), 0, q_tiles)
+        columns_of_table = (q_tiles, kv_tiles, low, high, ragged, beyond)
+        lists = (x.tolist() if isinstance(x, np.ndarray) else x for x in columns_of_table)
+        return [_tile_grid(q, kv, tile_m, tile_n, *rest) for q, kv, *rest in zip(*lists)]
 
     @cached_property
     def _kv_bounds(self) -> tuple[IntArray, IntArray]:
-        top = np.arange(self.q_tiles, dtype=np.int64) * self.tile_m
-        bottom = np.minimum(top + self.tile_m, self.seqlen_q) - 1
-        first = np.maximum(self._columns(top, "left"), 0)
-        last = np.minimum(self._columns(bottom, "right"), self.seqlen_k - 1)
-        kv_first, kv_last = first // self.tile_n, last // self.tile_n
-        empty = first > last
+        step = gcd(self.tile_m, self.tile_n)
+        start, size = np.arange(self.q_tiles, dtype=np.int64) * (self.tile_m // step), self.tile_n // step
+        first, last = np.zeros_like(start), np.full_like(start, self.kv_tiles - 1)
+        if self.low is not None:
+            first = np.maximum((start + self.low) // size, 0)
+        if self.high is not None:
+            last = np.minimum((start + self.high) // size, last)
+            last[-1:] = np.minimum(self.ragged, self.kv_tiles - 1)
         # A bound beyond either end keeps the arrays monotone and the interval empty.
-        kv_first = np.where(empty & (first >= self.seqlen_k), self.kv_tiles, kv_first)
-        kv_last = np.where(empty, kv_first - 1, kv_last)
-        return kv_first, kv_last
+        if not self.kv_tiles:
+            first[:] = 0
+        first[self.beyond :] = self.kv_tiles
+        empty = last < first
+        last[empty] = first[empty] - 1
+        return first, last
 
     @property
     def kv_first(self) -> IntArray:
@@ -198,6 +223,11 @@ class SequenceGrid:
         return counts
 
     @cached_property
+    def complete_q_tiles(self) -> int:
+        """Number of q tiles that have tasks."""
+        return int((self.contributions > 0).sum())
+
+    @cached_property
     def tasks(self) -> int:
         """Number of tasks of one head."""
         return int(self.contributions.sum())
@@ -207,6 +237,100 @@ class SequenceGrid:
         """True when every (kv tile, q tile) pair is a task."""
         return self.tasks == self.q_tiles * self.kv_tiles
 
+    def __str__(self) -> str:
+        return f"{self.tasks} tasks of {self.q_tiles} x {self.kv_tiles} tiles ({self.tile_m} x {self.tile_n})"
+
+
+_tile_grid = lru_cache(1 << 14)(TileGrid)
+
+
+@dataclass(frozen=True)
+class SequenceGrid:
+    """The tile grid of one sequence with its lengths: which tiles the mask cuts, and where.
+
+    Attributes:
+        seqlen_q, seqlen_k: rows and columns.
+        tile_m, tile_n: rows of a q tile and of a kv tile.
+        mask: the band.
+        q_start: column aligned with row 0; by default ``seqlen_k - seqlen_q``, aligned bottom-right.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    tile_m: int
+    tile_n: int
+    mask: Mask
+    q_start: int | None = None
+
+    @cached_property
+    def tiles(self) -> TileGrid:
+        """What of it plans are made from."""
+        shape = (self.seqlen_q, self.seqlen_k, self.diagonal)
+        return TileGrid.of([shape], self.tile_m, self.tile_n, self.mask)[0]
+
+    @property
+    def diagonal(self) -> int:
+        """Column aligned with row 0."""
+        return self.seqlen_k - self.seqlen_q if self.q_start is None else self.q_start
+
+    @property
+    def q_tiles(self) -> int:
+        """Number of q tiles."""
+        return self.tiles.q_tiles
+
+    @property
+    def kv_tiles(self) -> int:
+        """Number of kv tiles."""
+        return self.tiles.kv_tiles
+
+    @property
+    def kv_first(self) -> IntArray:
+        """See :attr:`TileGrid.kv_first`."""
+        return self.tiles.kv_first
+
+    @property
+    def kv_last(self) -> IntArray:
+        """See :attr:`TileGrid.kv_last`."""
+        return self.tiles.kv_last
+
+    @property
+    def q_first(self) -> IntArray:
+        """See :attr:`TileGrid.q_first`."""
+        return self.tiles.q_first
+
+    @property
+    def q_last(self) -> IntArray:
+        """See :attr:`TileGrid.q_last`."""
+        return self.tiles.q_last
+
+    @property
+    def contributions(self) -> IntArray:
+        """See :attr:`TileGrid.contributions`."""
+        return self.tiles.contributions
+
+    @property
+    def tasks(self) -> int:
+        """Number of tasks of one head."""
+        return self.tiles.tasks
+
+    @property
+    def is_full(self) -> bool:
+        """See :attr:`TileGrid.is_full`."""
+        return self.tiles.is_full
+
+    def columns(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """First and last column that each row sees, within the sequence; first > last where it sees none."""
+        first, last = self.mask.interval(rows + self.diagonal)
+        first = np.zeros_like(rows) if first is None else np.maximum(first, 0)
+        last = np.full_like(rows, self.seqlen_k - 1) if last is None else np.minimum(last, self.seqlen_k - 1)
+        return first, last
+
+    @property
+    def visible(self) -> int:
+        """Number of elements that the mask leaves."""
+        first, last = self.columns(np.arange(self.seqlen_q, dtype=np.int64))
+        return int(np.maximum(last - first + 1, 0).sum())
+
     def cut(self, kv_tile: int, q_tile: int) -> TileCut:
         """Whether the mask leaves a tile ``empty``, whole or ``cut`` (ragged ends do not count).
 
@@ -214,14 +338,13 @@ class SequenceGrid:
         >>> [[grid.cut(kv, q) for kv in range(2)] for q in range(2)]
         [['cut', 'empty'], ['whole', 'cut']]
         """
+        if not self.kv_first[q_tile] <= kv_tile <= self.kv_last[q_tile]:
+            return "empty"
         top, left = q_tile * self.tile_m, kv_tile * self.tile_n
         bottom = min(top + self.tile_m, self.seqlen_q) - 1
         right = min(left + self.tile_n, self.seqlen_k) - 1
-        if not self.kv_first[q_tile] <= kv_tile <= self.kv_last[q_tile]:
-            return "empty"
-        rows = np.array([top, bottom], dtype=np.int64)
-        whole = left >= self._columns(rows, "left").max() and right <= self._columns(rows, "right").min()
-        return "whole" if whole else "cut"
+        first, last = self.columns(np.array([top, bottom], dtype=np.int64))
+        return "whole" if left >= first.max() and right <= last.min() else "cut"
 
 
 @dataclass(frozen=True)
@@ -236,6 +359,8 @@ class Problem:
         mask: a band mask; see :class:`Mask`.
         dtype: one of ``DTYPES``.
         tile_m, tile_n: rows of a q tile and of a kv tile; default: :func:`default_tiles`.
+        q_starts: for each sequence the column aligned with its row 0, as chunks and shards of sequences
+            need it; by default ``seqlen_k - seqlen_q`` (bottom-right).
 
     Raises:
         ProblemError: a value is out of range; the message names it.
@@ -253,6 +378,7 @@ class Problem:
     dtype: str = "bfloat16"
     tile_m: int = 0
     tile_n: int = 0
+    q_starts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.tile_m and not self.tile_n:
@@ -267,9 +393,11 @@ class Problem:
             raise ProblemError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.dtype not in DTYPES:
             raise ProblemError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        object.__setattr__(
-            self, "sequences", tuple(map(_lengths, range(len(self.sequences)), self.sequences))
-        )
+        if not _plain_lengths(self.sequences):
+            checked = tuple(map(_lengths, range(len(self.sequences)), self.sequences))
+            object.__setattr__(self, "sequences", checked)
+        if self.q_starts is not None:
+            _check_starts(self.q_starts, len(self.sequences))
 
     @classmethod
     def dense(
@@ -332,30 +460,60 @@ class Problem:
         return self.heads // self.kv_heads
 
     @cached_property
-    def grids(self) -> dict[tuple[int, int], SequenceGrid]:
-        """The tile grid of every distinct (seqlen_q, seqlen_k), in order of first appearance."""
-        return {pair: SequenceGrid(*pair, self.tile_m, self.tile_n, self.mask) for pair in self.sequences}
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """What distinguishes sequences: (seqlen_q, seqlen_k), and q_start where it is given."""
+        if self.q_starts is None:
+            return self.sequences
+        return tuple((*pair, start) for pair, start in zip(self.sequences, self.q_starts))
+
+    @cached_property
+    def tile_grids(self) -> dict[tuple[int, ...], TileGrid]:
+        """The tile grid of every distinct shape, in order of first appearance."""
+        distinct = list(dict.fromkeys(self.shapes))
+        return dict(zip(distinct, TileGrid.of(distinct, self.tile_m, self.tile_n, self.mask)))
+
+    @cached_property
+    def grids(self) -> dict[tuple[int, ...], SequenceGrid]:
+        """The grid of every distinct shape with its lengths, in order of first appearance."""
+        return {
+            shape: SequenceGrid(shape[0], shape[1], self.tile_m, self.tile_n, self.mask, *shape[2:])
+            for shape in dict.fromkeys(self.shapes)
+        }
 
     def grid(self, sequence: int) -> SequenceGrid:
         """The tile grid of one sequence."""
-        return self.grids[self.sequences[sequence]]
+        return self.grids[self.shapes[sequence]]
 
-    @property
+    @cached_property
     def tasks(self) -> int:
         """Number of tasks over all sequences and q heads."""
-        return self.heads * sum(self.grids[pair].tasks for pair in self.sequences)
+        grids = self.tile_grids
+        return self.heads * sum([grids[shape].tasks for shape in self.shapes])
 
     @property
     def backward_flops(self) -> float:
-        """FLOPs of the five matrix products over the elements the mask leaves (10 a element and dim)."""
-        return 10.0 * self.head_dim * self.heads * sum(_visible(self.grids[p]) for p in self.sequences)
+        """FLOPs of the five matrix products over the elements the mask leaves (10 per element and dim)."""
+        return 10.0 * self.head_dim * self.heads * sum(self.grids[shape].visible for shape in self.shapes)
 
 
-def _visible(grid: SequenceGrid) -> int:
-    rows = np.arange(grid.seqlen_q, dtype=np.int64)
-    first = np.maximum(grid._columns(rows, "left"), 0)
-    last = np.minimum(grid._columns(rows, "right"), grid.seqlen_k - 1)
-    return int(np.maximum(last - first + 1, 0).sum())
+def _plain_lengths(sequences: Any) -> bool:
+    """Whether these are pairs of lengths in range, as they mostly are, without a look at each of them."""
+    if (
+        type(sequences) is not tuple
+        or set(map(type, sequences)) != {tuple}
+        or set(map(len, sequences)) != {2}
+    ):
+        return False
+    flat = [*chain.from_iterable(sequences)]
+    return set(map(type, flat)) == {int} and min(flat) >= 0 and max(flat) <= LONGEST
+
+
+def _check_starts(starts: Any, sequences: int) -> None:
+    if not isinstance(starts, tuple) or len(starts) != sequences:
+        raise ProblemError(f"q_starts must be a tuple of {sequences} columns, got {starts!r:.80}")
+    for start in starts:
+        if type(start) is not int or abs(start) > LONGEST:
+            raise ProblemError(f"q_starts must hold integers of at most 2**30, got {start!r}")
 
 
 def _lengths(index: int, pair: object) -> tuple[int, int]:

@@ -108,7 +108,7 @@ def test_symmetric_shift_satisfies_the_lemma_at_even_sizes(heads: int) -> None:
 def test_symmetric_shift_alone_on_half_the_workers(n: int) -> None:
     """One head on ceil(n / 2) workers: no backward edge at even and odd n, nobody ever waits."""
     problem = Problem.dense(seqlen=128 * n, head_dim=64, mask=Mask.causal())
-    plan = build_plan(problem, policy_by_name("symmetric_shift", heads_at_once=1))
+    plan = build_plan(problem, "symmetric_shift + pairs(heads_at_once=1)")
     timeline = simulate(plan, Costs(2, 1), -(-n // 2))
     graph = dependency_graph(plan, timeline.items_of_workers(), 2, 1)
     assert graph.isomorphic

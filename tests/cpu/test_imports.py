@@ -13,12 +13,13 @@ import dash_attn
 
 SOURCE = Path(dash_attn.__file__).parent
 
-BELOW_BACKENDS = {"errors", "problem", "schedule"}
+BELOW_BACKENDS = {"errors", "machine", "problem", "schedule"}
 LIBRARY = {"__init__", "errors", "problem", "schedule", "model", "backends", "peers", "api", "integrations"}
 LAYERS = {
     "errors": set(),
     "problem": {"errors"},
-    "schedule": {"errors", "problem"},
+    "machine": set(),
+    "schedule": {"errors", "machine", "problem"},
     "model": BELOW_BACKENDS,
     "testing": set(),
     "peers": BELOW_BACKENDS,

@@ -431,12 +431,18 @@ def test_an_error_in_a_plan_of_blocks_is_exact() -> None:
 def test_a_pattern_of_another_mask_or_length_is_refused() -> None:
     full = Problem.dense(seqlen=256, head_dim=64)
     causal = build_plan(Problem.dense(seqlen=256, head_dim=64, mask=Mask.causal()), Descending())
-    with pytest.raises(CoverageError, match="the pattern is for SequenceGrid.*right=0"):
+    with pytest.raises(CoverageError, match="the pattern is for 3 tasks of 2 x 2 tiles"):
         prove(Plan(full, "of another mask", causal.patterns, causal.items))
     longer = build_plan(Problem.dense(seqlen=512, head_dim=64), Descending())
+    shorter = Problem.dense(seqlen=300, head_dim=64)
+    with pytest.raises(CoverageError, match="the pattern is for 16 tasks of 4 x 4 tiles"):
+        prove(Plan(shorter, "of another length", {(300, 300): longer.pattern(0)}, longer.items))
+
+
+def test_a_pattern_serves_all_lengths_that_cut_the_same_tiles() -> None:
+    longer = build_plan(Problem.dense(seqlen=512, head_dim=64), Descending())
     shorter = Problem.dense(seqlen=500, head_dim=64)
-    with pytest.raises(CoverageError, match="the pattern is for SequenceGrid.seqlen_q=512"):
-        prove(Plan(shorter, "of another length", {(500, 500): longer.pattern(0)}, longer.items))
+    assert prove(Plan(shorter, "shorter", {(500, 500): longer.pattern(0)}, longer.items)).min_workers == 1
 
 
 def test_what_a_pattern_was_made_of_can_be_written_and_the_pattern_cannot() -> None:

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, fields
 
 from ..errors import CostError
-from ..schedule.numerics.shift import H200_WORKERS
+from ..machine import TASK_CYCLES
+from ..machine import WORKERS as H200_WORKERS
 
 __all__ = ["H200", "H200_WORKERS", "Costs", "require_workers"]
 
@@ -48,7 +49,7 @@ class Costs:
         return self.compute + self.reduce if self.dq_buffers == 0 else max(self.compute, self.reduce)
 
 
-H200 = Costs(compute=3400, reduce=1336, latency=1460, dq_buffers=1, launch=3400)
+H200 = Costs(compute=TASK_CYCLES, reduce=1336, latency=1460, dq_buffers=1, launch=TASK_CYCLES)
 """Measured on one H200 (docs/design.md): a 64 x 128 tile at head dim 128, or 128 x 128 at 64, at three
 quarters of the tensor cores' peak; a 32 KB bulk reduction to completion; a hop of 2,800 cycles with
 acquire and release, of which the reduction is one part; about one task to start an item."""

@@ -122,7 +122,7 @@ class _Simulation:
         self.plan, self.costs = plan, costs
         p = plan.problem
         self.workers = [_Worker(costs.dq_buffers) for _ in range(workers)]
-        q_tiles = [p.grids[pair].q_tiles for pair in p.sequences]
+        q_tiles = [p.tile_grids[shape].q_tiles for shape in p.shapes]
         self.tile_base = np.concatenate(([0], np.cumsum(np.array(q_tiles) * p.heads))).tolist()
         self.turn = [0] * self.tile_base[-1]  # contributions finished, per (sequence, q head, q tile)
         self.turn_at = [0.0] * self.tile_base[-1]  # when the latest became visible
@@ -131,10 +131,10 @@ class _Simulation:
         heapify(self.free)
         self._tasks_of = lru_cache(maxsize=1 << 16)(self._item_tasks)
 
-    def _item_tasks(self, pair: tuple[int, int], kv: int, heads_owned: int) -> tuple[list[int], list[int]]:
+    def _item_tasks(self, shape: tuple[int, ...], kv: int, heads_owned: int) -> tuple[list[int], list[int]]:
         """(tile, ticket) lists of an item; tiles count from the first of its first q head."""
-        q, t = self.plan.patterns[pair].tasks_of(kv)
-        heads = np.arange(heads_owned) * self.plan.patterns[pair].grid.q_tiles
+        q, t = self.plan.patterns[shape].tasks_of(kv)
+        heads = np.arange(heads_owned) * self.plan.patterns[shape].grid.q_tiles
         return (q[:, None] + heads).ravel().tolist(), np.repeat(t, len(heads)).tolist()
 
     def run(self) -> Timeline:
@@ -176,9 +176,9 @@ class _Simulation:
 
     def _claim(self, w: int, item: int, sequence: int, heads: range, kv: int, now: float) -> None:
         worker, p = self.workers[w], self.plan.problem
-        pair = p.sequences[sequence]
-        tiles, worker.tickets = self._tasks_of(pair, kv, len(heads))
-        base = self.tile_base[sequence] + heads.start * p.grids[pair].q_tiles
+        shape = p.shapes[sequence]
+        tiles, worker.tickets = self._tasks_of(shape, kv, len(heads))
+        base = self.tile_base[sequence] + heads.start * p.tile_grids[shape].q_tiles
         worker.tiles = [base + tile for tile in tiles]
         worker.item, worker.place = item, 0
         worker.compute_free = now + self.costs.launch

@@ -9,7 +9,7 @@ import torch
 from ..backends.base import backend_for
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Mask, Problem
-from ..schedule import POLICIES, Plan, Policy, build_plan, choose_policy
+from ..schedule import POLICIES, Numerics, Plan, Policy, build_plan, choose_policy
 
 __all__ = ["DTYPE_NAMES", "find_plan", "policy_key"]
 
@@ -63,7 +63,7 @@ def _redefined(old: Policy, new: Policy) -> bool:
     return same and before is not after
 
 
-def _policy(name: str) -> Policy:
+def _policy(name: str) -> Numerics:
     """The policy that prints as this name, such as "spt" or "shift(ring=64)".
 
     Raises:

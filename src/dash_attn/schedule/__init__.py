@@ -12,12 +12,13 @@ from .numerics import (
     Descending,
     Shift,
     SymmetricShift,
-    lpt_placement,
     policy_by_name,
 )
+from .placement import Placement, lpt_placement
 from .plan import HeadPattern, Plan, Run, Verdict
-from .policy import Policy
+from .policy import Numerics, Policy
 from .proof import check_workers, prove
+from .schedule import Schedule
 from .table import from_table, to_table
 
 __all__ = [
@@ -28,9 +29,12 @@ __all__ = [
     "ByLength",
     "Descending",
     "HeadPattern",
+    "Numerics",
+    "Placement",
     "Plan",
     "Policy",
     "Run",
+    "Schedule",
     "Shift",
     "SymmetricShift",
     "Verdict",

@@ -1,45 +1,54 @@
-"""From a problem and a policy to a verified plan."""
+"""From a problem and a schedule to a proven plan."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Literal
 
-from ..errors import PlacementError
-from ..problem import Problem, SequenceGrid
+from ..errors import PlacementError, UnsupportedMaskError
+from ..problem import Problem, TileGrid
+from .batch import Batch
 from .head_groups import default_head_groups
-from .numerics import POLICIES, lpt_placement
+from .numerics import POLICIES
+from .placement import Placement
 from .plan import HeadPattern, Plan
-from .policy import Head, Policy
+from .policy import Numerics, Policy
 from .proof import prove
+from .schedule import Schedule
 from .tickets import derive_runs
 
-__all__ = ["PLACEMENTS", "Placement", "build_plan"]
+__all__ = ["PLACEMENTS", "build_plan"]
 
-Placement = Literal["policy", "lpt"]
-PLACEMENTS: tuple[Placement, ...] = ("policy", "lpt")
+PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
+"""Placements that go with every policy."""
 
-_KEPT_PATTERNS, _KEPT_KV_TILES = 2048, 512
-"""Patterns kept, and kv tiles of the largest: the next packed batch has other lengths, but not all."""
+_KEPT_PATTERNS, _KEPT_KV_TILES = 4096, 512
+"""Patterns kept, and kv tiles of the largest: the next packed batch has other lengths, few other grids."""
 
 
 def build_plan(
-    problem: Problem, policy: Policy, placement: Placement = "policy", *, head_groups: int | None = None
+    problem: Problem,
+    numerics: Numerics | Schedule | str,
+    placement: Placement | str = "policy",
+    *,
+    head_groups: int | None = None,
 ) -> Plan:
-    """Build and verify a plan.
+    """Build and prove a plan.
 
     Args:
         problem: what to compute.
-        policy: chooses the numerics, and the placement where that is "policy".
-        placement: "policy" for the policy's own order of items, "lpt" for the longest first in groups
-            of heads that fit L2 (:func:`~dash_attn.schedule.numerics.lpt_placement`).
+        numerics: a policy, which decides the bits; or a schedule or its name, which bring a placement along.
+        placement: the order in which items are claimed: "policy" for the one that suits the policy, "lpt"
+            for the longest items first in sections of heads that fit L2
+            (:func:`~dash_attn.schedule.placement.lpt_placement`), another name, or a Placement.
         head_groups: head groups of each kv head, by default what
             :func:`~dash_attn.schedule.head_groups.default_head_groups` says for each sequence.
 
     Raises:
-        PlacementError: unknown placement, or ``head_groups`` is not in 1..q heads a kv head.
+        ScheduleNameError: there is no policy of that name.
+        PlacementError: unknown placement, or ``head_groups`` is not in 1..q heads per kv head.
         UnsupportedMaskError: the policy does not cover a sequence of the problem.
-        PlanError: the verifier refuses the plan (a defect of the policy).
+        PlanError: the proof fails (a defect of the policy).
 
     >>> from dash_attn.problem import Mask
     >>> from dash_attn.schedule.numerics import Shift, SymmetricShift
@@ -48,26 +57,40 @@ def build_plan(
     >>> plan, plan.min_workers
     (Plan(shift(ring=16), 512 items, 32768 tasks), 16)
     """
-    if placement not in PLACEMENTS:
-        raise PlacementError(f"unknown placement {placement!r}; known: {', '.join(PLACEMENTS)}")
+    schedule = _schedule(numerics, placement)
     if head_groups is not None and not (type(head_groups) is int and 1 <= head_groups <= problem.group):
         raise PlacementError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
-    patterns = {}
-    for pair, grid in problem.grids.items():
-        groups = default_head_groups(problem.group, grid) if head_groups is None else head_groups
-        keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
-        patterns[pair] = (_kept_pattern if keep else _pattern)(policy, grid, groups)
-    heads = [
-        Head(sequence, head_group, problem.grids[pair])
-        for sequence, pair in enumerate(problem.sequences)
-        for head_group in range(problem.kv_heads * patterns[pair].head_groups)
-    ]
-    name = str(policy) if placement == "policy" else f"{policy} + {placement}"
-    plan = Plan(problem, name, patterns, policy.place(heads))
-    return prove(plan.with_items(lpt_placement(plan)) if placement == "lpt" else plan)
+    patterns = {
+        shape: _pattern_of(problem, schedule.numerics, shape, grid, head_groups)
+        for shape, grid in problem.tile_grids.items()
+    }
+    batch = Batch(problem, patterns)
+    plan = Plan(problem, str(schedule), patterns, schedule.placement.place(batch, schedule.numerics))
+    plan.__dict__["batch"] = batch  # what the cached property would make again
+    return prove(plan)
 
 
-def _pattern(policy: Policy, grid: SequenceGrid, head_groups: int) -> HeadPattern:
+def _schedule(numerics: Numerics | Schedule | str, placement: Placement | str) -> Schedule:
+    if isinstance(numerics, Numerics):
+        return Schedule.of(numerics, placement)
+    whole = Schedule.parse(numerics) if isinstance(numerics, str) else numerics
+    return whole if placement == "policy" else Schedule.of(whole.numerics, placement)
+
+
+def _pattern_of(
+    problem: Problem, numerics: Numerics, shape: tuple[int, ...], grid: TileGrid, head_groups: int | None
+) -> HeadPattern:
+    policy = numerics.for_lengths(shape[0], shape[1])
+    groups = default_head_groups(problem.group, grid) if head_groups is None else head_groups
+    keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
+    try:
+        return (_kept_pattern if keep else _pattern)(policy, grid, groups)
+    except UnsupportedMaskError as error:
+        lengths = f"{shape[0]} x {shape[1]}"
+        raise UnsupportedMaskError(f"{error}: {problem.mask.name} of {lengths}") from error
+
+
+def _pattern(policy: Policy, grid: TileGrid, head_groups: int) -> HeadPattern:
     policy.check(grid)
     runs = derive_runs(grid, policy.visits(grid), policy.summation(grid))
     return HeadPattern.from_runs(grid, runs, head_groups)

@@ -3,33 +3,25 @@
 An item that owns every q head of its kv head finishes dK and dV alone. Where that leaves few long items,
 as in multi-query attention, the q heads of a kv head are dealt to several head groups instead; each sums
 its own dK and dV, and these sums are added in ascending order of the groups. The deal decides bits, so it
-looks at one sequence and at the number of q heads a kv head, never at the batch or the machine.
+looks at one sequence and at the number of q heads per kv head, never at the batch or the machine.
 """
 
 from __future__ import annotations
 
-from ..problem import SequenceGrid
+from ..problem import TileGrid
+from .constants import FULL_HEADS, FULL_HEADS_SHORT, HEADS, MOST_ITEMS, SHORT
 
 __all__ = ["default_head_groups", "group_heads"]
 
-HEADS = 4
-"""q heads of an item where the mask cuts: more would make the longest item too long."""
 
-FULL_HEADS, FULL_HEADS_SHORT, SHORT = 1, 2, 64
-"""q heads of an item under a full mask, from SHORT q tiles on and below. The items of a ring stand on all q
-tiles at once; with several heads each, what they read and add to does not fit L2."""
-
-MOST_ITEMS = 2048
-"""Items of one kv head at most: their partial sums of dK and dV take memory, and more balance nothing."""
-
-
-def default_head_groups(group: int, grid: SequenceGrid) -> int:
+def default_head_groups(group: int, grid: TileGrid) -> int:
     """Head groups of a kv head with ``group`` q heads.
 
     The constants were measured on an H200 (docs/design.md).
 
     >>> from dash_attn.problem import Mask
-    >>> [default_head_groups(32, SequenceGrid(n, n, 64, 128, Mask.causal())) for n in (512, 4096, 65536)]
+    >>> grids = TileGrid.of([(512, 512), (4096, 4096), (65536, 65536)], 64, 128, Mask.causal())
+    >>> [default_head_groups(32, grid) for grid in grids]
     [8, 8, 4]
     """
     if not grid.tasks:

@@ -17,7 +17,7 @@ a short one reaches its second head while a long one is still in its first.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -26,13 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FingerprintError, PlacementError
-from ..problem import IntArray, Problem, SequenceGrid
+from ..problem import IntArray, Problem, TileGrid
+from .batch import Batch, Items
+from .constants import NUMERICS_VERSION
 from .head_groups import group_heads
 from .tickets import RunTuple
 
 __all__ = ["HeadPattern", "Plan", "Run", "Verdict"]
-
-NUMERICS_VERSION = 2
 
 
 class Run(NamedTuple):
@@ -62,14 +62,16 @@ class Run(NamedTuple):
 class HeadPattern:
     """The runs of every kv tile of one head: what fixes dQ, dK and dV of a sequence bit for bit.
 
+    Compared by identity: sequences that share a pattern share its proof.
+
     Attributes:
-        grid: the tile grid of the sequence.
+        grid: the tile grid, the same for all lengths that cut the same tiles.
         offsets: (kv_tiles + 1,) int64; runs of kv tile ``kv`` are ``runs[offsets[kv]:offsets[kv + 1]]``.
         runs: (runs, 6) int64, columns as in :class:`Run`.
         head_groups: head groups of each kv head.
     """
 
-    grid: SequenceGrid
+    grid: TileGrid
     offsets: IntArray
     runs: IntArray
     head_groups: int = 1
@@ -83,7 +85,7 @@ class HeadPattern:
 
     @classmethod
     def from_runs(
-        cls, grid: SequenceGrid, runs: Sequence[Sequence[RunTuple | Run]], head_groups: int = 1
+        cls, grid: TileGrid, runs: Sequence[Sequence[RunTuple | Run]], head_groups: int = 1
     ) -> HeadPattern:
         """A pattern from the list of runs of each kv tile."""
         offsets = np.cumsum([0, *(len(r) for r in runs)], dtype=np.int64)
@@ -111,6 +113,12 @@ class HeadPattern:
             for q, t in zip(*(a.tolist() for a in self.tasks_of(kv)), strict=True):
                 orders[q][t] = kv
         return orders
+
+    @cached_property
+    def run_counts(self) -> IntArray:
+        """Runs of each kv tile, shape (kv_tiles,)."""
+        counts: IntArray = np.diff(self.offsets)
+        return counts
 
     @cached_property
     def task_counts(self) -> IntArray:
@@ -142,7 +150,7 @@ class Plan:
     Attributes:
         problem: the problem it solves.
         policy: name and parameters of the policy that made it, for people.
-        patterns: one :class:`HeadPattern` for each distinct (seqlen_q, seqlen_k).
+        patterns: the :class:`HeadPattern` of each distinct shape of a sequence (``Problem.shapes``).
         items: (items, 3) int32, rows (sequence, head group, kv_tile) in the order workers claim them. Head
             groups count over all kv heads: with n a kv head, kv head i has groups i * n .. i * n + n - 1.
         verdict: what the verifier computed, None before it ran; a copy starts without one.
@@ -150,13 +158,13 @@ class Plan:
 
     problem: Problem
     policy: str
-    patterns: dict[tuple[int, int], HeadPattern]
-    items: NDArray[np.int32]
+    patterns: dict[tuple[int, ...], HeadPattern]
+    items: Items
     verdict: Verdict | None = field(default=None, init=False)
 
     def pattern(self, sequence: int) -> HeadPattern:
         """The head pattern of one sequence."""
-        return self.patterns[self.problem.sequences[sequence]]
+        return self.patterns[self.problem.shapes[sequence]]
 
     def q_heads(self, sequence: int, head_group: int) -> range:
         """The q heads of a head group."""
@@ -165,30 +173,23 @@ class Plan:
         first = kv_head * self.problem.group
         return range(first + heads.start, first + heads.stop)
 
-    def by_item(self, values: Callable[[HeadPattern], IntArray]) -> IntArray:
-        """(items,) what an array over the kv tiles of a pattern holds for each item."""
-        arrays = [values(pattern) for pattern in self.patterns.values()]
-        first = np.cumsum([0, *map(len, arrays)])
-        shape_of = {pair: shape for shape, pair in enumerate(self.patterns)}
-        first_of = first[[shape_of[pair] for pair in self.problem.sequences]]
-        found: IntArray = np.concatenate(arrays)[first_of[self.items[:, 0]] + self.items[:, 2]]
-        return found
-
     @cached_property
+    def batch(self) -> Batch:
+        """Arrays over the sequences and their patterns."""
+        return Batch(self.problem, self.patterns)
+
+    @property
     def group_first(self) -> IntArray:
         """Head groups of all sequences before each one, and of all; shape (sequences + 1,)."""
-        groups = [self.problem.kv_heads * self.patterns[pair].head_groups for pair in self.problem.sequences]
-        return np.cumsum([0, *groups], dtype=np.int64)
+        return self.batch.group_first
 
-    @cached_property
-    def partial_first(self) -> IntArray:
-        """Partial sums of dK and dV of all sequences before each one, and of all; shape (sequences + 1,).
+    @property
+    def group_sum_first(self) -> IntArray:
+        """Sums of dK and dV before each sequence, and of all; shape (sequences + 1,).
 
         An item that owns only some q heads of its kv head leaves one.
         """
-        patterns = [self.patterns[pair] for pair in self.problem.sequences]
-        counts = [p.head_groups * p.grid.kv_tiles if p.head_groups > 1 else 0 for p in patterns]
-        return self.problem.kv_heads * np.cumsum([0, *counts], dtype=np.int64)
+        return self.batch.group_sum_first
 
     @property
     def min_workers(self) -> int:
@@ -208,9 +209,9 @@ class Plan:
         digest = hashlib.sha256()
         facts = (NUMERICS_VERSION, p.tile_m, p.tile_n, p.head_dim, p.dtype, p.mask.name, p.group)
         digest.update(repr(facts).encode())
-        for lengths in sorted(self.patterns):
-            pattern = self.patterns[lengths]
-            digest.update(repr((*lengths, pattern.head_groups)).encode())
+        for shape in sorted(self.patterns):
+            pattern = self.patterns[shape]
+            digest.update(repr((*shape, pattern.head_groups)).encode())
             digest.update(np.ascontiguousarray(pattern.offsets, dtype="<i8").tobytes())
             digest.update(np.ascontiguousarray(pattern.runs, dtype="<i8").tobytes())
         return digest.hexdigest()
@@ -223,7 +224,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays of the plan."""
-        arrays = [a for p in self.patterns.values() for a in (p.offsets, p.runs)]
+        arrays = [a for p in self.batch.distinct for a in (p.offsets, p.runs)]
         return self.items.nbytes + sum(a.nbytes for a in arrays)
 
     def with_items(self, items: NDArray[np.int32]) -> Plan:

@@ -1,76 +1,67 @@
-"""What a policy is: it chooses visits, summation orders and a default placement, and nothing else."""
+"""What a policy is: it chooses visits and summation orders, and nothing else. That is the numerics."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import ClassVar
 
 from ..errors import UnsupportedMaskError
-from ..problem import SequenceGrid
+from ..problem import TileGrid
 from .tickets import SummationGroup, Visit
 
-__all__ = ["Head", "Policy", "head_items"]
+__all__ = ["Numerics", "Policy", "printed", "require_integers", "sweep"]
 
 
-class Head(NamedTuple):
-    """One (sequence, head group) of a batch, the unit a placement arranges."""
-
-    sequence: int
-    head_group: int
-    grid: SequenceGrid
+def printed(choice: object, name: str) -> str:
+    """A frozen dataclass of parameters by its name, such as "shift(ring=64)", without those that are None."""
+    given = [f"{f.name}={v}" for f in fields(choice) if (v := getattr(choice, f.name)) is not None]  # type: ignore[arg-type]
+    return f"{name}({', '.join(given)})" if given else name
 
 
-def head_items(head: Head, kv_tiles: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Items of one head group in the given order of kv tiles, (n, 3) int32 as in ``Plan.items``."""
-    items = np.empty((len(kv_tiles), 3), dtype=np.int32)
-    items[:, 0], items[:, 1], items[:, 2] = head.sequence, head.head_group, kv_tiles
-    return items
+def require_integers(choice: object, name: str, *parameters: str) -> None:
+    """Raise UnsupportedMaskError unless these parameters are integers or None."""
+    for parameter in parameters:
+        value = getattr(choice, parameter)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise UnsupportedMaskError(f"{name}: {parameter} must be an integer, got {value!r}")
 
 
 @dataclass(frozen=True)
-class Policy(ABC):
-    """Base of all policies. A policy is a frozen dataclass; its fields are its parameters."""
+class Numerics(ABC):
+    """Base of what decides how a batch is summed. A frozen dataclass; its fields are its parameters."""
 
     name: ClassVar[str]
 
     def __str__(self) -> str:
-        given = [f"{f.name}={v}" for f in fields(self) if (v := getattr(self, f.name)) is not None]
-        return f"{self.name}({', '.join(given)})" if given else self.name
+        return printed(self, self.name)
 
-    def _require_integers(self, *names: str) -> None:
-        """Raise UnsupportedMaskError unless these parameters are integers or None."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise UnsupportedMaskError(f"{self.name}: {name} must be an integer, got {value!r}")
+    @abstractmethod
+    def for_lengths(self, seqlen_q: int, seqlen_k: int) -> Policy:
+        """The policy of one sequence: it may look at the lengths of that sequence alone."""
 
-    def check(self, grid: SequenceGrid) -> None:  # noqa: B027 - most policies cover every grid
+
+@dataclass(frozen=True)
+class Policy(Numerics):
+    """Base of all policies: the order of one head, from the tiles that its mask leaves."""
+
+    def for_lengths(self, seqlen_q: int, seqlen_k: int) -> Policy:
+        return self
+
+    def check(self, grid: TileGrid) -> None:
         """Raise UnsupportedMaskError if the policy does not cover this grid."""
 
     @abstractmethod
-    def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
+    def visits(self, grid: TileGrid) -> list[list[Visit]]:
         """For each kv tile, the q tiles its item visits, in order."""
 
     @abstractmethod
-    def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
+    def summation(self, grid: TileGrid) -> Sequence[SummationGroup]:
         """The summation order of every q tile."""
 
-    def kv_order(self, grid: SequenceGrid) -> NDArray[np.int64]:
-        """Order in which the items of one head are claimed, shape (kv_tiles,)."""
-        return np.arange(grid.kv_tiles, dtype=np.int64)
 
-    def place(self, heads: Sequence[Head]) -> NDArray[np.int32]:
-        """Order in which all items are claimed: head after head unless a policy needs otherwise."""
-        orders = {head.grid: self.kv_order(head.grid) for head in heads}
-        return np.concatenate([head_items(head, orders[head.grid]) for head in heads])
-
-
-def sweep(grid: SequenceGrid, *, descending: bool = False) -> list[list[Visit]]:
+def sweep(grid: TileGrid, *, descending: bool = False) -> list[list[Visit]]:
     """Visits of items that go through their q tiles in one direction."""
     visits: list[list[Visit]] = []
     for first, last in zip(grid.q_first.tolist(), grid.q_last.tolist(), strict=True):

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -51,24 +52,33 @@ def prove(plan: Plan) -> Plan:
         CoverageError, TicketError, CycleError, PlacementError: what is wrong, with sequence, head, kv
             tile (item) and q tile.
     """
-    shapes = _first_of_each_shape(plan)
-    for sequence, pair in shapes:
-        where = f"sequence {sequence} ({pair[0]} x {pair[1]}), every head"
-        if plan.patterns[pair].grid != plan.problem.grids[pair]:
-            raise CoverageError(f"{where}: the pattern is for {plan.patterns[pair].grid}")
-        parts = plan.patterns[pair].head_groups
-        if not 1 <= parts <= plan.problem.group:
-            raise CoverageError(f"{where}: {parts} head groups of {plan.problem.group} q heads a kv head")
-        if plan.patterns[pair] not in _PROVEN:
-            _check_coverage(plan.patterns[pair], where)
+    problem = plan.problem
+    if set(plan.patterns) != set(problem.tile_grids):
+        raise PlanError(f"patterns for {sorted(plan.patterns)}, sequences of {sorted(problem.tile_grids)}")
+    for shape, grid in problem.tile_grids.items():
+        pattern = plan.patterns[shape]
+        if pattern.grid != grid:
+            raise CoverageError(f"{_every_head(plan, shape)}: the pattern is for {pattern.grid}")
+        if not 1 <= pattern.head_groups <= problem.group:
+            raise CoverageError(
+                f"{_every_head(plan, shape)}: {pattern.head_groups} head groups of {problem.group} q heads "
+                "per kv head"
+            )
+        if pattern not in _PROVEN:
+            _check_coverage(pattern, _every_head(plan, shape))
     _check_placement(plan)
     needs = _last_needed(plan)
     needs.setflags(write=False)
     verified = replace(plan)
-    verdict = Verdict(1 + _deepest_dependence(needs), plan.problem.tasks, needs)
+    verified.__dict__["batch"] = plan.batch
+    verdict = Verdict(1 + _deepest_dependence(needs), problem.tasks, needs)
     object.__setattr__(verified, "verdict", verdict)
     plan.items.setflags(write=False)
     return verified
+
+
+def _every_head(plan: Plan, shape: tuple[int, ...]) -> str:
+    return f"sequence {plan.problem.shapes.index(shape)} ({shape[0]} x {shape[1]}), every head"
 
 
 def check_workers(plan: Plan, workers: int) -> None:
@@ -79,33 +89,33 @@ def check_workers(plan: Plan, workers: int) -> None:
         )
 
 
-def _first_of_each_shape(plan: Plan) -> list[tuple[int, tuple[int, int]]]:
-    pairs = plan.problem.sequences
-    if set(plan.patterns) != set(pairs):
-        raise PlanError(f"patterns for {sorted(plan.patterns)}, sequences of {sorted(set(pairs))}")
-    return [(pairs.index(pair), pair) for pair in plan.problem.grids]
-
-
 def _check_placement(plan: Plan) -> None:
     """Every item of the problem stands in the list once."""
-    p, items = plan.problem, plan.items
-    tiles = np.array([p.grids[pair].kv_tiles for pair in p.sequences], dtype=np.int64)
-    groups = np.diff(plan.group_first)
+    batch, items = plan.batch, plan.items
+    tiles, groups = batch.kv_tiles, np.diff(batch.group_first)
     sequence = np.clip(items[:, 0], 0, len(tiles) - 1)
-    limits = np.stack([np.full_like(sequence, len(tiles)), groups[sequence], tiles[sequence]], axis=1)
-    for at, item in _first_bad(items, np.any((items < 0) | (items >= limits), axis=1)):
+    inside = (items >= 0).all(1) & (items[:, 0] == sequence)
+    inside &= (items[:, 1] < groups[sequence]) & (items[:, 2] < tiles[sequence])
+    for at, item in _first_bad(items, ~inside):
         raise PlacementError(f"item {at}: {_named(*item)} does not exist")
-    base = np.concatenate(([0], np.cumsum(tiles * groups)))
-    codes = base[items[:, 0]] + items[:, 1].astype(np.int64) * tiles[items[:, 0]] + items[:, 2]
-    counts = np.bincount(codes, minlength=int(base[-1]))
+    codes = _codes(plan)
+    counts = np.bincount(codes, minlength=int(batch.item_first[-1]))
+    if len(codes) == len(counts) and (not len(counts) or counts.max() == 1):
+        return
     for at, item in _first_bad(items, counts[codes] > 1):
         raise PlacementError(f"item {at}: {_named(*item)} is listed twice")
-    missing = np.flatnonzero(counts == 0)
-    if len(missing):
-        at = int(np.searchsorted(base, missing[0], side="right")) - 1
-        raise PlacementError(
-            f"{_named(at, *divmod(int(missing[0] - base[at]), int(tiles[at])))} is in no item"
-        )
+    missing = int(np.flatnonzero(counts == 0)[0])
+    group = int(np.searchsorted(batch.item_first, missing, side="right")) - 1
+    at = int(batch.sequence_of_group[group])
+    spot = (at, group - int(batch.group_first[at]), missing - int(batch.item_first[group]))
+    raise PlacementError(f"{_named(*spot)} is in no item")
+
+
+def _codes(plan: Plan) -> IntArray:
+    """Number of each item, counted over kv tiles, then head groups, then sequences; shape (items,)."""
+    batch, items = plan.batch, plan.items
+    codes: IntArray = batch.item_first[batch.group_of_item(items)] + items[:, 2]
+    return codes
 
 
 def _named(sequence: int, head_group: int, kv_tile: int) -> str:
@@ -165,32 +175,63 @@ def _check_item_coverage(pattern: HeadPattern, kv: int, where: str) -> None:
 
 
 def _last_needed(plan: Plan) -> IntArray:
-    """The place in the list of the last item that each item depends on, or its own."""
-    items = plan.items
-    needed = np.arange(len(items), dtype=np.int64)
-    head = plan.group_first[items[:, 0]] + items[:, 1]
-    by_head = np.argsort(head, kind="stable")
-    starts = np.flatnonzero(np.diff(head[by_head], prepend=-1))
-    for rows in np.split(by_head, starts[1:]):
-        if not len(rows):
-            continue
-        sequence, order = int(items[rows[0], 0]), items[rows, 2].astype(np.int64)
-        pattern = plan.pattern(sequence)
-        if pattern not in _PROVEN or order.tobytes() not in _PROVEN[pattern]:
-            where = f"sequence {sequence}, head group {items[rows[0], 1]}"
-            found = _dependences(pattern, order, where)
-            _PROVEN.setdefault(pattern, {})[order.tobytes()] = found
-        needed[rows] = rows[_PROVEN[pattern][order.tobytes()]]
+    """The place in the list of the last item that each item depends on, or its own.
+
+    Nearly always the heads of a pattern claim their kv tiles in one order. So it is looked up for the order
+    of the first head, and taken for all heads that have the same one. The others are looked at one by one.
+    """
+    batch = plan.batch
+    place = np.empty(len(plan.items), dtype=np.int64)  # of each item, by its number
+    place[_codes(plan)] = np.arange(len(place))
+    firsts = _first_heads(plan)
+    orders = {p: np.argsort(place[batch.item_first[g] : batch.item_first[g + 1]]) for p, g in firsts.items()}
+    reach = {p: _reach(plan, p, order, firsts[p]) for p, order in orders.items()}
+    begin = np.repeat(batch.item_first[:-1], np.diff(batch.item_first))
+    claimed = place[begin + batch.kv_in_order(orders.__getitem__)]  # head by head, in order of claiming
+    needed = np.empty_like(place)
+    needed[claimed] = claimed[begin + batch.kv_in_order(reach.__getitem__)]
+    other_head = begin[1:] != begin[:-1]
+    if not np.all(other_head | (claimed[1:] > claimed[:-1])):
+        _one_by_one(plan, place, needed)
     return needed
+
+
+def _first_heads(plan: Plan) -> dict[HeadPattern, int]:
+    """The first head group of the batch that has each pattern."""
+    batch = plan.batch
+    _, first = np.unique(batch.pattern_of, return_index=True)
+    return dict(zip(batch.distinct, batch.group_first[first].tolist()))
+
+
+def _reach(plan: Plan, pattern: HeadPattern, order: IntArray, group: int) -> IntArray:
+    """Ranks in ``order`` of the last item that each item of a head depends on; proven once per order."""
+    known = _PROVEN.setdefault(pattern, {})
+    key = order.tobytes()
+    if key not in known:
+        sequence = int(plan.batch.sequence_of_group[group])
+        where = f"sequence {sequence}, head group {group - int(plan.group_first[sequence])}"
+        try:
+            known[key] = _dependences(pattern, order, where)
+        finally:
+            if not known:
+                del _PROVEN[pattern]
+    return known[key]
+
+
+def _one_by_one(plan: Plan, place: IntArray, needed: IntArray) -> None:
+    """:func:`_last_needed` for heads that claim their kv tiles in orders of their own."""
+    batch = plan.batch
+    ends = batch.item_first.tolist()
+    for group, (start, end) in enumerate(pairwise(ends)):
+        rows = np.sort(place[start:end])
+        pattern = batch.patterns[int(batch.sequence_of_group[group])]
+        needed[rows] = rows[_reach(plan, pattern, np.argsort(place[start:end]), group)]
 
 
 def _deepest_dependence(needs: IntArray) -> int:
     """Largest number of items of one prefix of the list that depend on an item behind that prefix."""
-    change = np.zeros(len(needs) + 2, dtype=np.int64)
-    np.add.at(change, np.arange(len(needs)) + 1, 1)
-    np.add.at(change, needs + 1, -1)
-    waiting = np.cumsum(change)[: len(needs)]
-    return int(waiting.max(initial=0))
+    ended = np.cumsum(np.bincount(needs, minlength=len(needs)))  # by each place, of those before it
+    return int((np.arange(1, len(needs) + 1) - ended).max(initial=0))
 
 
 def _dependences(pattern: HeadPattern, order: IntArray, where: str) -> IntArray:

@@ -45,6 +45,8 @@ The ticket counter of (sequence, q head, q tile) has index
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -83,33 +85,51 @@ def to_table(plan: Plan) -> Words:
     >>> table[[2, 3, 4]].tolist(), table[20:44].reshape(2, 12)[:, :10].tolist()
     ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2, -1, 0], [0, 0, 1, 0, 1, 1, 1, 2, -1, 1]])
     """
-    p = plan.problem
-    runs = _pack_runs(np.concatenate([pattern.runs for pattern in plan.patterns.values()]))
-    totals = [_padded(pattern.grid.contributions) for pattern in plan.patterns.values()]
+    p, batch = plan.problem, plan.batch
+    runs, run_first = batch.concatenated(_packed_runs)
+    totals, total_first = batch.concatenated(_totals)
     item_offset = HEADER_WORDS
     run_offset = item_offset + ITEM_WORDS * len(plan.items)
     sequence_offset = run_offset + RUN_WORDS * len(runs)
     total_offset = sequence_offset + SEQUENCE_WORDS * len(p.sequences)
-    q_map_offset = total_offset + sum(map(len, totals))
-    total_first = dict(zip(plan.patterns, total_offset + np.cumsum([0, *map(len, totals)]), strict=False))
-    sequences = _sequence_records(plan, total_first)
-    q_map, kv_map = (_padded(np.repeat(np.arange(len(sequences)), sequences[:, column])) for column in (2, 3))
+    q_map_offset = total_offset + len(totals)
+    sequences = _sequence_records(plan, total_offset + total_first)
+    maps = [_padded(np.repeat(np.arange(len(sequences)), tiles)) for tiles in (batch.q_tiles, batch.kv_tiles)]
     bounds = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
-    header = [
+    header = np.array([
         MAGIC, ABI_VERSION, len(plan.items), len(runs), len(p.sequences), item_offset, run_offset,
         sequence_offset, total_offset, p.tile_m, p.tile_n, p.heads, p.kv_heads, plan.min_workers, *bounds,
-        q_map_offset, sequences[:, 2].sum(), q_map_offset + len(q_map), plan.partial_first[-1],
-    ]  # fmt: skip
-    items = _item_records(plan)
-    words = np.concatenate([header, items.ravel(), runs.ravel(), sequences.ravel(), *totals, q_map, kv_map])
-    if len(words) and (words.max() > 2**31 - 1 or words.min() < -(2**31)):
-        raise TableError(f"a word of the table does not fit int32: {words.min()} .. {words.max()}")
-    return words.astype(np.int32)
+        q_map_offset, batch.q_tiles.sum(), q_map_offset + len(maps[0]), plan.group_sum_first[-1],
+    ])  # fmt: skip
+    for words in (header, sequences):  # all other words are at most one of these
+        if words.max() > 2**31 - 1:
+            raise TableError(f"a word of the table does not fit int32: {words.max()}")
+    table = np.empty(q_map_offset + sum(map(len, maps)), dtype=np.int32)
+    table[:item_offset] = header
+    _put_items(plan, run_first, table[item_offset:run_offset].reshape(-1, ITEM_WORDS))
+    table[run_offset:sequence_offset] = runs.ravel()
+    table[sequence_offset:total_offset] = sequences.ravel()
+    table[total_offset:q_map_offset] = totals
+    table[q_map_offset:] = np.concatenate(maps)
+    return table
 
 
 def _padded(words: NDArray[np.int64]) -> NDArray[np.int64]:
     """Zeros behind, to a multiple of four words."""
     return np.concatenate([words, np.zeros(-len(words) % 4, dtype=np.int64)])
+
+
+_PACKED: WeakKeyDictionary[HeadPattern, Words] = WeakKeyDictionary()
+
+
+def _packed_runs(pattern: HeadPattern) -> Words:
+    if (found := _PACKED.get(pattern)) is None:
+        found = _PACKED[pattern] = _pack_runs(pattern.runs).astype(np.int32)
+    return found
+
+
+def _totals(pattern: HeadPattern) -> NDArray[np.int64]:
+    return _padded(pattern.grid.contributions)
 
 
 def _pack_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -125,33 +145,37 @@ def _pack_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([q_first, count, t_first, steps], axis=1)
 
 
-def _item_records(plan: Plan) -> NDArray[np.int64]:
-    group, (sequence, head_group, kv) = plan.problem.group, plan.items.astype(np.int64).T
-    groups = plan.by_item(lambda p: np.full(p.grid.kv_tiles, p.head_groups))
-    kv_tiles = plan.by_item(lambda p: np.full(p.grid.kv_tiles, p.grid.kv_tiles))
-    kv_head, part = np.divmod(head_group, groups)
-    first, end = group * part // groups, group * (part + 1) // groups  # as group_heads deals them
-    run_counts = plan.by_item(lambda p: np.diff(p.offsets))
-    base = iter(np.cumsum([0, *(len(p.runs) for p in plan.patterns.values())]))
-    run_first = plan.by_item(lambda p: p.offsets[:-1] + next(base))
-    partial = plan.partial_first[sequence] + (kv_head * kv_tiles + kv) * groups + part
-    records = np.zeros((len(plan.items), ITEM_WORDS), dtype=np.int64)
+def _put_items(plan: Plan, run_first: NDArray[np.int64], records: Words) -> None:
+    """Write the record of every item; ``run_first``: of the pattern of each sequence."""
+    batch, group, items = plan.batch, plan.problem.group, plan.items
+    sequence, head_group, kv = items[:, 0], items[:, 1], items[:, 2]
+    table, first = batch.concatenated(
+        lambda p: np.stack([p.offsets[:-1], p.run_counts, p.task_counts], axis=1)
+    )
+    runs = table[first[sequence] + kv]
+    groups = batch.head_groups[sequence]
+    records[:, 0], records[:, 2] = sequence, kv
+    if batch.head_groups.max() == 1:
+        records[:, 1], records[:, 3], records[:, 4] = head_group, head_group * group, group
+        records[:, 8] = -1
+    else:
+        kv_head, part = np.divmod(head_group, groups)
+        begin, end = group * part // groups, group * (part + 1) // groups  # as group_heads deals them
+        records[:, 1], records[:, 3], records[:, 4] = kv_head, kv_head * group + begin, end - begin
+        place = plan.group_sum_first[sequence] + (kv_head * batch.kv_tiles[sequence] + kv) * groups + part
+        records[:, 8] = np.where(groups > 1, place, -1)
+    records[:, 5], records[:, 6], records[:, 7] = runs[:, 0] + run_first[sequence], runs[:, 1], runs[:, 2]
     assert plan.verdict is not None
-    records[:, :10] = np.stack(
-        [sequence, kv_head, kv, kv_head * group + first, end - first, run_first, run_counts,
-         plan.by_item(lambda p: p.task_counts), np.where(groups > 1, partial, -1), plan.verdict.needs], axis=1
-    )  # fmt: skip
-    return records
+    records[:, 9] = plan.verdict.needs
+    records[:, 10:] = 0
 
 
-def _sequence_records(plan: Plan, total_first: dict[tuple[int, int], int]) -> NDArray[np.int64]:
-    p = plan.problem
-    records = np.zeros((len(p.sequences), SEQUENCE_WORDS), dtype=np.int64)
-    for row, pair in zip(records, p.sequences, strict=True):
-        grid = p.grids[pair]
-        row[:4], row[7] = (*pair, grid.q_tiles, grid.kv_tiles), total_first[pair]
-        row[9] = plan.patterns[pair].head_groups
-    records[:, 10] = plan.partial_first[:-1]
+def _sequence_records(plan: Plan, total_first: NDArray[np.int64]) -> NDArray[np.int64]:
+    batch = plan.batch
+    records = np.zeros((len(batch.patterns), SEQUENCE_WORDS), dtype=np.int64)
+    records[:, :2] = plan.problem.sequences
+    records[:, 2], records[:, 3], records[:, 7] = batch.q_tiles, batch.kv_tiles, total_first
+    records[:, 9], records[:, 10] = batch.head_groups, plan.group_sum_first[:-1]
     for column, counted in ((4, 0), (5, 1), (6, 2), (8, 3)):
         records[1:, column] = np.cumsum(records[:-1, counted])
     return records
@@ -204,7 +228,7 @@ def _unpack_runs(packed: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _items(
-    problem: Problem, records: NDArray[np.int64], patterns: dict[tuple[int, int], HeadPattern]
+    problem: Problem, records: NDArray[np.int64], patterns: dict[tuple[int, ...], HeadPattern]
 ) -> NDArray[np.int32]:
     """The items of the records: (sequence, head group, kv tile)."""
     items = records[:, :3].copy()
@@ -221,15 +245,15 @@ def _items(
 
 def _patterns(
     problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64], head_groups: NDArray[np.int64]
-) -> dict[tuple[int, int], HeadPattern]:
-    """Each distinct sequence shape's pattern, from the items of the first head group that has the shape."""
-    patterns = {}
-    for pair, grid in problem.grids.items():
+) -> dict[tuple[int, ...], HeadPattern]:
+    """The pattern of each distinct shape, from the items of the first head group that has the shape."""
+    patterns, alike = {}, dict[object, HeadPattern]()
+    for pair, grid in problem.tile_grids.items():
         sequence = problem.sequences.index(pair)
         groups = int(head_groups[sequence])
         if not 1 <= groups <= problem.group:
             raise TableError(
-                f"sequence {sequence}: {groups} head groups of {problem.group} q heads a kv head"
+                f"sequence {sequence}: {groups} head groups of {problem.group} q heads per kv head"
             )
         mine = items[(items[:, 0] == sequence) & (items[:, 1] == 0) & (items[:, 3] == 0)]
         mine = mine[np.argsort(mine[:, 2])]
@@ -244,5 +268,7 @@ def _patterns(
         offsets = np.concatenate(([0], np.cumsum(mine[:, 6])))
         rows = [runs[first:end] for first, end in zip(mine[:, 5], ends, strict=True)]
         table = np.concatenate([np.zeros((0, 6), np.int64), *rows])
-        patterns[pair] = HeadPattern(grid, offsets, table, groups)
+        # Sequences with the same tiles and the same runs share a pattern, as in the plan.
+        key = (grid, groups, offsets.tobytes(), table.tobytes())
+        patterns[pair] = alike.setdefault(key, HeadPattern(grid, offsets, table, groups))
     return patterns

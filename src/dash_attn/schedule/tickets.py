@@ -6,7 +6,7 @@ thousand. The ticket of a task is the place of its kv tile in that order, counti
 the mask leaves. :func:`derive_runs` turns each item's visits into runs whose tickets are affine.
 
 >>> from dash_attn.problem import Mask, SequenceGrid
->>> grid = SequenceGrid(512, 512, 128, 128, Mask.full())
+>>> grid = SequenceGrid(512, 512, 128, 128, Mask.full()).tiles
 >>> ring = SummationGroup(0, 3, step=-1, lead=np.arange(4))      # q tile i: i, i-1, ..., i+1
 >>> [tickets_of(grid, (ring,), kv, np.arange(4)).tolist() for kv in (0, 1)]
 [[0, 1, 2, 3], [3, 0, 1, 2]]
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import IntArray, SequenceGrid
+from ..problem import IntArray, TileGrid
 
 __all__ = ["MAX_HOLD", "MAX_STEP", "RunTuple", "SummationGroup", "Visit", "derive_runs", "tickets_of"]
 
@@ -54,7 +54,7 @@ class SummationGroup:
 class _GroupTickets:
     """Tickets of the kv tiles of one group, and where along the q tiles they can change."""
 
-    def __init__(self, grid: SequenceGrid, group: SummationGroup, before: IntArray) -> None:
+    def __init__(self, grid: TileGrid, group: SummationGroup, before: IntArray) -> None:
         self.group = group
         self.before = before
         self.low, self.high = grid.kv_first, grid.kv_last
@@ -93,7 +93,7 @@ def _count(first: int | IntArray, last: int | IntArray, low: IntArray, high: Int
     return size
 
 
-def _prepare(grid: SequenceGrid, groups: Sequence[SummationGroup]) -> list[_GroupTickets]:
+def _prepare(grid: TileGrid, groups: Sequence[SummationGroup]) -> list[_GroupTickets]:
     prepared = []
     before = np.zeros(grid.q_tiles, dtype=np.int64)
     for group in groups:
@@ -102,7 +102,7 @@ def _prepare(grid: SequenceGrid, groups: Sequence[SummationGroup]) -> list[_Grou
     return prepared
 
 
-def tickets_of(grid: SequenceGrid, groups: Sequence[SummationGroup], kv: int, q: IntArray) -> IntArray:
+def tickets_of(grid: TileGrid, groups: Sequence[SummationGroup], kv: int, q: IntArray) -> IntArray:
     """Tickets of kv tile ``kv`` at q tiles ``q`` (each of which must be a task), shape of ``q``."""
     for prepared in _prepare(grid, groups):
         if prepared.group.kv_first <= kv <= prepared.group.kv_last:
@@ -111,7 +111,7 @@ def tickets_of(grid: SequenceGrid, groups: Sequence[SummationGroup], kv: int, q:
 
 
 def derive_runs(
-    grid: SequenceGrid, visits: Sequence[Sequence[Visit]], groups: Sequence[SummationGroup]
+    grid: TileGrid, visits: Sequence[Sequence[Visit]], groups: Sequence[SummationGroup]
 ) -> list[list[RunTuple]]:
     """Runs of every kv tile: its visits, split wherever the ticket stops being affine."""
     runs: list[list[RunTuple]] = [[] for _ in visits]

@@ -114,7 +114,7 @@ def _upload(plan: Plan, device: torch.device) -> OnDevice:
         sum(grid.q_tiles for grid in grids),
         sum(grid.kv_tiles for grid in grids),
         max(1, *(grid.kv_tiles for grid in problem.grids.values())),
-        int(plan.partial_first[-1]),
+        int(plan.group_sum_first[-1]),
         complete,
         len(plan.items),
         plan.min_workers,

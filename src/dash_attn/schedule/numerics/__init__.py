@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..placement.lpt import lpt_placement
-from ..policy import Policy
+from ..policy import Numerics
 from .by_length import ByLength
 from .descending import Descending
 from .fa3 import FA3
@@ -19,16 +18,15 @@ __all__ = [
     "Descending",
     "Shift",
     "SymmetricShift",
-    "lpt_placement",
     "policy_by_name",
 ]
 
-POLICIES: dict[str, type[Policy]] = {
+POLICIES: dict[str, type[Numerics]] = {
     policy.name: policy for policy in (FA3, Descending, Shift, SymmetricShift, SPT, ByLength)
 }
 
 
-def policy_by_name(name: str, **parameters: int | None) -> Policy:
+def policy_by_name(name: str, **parameters: int | None) -> Numerics:
     """The policy of this name; parameters it does not have raise TypeError, unknown names ValueError."""
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")

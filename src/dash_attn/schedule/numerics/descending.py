@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...problem import SequenceGrid
+from ...problem import TileGrid
 from ..policy import Policy, sweep
 from ..tickets import SummationGroup, Visit
 
@@ -29,8 +29,8 @@ class Descending(Policy):
 
     name: ClassVar[str] = "descending"
 
-    def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
+    def visits(self, grid: TileGrid) -> list[list[Visit]]:
         return sweep(grid, descending=True)
 
-    def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
+    def summation(self, grid: TileGrid) -> Sequence[SummationGroup]:
         return (SummationGroup(0, grid.kv_tiles - 1, step=1),)

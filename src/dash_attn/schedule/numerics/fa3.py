@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...problem import SequenceGrid
+from ...problem import TileGrid
 from ..policy import Policy, sweep
 from ..tickets import SummationGroup, Visit
 
@@ -28,8 +28,8 @@ class FA3(Policy):
 
     name: ClassVar[str] = "fa3"
 
-    def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
+    def visits(self, grid: TileGrid) -> list[list[Visit]]:
         return sweep(grid)
 
-    def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
+    def summation(self, grid: TileGrid) -> Sequence[SummationGroup]:
         return (SummationGroup(0, grid.kv_tiles - 1, step=1),)

@@ -7,18 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import UnsupportedMaskError
-from ...problem import IntArray, SequenceGrid
-from ..policy import Head, Policy, head_items
+from ...problem import IntArray, TileGrid
+from ..policy import Policy, require_integers
 from ..tickets import SummationGroup, Visit
 
 __all__ = ["Shift"]
-
-H200_WORKERS = 132
-"""Streaming multiprocessors of one H200: so many blocks a placement keeps busy. On a machine with another
-number that costs time and changes no bit."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +54,13 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
     max_stride: int | None = None
 
     def __post_init__(self) -> None:
-        self._require_integers("ring", "stride", "min_stride", "max_stride")
+        require_integers(self, self.name, "ring", "stride", "min_stride", "max_stride")
 
-    def check(self, grid: SequenceGrid) -> None:
+    def check(self, grid: TileGrid) -> None:
         if not grid.is_full:
             raise UnsupportedMaskError(
-                f"shift needs a mask that leaves every task; {grid.mask.name} of {grid.seqlen_q} x "
-                f"{grid.seqlen_k} leaves {grid.tasks} of {grid.q_tiles * grid.kv_tiles}"
+                f"shift needs a mask that leaves every task, this one leaves {grid.tasks} of "
+                f"{grid.q_tiles * grid.kv_tiles}"
             )
         if self.ring is not None and self.ring < 1:
             raise UnsupportedMaskError(f"ring must be >= 1, got {self.ring}")
@@ -88,19 +83,19 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
                 f"the sequence has {grid.q_tiles}"
             )
 
-    def _ring(self, grid: SequenceGrid) -> int:
+    def _ring(self, grid: TileGrid) -> int:
         limit = min(grid.kv_tiles, grid.q_tiles)
         if self.min_stride is not None:
             limit = min(limit, max(1, grid.q_tiles // self.min_stride))
         return limit if self.ring is None else min(self.ring, limit)
 
-    def _stride(self, grid: SequenceGrid, members: int) -> int:
+    def _stride(self, grid: TileGrid, members: int) -> int:
         if self.stride is not None:
             return self.stride
         most = grid.q_tiles // members
         return most if self.max_stride is None else min(most, self.max_stride)
 
-    def _rings(self, grid: SequenceGrid) -> list[tuple[int, IntArray]]:
+    def _rings(self, grid: TileGrid) -> list[tuple[int, IntArray]]:
         """(first kv tile, start of each member) of every ring."""
         if not grid.tasks:
             return []
@@ -111,29 +106,18 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
             rings.append((first, members * self._stride(grid, len(members))))
         return rings
 
-    def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
+    def visits(self, grid: TileGrid) -> list[list[Visit]]:
         n = grid.q_tiles
         starts = [start for _, ring in self._rings(grid) for start in ring.tolist()]
         visits: list[list[Visit]] = [[(s, 1, n - s), (0, 1, s)] if s else [(0, 1, n)] for s in starts]
         return visits or [[] for _ in range(grid.kv_tiles)]
 
-    def place(self, heads: Sequence[Head]) -> NDArray[np.int32]:
-        """Ring by ring, as many heads together as keep a GPU busy with their first rings: the second ring
-        of a head has nothing to add before its first one has been round."""
-        rings = {head.grid: self._tiles_of_rings(head.grid) for head in heads}
-        parts = []
-        for together in _filling([(head, rings[head.grid]) for head in heads]):
-            for k in range(max(len(own) for _, own in together)):
-                parts += [head_items(head, own[k]) for head, own in together if k < len(own)]
-        return np.concatenate(parts)
+    def ring_of(self, grid: TileGrid) -> IntArray:
+        """The ring that each kv tile belongs to, shape (kv_tiles,)."""
+        kv = np.arange(grid.kv_tiles, dtype=np.int64)
+        return kv // self._ring(grid) if grid.tasks else np.zeros_like(kv)
 
-    def _tiles_of_rings(self, grid: SequenceGrid) -> list[IntArray]:
-        """The kv tiles of every ring; one ring of all kv tiles where there is nothing to do."""
-        if not grid.tasks:
-            return [np.arange(grid.kv_tiles, dtype=np.int64)]
-        return [np.arange(first, first + len(ring), dtype=np.int64) for first, ring in self._rings(grid)]
-
-    def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
+    def summation(self, grid: TileGrid) -> Sequence[SummationGroup]:
         q = np.arange(grid.q_tiles, dtype=np.int64)
         groups = []
         for first, starts in self._rings(grid):
@@ -141,17 +125,3 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
             lead = first + np.searchsorted(starts, q, side="right") - 1
             groups.append(SummationGroup(first, first + len(starts) - 1, step=-1, lead=lead))
         return groups
-
-
-def _filling(heads: Sequence[tuple[Head, list[IntArray]]]) -> list[list[tuple[Head, list[IntArray]]]]:
-    """Neighbouring heads, with their rings, in groups whose first rings come closest to ``H200_WORKERS``
-    members; at least two heads a group."""
-    groups: list[list[tuple[Head, list[IntArray]]]] = [[]]
-    busy = 0
-    for head, rings in heads:
-        if len(groups[-1]) > 1 and busy + len(rings[0]) / 2 > H200_WORKERS:
-            groups.append([])
-            busy = 0
-        groups[-1].append((head, rings))
-        busy += len(rings[0])
-    return groups

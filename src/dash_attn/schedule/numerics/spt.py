@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ...problem import SequenceGrid
+from ...problem import TileGrid
 from ..policy import Policy, sweep
 from ..tickets import SummationGroup, Visit
 
@@ -18,8 +15,8 @@ __all__ = ["SPT"]
 
 @dataclass(frozen=True)
 class SPT(Policy):
-    """Items are claimed from the last kv tile, visit q tiles upwards from the diagonal, and every dQ
-    tile is summed from its last kv tile to its first: under a causal mask no item waits at its start.
+    """Items visit q tiles upwards from the diagonal, and every dQ tile is summed from its last kv tile to
+    its first. Claimed from the last kv tile on, no item waits at its start under a causal mask.
 
     Any mask. Source: FlashAttention-4 section 3.2.4 (which says "query block index" where only the kv
     index can order the contributions to one dQ tile).
@@ -33,11 +30,8 @@ class SPT(Policy):
 
     name: ClassVar[str] = "spt"
 
-    def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
+    def visits(self, grid: TileGrid) -> list[list[Visit]]:
         return sweep(grid)
 
-    def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
+    def summation(self, grid: TileGrid) -> Sequence[SummationGroup]:
         return (SummationGroup(0, grid.kv_tiles - 1, step=-1),)
-
-    def kv_order(self, grid: SequenceGrid) -> NDArray[np.int64]:
-        return np.arange(grid.kv_tiles, dtype=np.int64)[::-1]

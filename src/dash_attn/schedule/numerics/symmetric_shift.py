@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...errors import UnsupportedMaskError
-from ...problem import SequenceGrid
-from ..policy import Head, Policy, head_items
+from ...problem import TileGrid
+from ..policy import Policy
 from ..tickets import SummationGroup, Visit
 
 __all__ = ["SymmetricShift"]
@@ -29,8 +28,7 @@ class SymmetricShift(Policy):
       the last row. At every step the workers stand on different rows: no contribution waits.
 
     A row is ``tile_n / tile_m`` q tiles. Within a head, the items of phase 1 form a ring, so h workers
-    must be resident; the default placement claims the phase 1 items of ``heads_at_once`` heads, then
-    their right-hand items in the order in which workers come free.
+    must be resident (the placement ``pairs`` keeps that number small).
 
     Causal mask with seqlen_q == seqlen_k and tile_n a multiple of tile_m. Source: DASH section 3.4
     and figure 7, which are for even n; for odd n the paper is silent and the pairing is ours.
@@ -46,26 +44,19 @@ class SymmetricShift(Policy):
     """
 
     name: ClassVar[str] = "symmetric_shift"
-    heads_at_once: int = 2
 
-    def __post_init__(self) -> None:
-        self._require_integers("heads_at_once")
-
-    def check(self, grid: SequenceGrid) -> None:
-        if grid.mask.name != "causal" or grid.diagonal:
-            raise UnsupportedMaskError(
-                f"symmetric_shift needs a causal mask and seqlen_q == seqlen_k, got {grid.mask.name} "
-                f"of {grid.seqlen_q} x {grid.seqlen_k}"
-            )
+    def check(self, grid: TileGrid) -> None:
         if grid.tile_n % grid.tile_m:
             raise UnsupportedMaskError(
                 "symmetric_shift needs tile_n to be a multiple of tile_m, "
                 f"got {grid.tile_n} and {grid.tile_m}"
             )
-        if self.heads_at_once < 1:
-            raise UnsupportedMaskError(f"heads_at_once must be >= 1, got {self.heads_at_once}")
+        row = np.arange(grid.q_tiles) // (grid.tile_n // grid.tile_m)
+        square = int(row.max(initial=-1)) + 1 == grid.kv_tiles
+        if not square or grid.kv_first.any() or not np.array_equal(grid.kv_last, row):
+            raise UnsupportedMaskError("symmetric_shift needs a causal mask and seqlen_q == seqlen_k")
 
-    def visits(self, grid: SequenceGrid) -> list[list[Visit]]:
+    def visits(self, grid: TileGrid) -> list[list[Visit]]:
         n, rows = grid.kv_tiles, _RowVisits(grid)
         half = -(-n // 2)
         top = n - half
@@ -76,7 +67,7 @@ class SymmetricShift(Policy):
             visits.append(rows.down(n, kv))
         return visits
 
-    def summation(self, grid: SequenceGrid) -> Sequence[SummationGroup]:
+    def summation(self, grid: TileGrid) -> Sequence[SummationGroup]:
         n = grid.kv_tiles
         half = -(-n // 2)
         row = np.arange(grid.q_tiles, dtype=np.int64) // (grid.tile_n // grid.tile_m)
@@ -86,25 +77,11 @@ class SymmetricShift(Policy):
             groups.append(SummationGroup(half, n - 1, step=1))
         return groups if n else []
 
-    def place(self, heads: Sequence[Head]) -> NDArray[np.int32]:
-        parts = []
-        for start in range(0, len(heads), self.heads_at_once):
-            together = heads[start : start + self.heads_at_once]
-            halves = [-(-head.grid.kv_tiles // 2) for head in together]
-            left = [head_items(h, np.arange(half)) for h, half in zip(together, halves, strict=True)]
-            right = [
-                head_items(h, np.arange(half, h.grid.kv_tiles))
-                for h, half in zip(together, halves, strict=True)
-            ]
-            merged = np.concatenate(right)
-            parts += [*left, merged[np.argsort(merged[:, 2], kind="stable")]]
-        return np.concatenate(parts)
-
 
 class _RowVisits:
     """Visits of whole rows; a row is the q tiles beside one kv tile, and the last row may be short."""
 
-    def __init__(self, grid: SequenceGrid) -> None:
+    def __init__(self, grid: TileGrid) -> None:
         self.height, self.q_tiles = grid.tile_n // grid.tile_m, grid.q_tiles
 
     def up(self, first: int, end: int) -> list[Visit]:

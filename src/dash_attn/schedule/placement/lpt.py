@@ -1,38 +1,53 @@
-"""Longest-processing-time-first placement with L2-aware head groups (FA4 section 3.3)."""
+"""Longest-processing-time-first placement with L2-aware sections of heads (FA4 section 3.3)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
-from numpy.typing import NDArray
 
-from ...problem import Problem
-from ..plan import HeadPattern, Plan
+from ...machine import L2_BYTES
+from ...problem import IntArray, Problem
+from ..batch import Batch, Items
+from ..plan import Plan
+from ..policy import Numerics
+from .base import Placement, sorted_by
 
-__all__ = ["L2_BYTES", "lpt_placement"]
-
-L2_BYTES = 50 * 2**20
-"""L2 cache of an H100 or H200. It moves items in time and never changes a bit."""
+__all__ = ["Longest", "lpt_placement"]
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> NDArray[np.int32]:
+@dataclass(frozen=True)
+class Longest(Placement):
+    """The default placement of the numerics, and in it the longest items first: see :func:`lpt_placement`."""
+
+    name: ClassVar[str] = "lpt"
+
+    def place(self, batch: Batch, numerics: Numerics) -> Items:
+        from . import default_placement
+
+        return _longest_first(batch, default_placement(numerics).place(batch, numerics), None)
+
+
+def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> Items:
     """Reorder items: within a section of heads that fit L2 together, the longest first.
 
-    Sections keep the order in which heads first appear; items of equal length keep their order, so a
+    Sections keep the order in which heads first appear. Items of equal length keep their order, so a
     placement whose items are all equal comes back unchanged.
 
     Args:
-        plan: a plan, verified or not, in a policy's own order of items.
+        plan: a plan, proven or not, in a default order of items.
         l2_bytes: bytes of the cache that a section of heads may fill. By default L2_BYTES for sequences
             up to 1,024 tokens, rising to four times as much at 4,096: the longer a head, the less of it
-            is in use at a time (measured, docs/perf-log.md).
+            is in use at a time (measured, docs/performance.md).
 
     Returns:
         (items, 3) int32, rows as in ``plan.items``.
 
     Source: FlashAttention-4 section 3.3. It is a placement: combine it with any policy's numerics, and
-    let the verifier say how many workers the pair needs.
+    let the proof say how many workers the pair needs.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import Descending, build_plan
@@ -40,35 +55,52 @@ def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> NDArray[np.int3
     >>> lpt_placement(build_plan(causal, Descending()))[:, 1:].tolist()                  # (head, kv tile)
     [[0, 0], [1, 0], [0, 1], [1, 1]]
     """
-    problem, items = plan.problem, plan.items
+    return _longest_first(plan.batch, plan.items, l2_bytes)
+
+
+def _longest_first(batch: Batch, items: Items, l2_bytes: int | None) -> Items:
     if not len(items):
         return items
+    problem = batch.problem
     if l2_bytes is None:
         longest = max(seqlen_k for _, seqlen_k in problem.sequences)
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
-    tasks = plan.by_item(lambda pattern: pattern.task_counts * problem.group // pattern.head_groups)
-    size = plan.by_item(lambda pattern: np.full(pattern.grid.kv_tiles, _head_bytes(problem, pattern)))
-    head = plan.group_first[items[:, 0]] + items[:, 1]
-    _, first_seen, inverse = np.unique(head, return_index=True, return_inverse=True)
-    by_appearance = np.sort(first_seen)
-    place = np.asarray(np.searchsorted(by_appearance, first_seen), dtype=np.int64)[inverse]
-    section = _sections(size[by_appearance], l2_bytes)[place]
-    return items[np.lexsort((np.arange(len(items)), -tasks, section))]
+    tasks = batch.by_item(items, lambda p: p.task_counts * problem.group // p.head_groups)
+    head = batch.group_of_item(items)
+    first_seen = np.full(int(batch.group_first[-1]), len(items))
+    first_seen[head[::-1]] = np.arange(len(items))[::-1]  # of several, the last one written stays
+    by_appearance = np.argsort(first_seen, kind="stable")
+    sizes = _head_bytes(problem, batch)[batch.sequence_of_group]
+    section = np.empty(len(sizes), dtype=np.int64)
+    section[by_appearance] = _sections(sizes[by_appearance], l2_bytes)
+    return sorted_by(items, section[head], -tasks)
 
 
-def _head_bytes(problem: Problem, pattern: HeadPattern) -> int:
-    """Bytes a head group keeps in L2 while its items run: Q, dO and fp32 dQ of its q heads, K and V."""
-    element, grid = _ELEMENT_BYTES[problem.dtype], pattern.grid
-    rows_q = problem.group * grid.seqlen_q // pattern.head_groups
-    return problem.head_dim * (rows_q * (2 * element + 4) + grid.seqlen_k * 2 * element)
+def _head_bytes(problem: Problem, batch: Batch) -> IntArray:
+    """Bytes that a head group of each sequence keeps in L2: Q, dO and fp32 dQ of its q heads, K and V."""
+    element = _ELEMENT_BYTES[problem.dtype]
+    lengths = np.array(problem.sequences, dtype=np.int64)
+    rows_q = problem.group * lengths[:, 0] // batch.head_groups
+    size: IntArray = problem.head_dim * (rows_q * (2 * element + 4) + lengths[:, 1] * 2 * element)
+    return size
 
 
-def _sections(sizes: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
-    """Section of each head: as many neighbours as fit, at least one."""
-    section = np.zeros(len(sizes), dtype=np.int64)
+def _sections(sizes: IntArray, limit: int) -> IntArray:
+    """Section of each head: as many neighbours as fit, at least one.
+
+    >>> _sections(np.array([40, 40, 40, 90, 10]), 100).tolist()
+    [0, 0, 1, 2, 2]
+    """
+    starts = np.flatnonzero(np.diff(sizes, prepend=sizes[0] - 1))
+    section = np.empty(len(sizes), dtype=np.int64)
     current, used = 0, 0
-    for i, size in enumerate(sizes.tolist()):
-        if used and used + size > limit:
-            current, used = current + 1, 0
-        section[i], used = current, used + size
+    for at, end in zip(starts.tolist(), [*starts[1:].tolist(), len(sizes)]):
+        size = int(sizes[at])
+        while at < end:
+            if used and used + size > limit:
+                current, used = current + 1, 0
+            room = (limit - used) // size if size else end - at
+            taken = min(max(room, 1), end - at)
+            section[at : at + taken] = current
+            at, used = at + taken, used + taken * size
     return section

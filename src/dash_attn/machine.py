@@ -1,0 +1,34 @@
+"""What an H200 costs. These numbers move work in time; none of them decides a bit.
+
+What decides bits is in :mod:`dash_attn.schedule.constants`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CONVERSION_CYCLES",
+    "FEW_ROUNDS",
+    "HEADS_TOGETHER",
+    "ITEM_CYCLES",
+    "L2_BYTES",
+    "TASK_CYCLES",
+    "WORKERS",
+]
+
+WORKERS = 132
+"""Streaming multiprocessors: so many blocks a placement keeps busy."""
+
+L2_BYTES = 50 * 2**20
+"""L2 cache of an H100 or H200."""
+
+HEADS_TOGETHER = 16
+"""Long heads whose items are claimed together. Fewer leave workers idle between one section of heads and the
+next, more hold more of L2 than they need (docs/performance.md)."""
+
+TASK_CYCLES, ITEM_CYCLES, CONVERSION_CYCLES = 3400, 6000, 900
+"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them. The last
+is from the number of converting blocks that was best (docs/performance.md)."""
+
+FEW_ROUNDS = 12
+"""Up to so many items per block, converting blocks must not cost items of one length a round more. Later
+blocks are no longer in step."""

@@ -1,0 +1,40 @@
+"""Every number that decides bits. A change of one raises ``NUMERICS_VERSION`` and is said in the changelog.
+
+They were chosen by measurement (docs/design.md), but nothing measures them at run time: timing must not
+choose bits. What may follow the machine is in :mod:`dash_attn.machine`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AUTO_MAX_STRIDE",
+    "AUTO_MIN_STRIDE",
+    "AUTO_RING",
+    "FULL_HEADS",
+    "FULL_HEADS_SHORT",
+    "HEADS",
+    "LONG_FROM",
+    "MOST_ITEMS",
+    "NUMERICS_VERSION",
+    "SHORT",
+]
+
+NUMERICS_VERSION = 2
+
+AUTO_RING, AUTO_MIN_STRIDE, AUTO_MAX_STRIDE = 16, 2, 4
+"""Rings of "auto" under the full mask: kv tiles per ring, and q tiles between two members. Few members find
+room on any GPU, also beside other kernels, and divide most lengths well. With a stride of one q tile a
+hand-over takes as long as a task. With more than four, long heads leave L2."""
+
+LONG_FROM = 6144
+"""Keys of the shortest sequence that ``by_length`` sums in descending order."""
+
+HEADS = 4
+"""q heads per item where the mask cuts: more would make the longest item too long."""
+
+FULL_HEADS, FULL_HEADS_SHORT, SHORT = 1, 2, 64
+"""q heads per item under a full mask, from SHORT q tiles on and below. The items of a ring stand on all q
+tiles at once. With several heads each, what they read and add to does not fit L2."""
+
+MOST_ITEMS = 2048
+"""Items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""

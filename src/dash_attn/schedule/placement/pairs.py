@@ -1,0 +1,38 @@
+"""The two halves of every head, for numerics that pair long kv tiles with short ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ...errors import PlacementError
+from ..batch import Batch, Items
+from ..policy import Numerics, require_integers
+from .base import Placement, sorted_by, upwards
+
+__all__ = ["Pairs"]
+
+
+@dataclass(frozen=True)
+class Pairs(Placement):
+    """The left half of the kv tiles of ``heads_at_once`` heads, then their right halves, kv tile by kv tile.
+
+    Workers of a left half come free in the order in which the right half is listed (DASH section 3.4).
+    """
+
+    name: ClassVar[str] = "pairs"
+    heads_at_once: int = 2
+
+    def __post_init__(self) -> None:
+        require_integers(self, self.name, "heads_at_once")
+        if self.heads_at_once < 1:
+            raise PlacementError(f"heads_at_once must be >= 1, got {self.heads_at_once}")
+
+    def place(self, batch: Batch, numerics: Numerics) -> Items:
+        items = batch.in_order(upwards)
+        half = -(-batch.kv_tiles // 2)
+        right = items[:, 2] >= half[items[:, 0]]
+        section = batch.group_of_item(items) // self.heads_at_once
+        return sorted_by(items, section, right.astype(np.int64), np.where(right, items[:, 2], 0))
