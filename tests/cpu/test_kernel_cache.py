@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import hashlib
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dash_attn.backends.cuda.cache import KernelCache, cache_folder, why_unsafe
+from dash_attn.backends.cuda.cache import KernelCache, _sources, cache_folder, why_unsafe
 from dash_attn.backends.sm90.compile import MissingCompilerError
 from dash_attn.errors import CompilationError
 
@@ -77,6 +78,23 @@ def test_compiled_once_and_then_loaded(folder: Path) -> None:
 def test_another_configuration_is_another_entry(folder: Path, other: dict[str, str]) -> None:
     run(folder)
     assert len(run(folder, **other)[0].compiled) == 1
+
+
+def test_every_file_that_device_code_imports_is_part_of_the_key() -> None:
+    package, hashed = SOURCES / "dash_attn", set(_sources())
+    files = [
+        f for folder in ("backward", "device") for f in (package / "backends/sm90" / folder).glob("*.py")
+    ]
+    imported = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                names = (alias.name for alias in node.names)
+                imported |= {base.with_suffix(".py"), *(base / f"{name}.py" for name in names)}
+    imported = {file for file in imported if file.is_file()}
+    assert package / "schedule/layout.py" in imported
+    assert {*files, *imported} <= hashed
 
 
 # Damage

@@ -98,7 +98,7 @@ class ItemRecord(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """One run. Its task k is q tile ``q_first + k * q_step``, with ticket ``t_first + t_step * (k // t_hold)``."""
+    """One run. Task k is q tile ``q_first + k * q_step``, its ticket ``t_first + t_step * (k // t_hold)``."""
 
     q_first: Any
     count: Any

@@ -32,8 +32,7 @@ __all__ = ["KernelCache", "cache_folder", "why_unsafe"]
 _FUNCTION = "dash_attn_program"
 _SUFFIX = ".program"
 _DIGEST = hashlib.sha256().digest_size
-_SOURCES = Path(__file__).parents[1]
-"""The backends: every file that can change a compiled kernel lies below it."""
+_PACKAGE = Path(__file__).parents[2]
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -190,6 +189,11 @@ def _key(config: Hashable, arch: str) -> str:
             digest.update(f"{package}={version(package)}\0".encode())
         except PackageNotFoundError:
             digest.update(f"{package}=unknown\0".encode())
-    for source in sorted(_SOURCES.rglob("*.py")):
-        digest.update(str(source.relative_to(_SOURCES)).encode() + b"\0" + source.read_bytes())
+    for source in _sources():
+        digest.update(str(source.relative_to(_PACKAGE)).encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
+
+
+def _sources() -> list[Path]:
+    """Every file that can change a compiled kernel: the backends, and the layout of the plan table."""
+    return [*sorted((_PACKAGE / "backends").rglob("*.py")), _PACKAGE / "schedule" / "layout.py"]

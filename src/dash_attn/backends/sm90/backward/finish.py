@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from ....schedule.layout import HEADER
 from ..device import plan_view, ptx, registers
 from .config import (
     CONTROL_WORDS,
@@ -29,7 +30,7 @@ FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py
 
 def queue(mControl, mPlan):
     """Where the keys of complete tiles are, or will be, in the order in which they were completed; -1: not yet."""
-    tiles = mPlan[plan_view.Q_TILES] * mPlan[plan_view.HEADS]
+    tiles = mPlan[HEADER.q_tile_total] * mPlan[HEADER.heads]
     return mControl.iterator + (CONTROL_WORDS + tiles)
 
 
@@ -64,7 +65,7 @@ def load_role(
     config: cutlass.Constexpr, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item: Int32, complete: Int32
 ):  # fmt: skip
     """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a lane of its own."""
-    places, q_map, size = tile_place(bars), mPlan[plan_view.Q_MAP_OFFSET], 4 * config.dq_elements
+    places, q_map, size = tile_place(bars), mPlan[HEADER.q_map_offset], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
     # While the MMA warps are not here, other blocks can take the tiles.
     cute.arch.mbarrier_wait(bars.tile_empty, 0)
@@ -191,7 +192,7 @@ def report(mErrors: cute.Tensor, values) -> None:
 @cute.jit
 def contributions(mPlan, index: Int32) -> Int32:
     """How many contributions q tile `index`, counted over all sequences, gets."""
-    _, seq = plan_view.sequence_of_tile(mPlan, plan_view.Q_MAP_OFFSET, index)
+    _, seq = plan_view.sequence_of_tile(mPlan, HEADER.q_map_offset, index)
     return mPlan[seq.total_first + index - seq.q_tile_first]
 
 
@@ -209,7 +210,7 @@ def locate(config: cutlass.Constexpr, mPlan, q_map: Int32, key: Int32, tensor):
     batch = index // cutlass.max(tiles, 1)
     tile_first = batch * tiles
     if tensor.shape[0] == 1:
-        seq = plan_view.read_sequence(mPlan, mPlan[plan_view.SEQUENCE_OFFSET], mPlan[q_map + index])
+        seq = plan_view.read_sequence(mPlan, mPlan[HEADER.sequence_offset], mPlan[q_map + index])
         seqlen_q, row_first, tiles, tile_first = (
             seq.seqlen_q,
             seq.q_row_first,

@@ -122,7 +122,7 @@ class LoadRole:
         """Remember where dK and dV of an item that gets its V now will belong; partial sums are stored elsewhere."""
         place = self.grads_place(bars)
         words = (
-            Int32(item.partial_slot < 0),
+            Int32(item.group_sum < 0),
             item.kv_tile,
             item.kv_head,
             item.k_tma_row,

@@ -123,8 +123,8 @@ class MmaRole:
                 n_task += 1
                 n_kv += 1
                 self.put_dk(t, n_task, slot, scale, bars)
-            if plan_view.mailbox_item(slot).partial_slot >= 0:
-                self.store_partial_grads(t, mParts, plan_view.mailbox_item(slot).partial_slot)
+            if plan_view.mailbox_item(slot).group_sum >= 0:
+                self.store_partial_grads(t, mParts, plan_view.mailbox_item(slot).group_sum)
             elif tasks == 0:
                 for target in (mdK, mdV):
                     self.store_zeros(target, plan_view.mailbox_item(slot))
@@ -269,7 +269,7 @@ class MmaRole:
 
         A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so.
         """
-        if plan_view.mailbox_item(slot).partial_slot < 0:
+        if plan_view.mailbox_item(slot).group_sum < 0:
             cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
             self._put(t, t.acc_dV, None, t.sV[None, None, 0])
         self._arrive(t, bars.v_empty)
@@ -278,7 +278,7 @@ class MmaRole:
     def put_dk(self, t, following: Int32, slot, scale, bars):
         """Put dK into the buffer that the task after this item will use, once that is free, for the load warp to store."""
         c = self.config
-        if plan_view.mailbox_item(slot).partial_slot < 0:
+        if plan_view.mailbox_item(slot).group_sum < 0:
             empty, stages = (bars.ds_empty, c.ds_stages) if c.delayed_dq else (bars.dq_empty, c.dq_stages)
             cute.arch.mbarrier_wait(empty + following % stages, ((following // stages) & 1) ^ 1)
             self._put(t, t.acc_dK, scale, t.sdK[None, None, following % stages * c.dk_stages])

@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from ....schedule.layout import HEADER
 from ..device import plan_view, registers
 from . import finish
 from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardConfig
@@ -43,7 +44,7 @@ class Preprocess:
             for counter in (CLAIMED, ARRIVED, FINISHED, TAKEN):
                 mControl[counter] = Int32(0)
         key = index * mO.shape[2] + q_head
-        tile, where = finish.locate(c, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mO)
+        tile, where = finish.locate(c, mPlan, mPlan[HEADER.q_map_offset], key, mO)
         batch, first, seqlen_q, q_tile, _ = where
         if tidx == 0:
             mControl[CONTROL_WORDS + tile] = Int32(0)
@@ -122,7 +123,7 @@ class Convert:
         cute.arch.griddepcontrol_wait()
         if index < q_tiles:
             key = index * mdQ.shape[2] + y
-            tile, where = finish.locate(self.config, mPlan, mPlan[plan_view.Q_MAP_OFFSET], key, mdQ)
+            tile, where = finish.locate(self.config, mPlan, mPlan[HEADER.q_map_offset], key, mdQ)
             piece = cute.arch.warp_idx()
             start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
             values = finish.load_piece(self.config, mdQacc.iterator + start, piece)
@@ -140,11 +141,11 @@ class Convert:
         """dK (`which` 0) or dV (1) of one kv tile: the sum of its parts, 32 columns at a time."""
         c = self.config
         tidx = cute.arch.thread_idx()[0]
-        sequence, seq = plan_view.sequence_of_tile(mPlan, plan_view.KV_MAP_OFFSET, index)
+        sequence, seq = plan_view.sequence_of_tile(mPlan, HEADER.kv_map_offset, index)
         batch, first_row = plan_view.first_k_row(seq, sequence, mdX.shape[0])
         if seq.head_groups > 1:
             kv_tile = index - seq.kv_tile_first
-            slot = seq.partial_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
+            slot = seq.group_sum_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
             size = c.tile_n * c.head_dim
             vectors = size // 1024
             group, lane = tidx // 128, tidx % 32

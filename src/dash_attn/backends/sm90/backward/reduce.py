@@ -24,6 +24,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from ....schedule.layout import HEADER
 from ..device import plan_view, ptx
 from . import finish
 from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS, SLOTS
@@ -152,7 +153,7 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
                         key = Int32(-1)
                         if const_expr(config.ordered):
                             if ticket + 1 == mPlan[item.total_first + q_tile]:
-                                key = item.q_tile_first + q_tile * mPlan[plan_view.HEADS] + q_head
+                                key = item.q_tile_first + q_tile * mPlan[HEADER.heads] + q_head
                         cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
                         if const_expr(config.ordered):
                             if ticket > 0:
