@@ -12,8 +12,8 @@ records are read with 16-byte loads. The sections, in order:
 * items, in the order in which workers claim them;
 * runs;
 * sequences;
-* totals: one word for each q tile of every distinct (seqlen_q, seqlen_k), padded to four words: how many
-  contributions the dQ tile gets. 0: nobody contributes and the tile is zero;
+* totals: one word for each q tile of every distinct pattern, padded to four words: how many contributions
+  the dQ tile gets. 0: nobody contributes and the tile is zero;
 * the map of q tiles and the map of kv tiles: for each tile, counted over all sequences, the sequence that it
   belongs to. Each map is padded to four words.
 
