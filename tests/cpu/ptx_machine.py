@@ -149,11 +149,13 @@ class Machine:
     Args:
         program: the kernel, compiled for the plan's head dim.
         plan: what to execute.
-        blocks: all of them run from the start.
+        blocks: resident blocks. All of them run from the start.
         seed: of the interleaving.
+        one_by_one: a block starts when those before it can do nothing more. A block that claims an item
+            before it may then takes it from one that has not come yet.
     """
 
-    def __init__(self, program: Program, plan: Plan, blocks: int, seed: int):
+    def __init__(self, program: Program, plan: Plan, blocks: int, seed: int, one_by_one: bool = False):
         self.program, self.plan, self.random = program, plan, random.Random(seed)
         problem = plan.problem
         self.workers = min(blocks, len(plan.items))
@@ -168,6 +170,7 @@ class Machine:
         self.fetched: list[tuple[int, int]] = []  # to be converted: (dQ tile, contributions to it so far)
         self.noticed = 0
         self.blocks = [Block(index) for index in range(blocks)]
+        self.started = 1 if one_by_one else blocks
         for block in self.blocks:
             lanes = ((warp, lane) for warp in range(WARPS) for lane in range(32 if warp == LOAD_WARP else 1))
             block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
@@ -176,7 +179,11 @@ class Machine:
         """Until every thread has ended; DeadlockError if that will not be. Bounded waits need patience."""
         idle = 0
         while running := [b for b in self.blocks if not all(t.done for t in b.threads)]:
-            before, block = self.noticed, self.random.choice(running)
+            here = [b for b in running if b.index < self.started]
+            if not here or (self.started < len(self.blocks) and idle > patience):
+                self.started, idle = self.started + 1, 0
+                continue
+            before, block = self.noticed, self.random.choice(here)
             if block.copies and self.random.random() < 0.5:
                 barrier, size = block.copies.pop(self.random.randrange(len(block.copies)))
                 self._notice()
@@ -192,7 +199,7 @@ class Machine:
 
     @property
     def errors(self) -> tuple[int, int]:
-        """The error buffer: whether a wait gave up, and of which sequence (kernels/sm90/finish.py)."""
+        """The error buffer: whether a wait gave up, and of which sequence (backends/sm90/backward/finish.py)."""
         failed, sequence = (_as(self.memory.get(ERRORS + 4 * word, 0), "s32") for word in range(2))
         return failed, sequence
 

@@ -1,4 +1,4 @@
-"""The queue of complete dQ tiles (kernels/sm90/finish.py): every order of events of small plans.
+"""The queue of complete dQ tiles (backends/sm90/backward/finish.py): every order of events of small plans.
 
 Who performs the last contribution to a tile takes the next place of the queue and then writes the tile there.
 A block that gets no more items takes AHEAD places of the queue, and always AHEAD more before it waits for the

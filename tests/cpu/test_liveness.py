@@ -1,6 +1,6 @@
 """Liveness: the kernels' protocol explored event by event, and an order that deadlocks where one exists.
 
-``test_verify.py`` explores the executor's machine, in which a task is one step. Here a contribution is
+``test_proof.py`` explores the executor's machine, in which a task is one step. Here a contribution is
 granted and performed apart, as in the kernels (``machine.py``), and the plans are those of packed batches,
 windows, head groups and every placement as well.
 """
