@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 import pytest
-
-from gpu.soak import Hang, failures, signs_of_life
+from soak import Hang, failures, signs_of_life
 
 
 def python(code: str) -> list[str]:
