@@ -20,9 +20,11 @@ from summary import first_ms
 
 from dash_attn.model import H200, H200_WORKERS, simulate
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import Plan, build_plan, policy_by_name
+from dash_attn.schedule import Plan, Schedule, build_plan
 
 RESULTS = Path(__file__).parent / "results"
+OTHER_NAMES = {"symmetric_shift(heads_at_once=2)": "symmetric_shift + pairs(heads_at_once=2)"}
+"""Schedules that files of results name in a form that is not parsed."""
 KEPT = ("policy", "placement", "mask", "head_dim", "seqlen", "auto", "ms")
 
 
@@ -61,9 +63,8 @@ def plan_of(row: dict[str, Any]) -> Plan:
         mask=mask,
         dtype=row["dtype"],
     )
-    name, _, fields = row["policy"].removesuffix(")").partition("(")
-    parameters = {key: int(value) for key, value in (f.split("=") for f in fields.split(", ") if f)}
-    return build_plan(problem, policy_by_name(name, **parameters), row["placement"])
+    name = OTHER_NAMES.get(row["policy"], row["policy"])
+    return build_plan(problem, Schedule.parse(name), row["placement"])
 
 
 if __name__ == "__main__":

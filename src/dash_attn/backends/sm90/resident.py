@@ -60,7 +60,7 @@ class OnDevice:
 
 TASK, ITEM, CONVERSION = 3400, 6000, 900
 """Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them, on an
-H200; the last from the number of converting blocks that was best (docs/perf-log.md, ninth round)."""
+H200; the last from the number of converting blocks that was best (docs/experiments/finishing.md)."""
 
 FEW_ROUNDS = 12
 """Up to so many items a block, converting blocks must not cost items of one length a round more; later blocks

@@ -1,0 +1,34 @@
+"""The JSON of benchmarks/results, and how it becomes Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from summary import Row
+
+RESULTS = Path(__file__).parent / "results"
+
+Value = Callable[[], str]
+"""What a page quotes: a table or a single figure, computed when it is asked for."""
+
+
+@cache
+def document(name: str) -> Any:
+    """One JSON file of results, as it is."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def read(name: str) -> list[Row]:
+    """The rows of one JSON file of results."""
+    rows: list[Row] = document(name)["rows"]
+    return rows
+
+
+def table_of(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table without a line feed at its end."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -1,0 +1,229 @@
+"""What the docs quote: tables in Markdown and single figures, each by its source and a name.
+
+A page names both in a marker (quoted.py). ``python benchmarks/tables.py`` prints all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import combinations
+
+from documents import Value, document, read, table_of
+from ranking import plan_of
+from summary import Row
+from throughput import grid_rows, throughput_values
+
+from dash_attn.model.roofline import roofline
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import POLICIES, build_plan, choose_policy
+
+TIE = 0.01
+"""Speeds this close are not ranked: rounds of one run differ by as much."""
+
+# Deviation, error growth and the demo
+
+
+def deviation_table() -> str:
+    """Table 1 of the paper: the largest difference from the first pass, by mode."""
+    rows: dict[str, Row] = defaultdict(dict)
+    for row in read("h200-deviation.json"):
+        name = f"{row['impl']}, {'deterministic' if row['deterministic'] else 'not deterministic'}"
+        shown = f"{row['max']:.1e}" if row.get("max") else "0"
+        rows[name][row["head_dim"], row["mask"]] = row.get("error", shown)
+    points = [(head_dim, mask) for head_dim in (64, 128) for mask in ("full", "causal")]
+    head = ["mode", *(f"{mask}, head dim {head_dim}" for head_dim, mask in points)]
+    return table_of(head, [[name, *(found[point] for point in points)] for name, found in rows.items()])
+
+
+def error_values() -> Iterator[tuple[str, Value]]:
+    """Relative errors against float64: the range of each tensor over all rows, and a table of two lengths."""
+    for name in ("out", "dq", "dk", "dv"):
+        for of, pick in (("least", min), ("most", max)):
+            yield f"{name}-{of}", partial(_error, name, pick)
+    yield "causal-128-table", error_table
+
+
+def _error(name: str, pick: Callable[[Sequence[float]], float]) -> str:
+    return f"{pick([row[name] for row in read('h200-error-growth.json')]) * 1e3:.1f}e-3"
+
+
+def error_table() -> str:
+    columns = {"out": "out", "dq": "dq", "dk": "dk", "dv": "dv", "dq_unordered": "dq without order"}
+    lines = [
+        [f"{row['seqlen']:,}", *(f"{row[name] * 1e3:.2f}e-3" for name in columns)]
+        for row in read("h200-error-growth.json")
+        if (row["mask"], row["head_dim"]) == ("causal", 128) and row["seqlen"] in (4096, 131_072)
+    ]
+    return table_of(["tokens", *columns.values()], lines)
+
+
+def demo_values() -> Iterator[tuple[str, Value]]:
+    """What the demo trained with, and how fast."""
+    yield "steps", lambda: f"{document('h200-demo.json')['settings']['steps']:,}"
+    yield "million-weights", lambda: f"{document('h200-demo.json')['parameters'] / 1e6:.0f}"
+    yield "tokens-per-second-ordered", partial(_demo_speed, 0)
+    yield "tokens-per-second-shuffled", partial(_demo_speed, 2)
+    yield "policy", demo_policy
+    yield "policy-today", lambda: f"`{choose_policy(_demo_problem())[0]}`"
+
+
+def _demo_speed(run: int) -> str:
+    return f"{round(document('h200-demo.json')['tokens_per_second'][run], -3):,.0f}"
+
+
+def _demo_problem() -> Problem:
+    settings = document("h200-demo.json")["settings"]
+    shape = settings["shape"]
+    return Problem.dense(
+        batch=settings["batch"],
+        heads=shape["width"] // shape["head_dim"],
+        seqlen=shape["seqlen"],
+        head_dim=shape["head_dim"],
+        mask=Mask.causal(),
+        dtype=settings["dtype"],
+    )
+
+
+def demo_policy() -> str:
+    """The policy whose plan has the fingerprint that the demo recorded; ValueError if none has it."""
+    wanted = document("h200-demo.json")["fingerprint"]
+    problem = _demo_problem()
+    for name, kind in POLICIES.items():
+        if name != "shift" and build_plan(problem, kind()).fingerprint == wanted:
+            return f"`{name}`"
+    raise ValueError(f"no policy has the demo's fingerprint {wanted}")
+
+
+# Traces and the cost model
+
+
+def trace_values() -> Iterator[tuple[str, Value]]:
+    yield "traces", trace_table
+    for name, what in (("task", "task"), ("reduction", "reduction"), ("change", "item_change")):
+        for of, pick in (("least", min), ("most", max)):
+            yield f"{name}-{of}", partial(_trace, what, pick)
+
+
+def _trace(what: str, pick: Callable[[Sequence[int]], int]) -> str:
+    """Cycles, of the traced plans that wait least for this in the model."""
+    rows = read("h200-traces.json")
+    least = min(row["simulated"][what] for row in rows)
+    return f"{pick([row['measured'][what] for row in rows if row['simulated'][what] == least]):,}"
+
+
+def trace_table() -> str:
+    """By policy, simulated and measured: the makespan, a task, a change of items, a reduction."""
+    head = ["mask", "policy", "makespan simulated", "measured", "off by"]
+    head += ["task", "change of items", "reduction"]
+    lines = []
+    for row in sorted(read("h200-traces.json"), key=lambda row: (row["mask"], row["measured"]["makespan"])):
+        s, m = row["simulated"], row["measured"]
+        line = [row["mask"], row["policy"], f"{s['makespan']:,}", f"{m['makespan']:,}"]
+        line.append(f"{m['makespan'] / s['makespan'] - 1:+.0%}")
+        line += [f"{s[what]:,} / {m[what]:,}" for what in ("task", "item_change", "reduction")]
+        lines.append(line)
+    return table_of(head, lines)
+
+
+def ranking_values() -> Iterator[tuple[str, Value]]:
+    yield "ranking", ranking_table
+    yield "plans", lambda: str(len(read("h200-ranking.json")))
+    yield "plans-of-today", plans_of_today
+
+
+def plans_of_today() -> str:
+    """Of the plans that were ranked, how many have the fingerprint that was measured."""
+    measured = [
+        row for row in grid_rows() if row["impl"] == "dash_attn" and row["deterministic"] and "ms" in row
+    ]
+    return str(sum(plan_of(row).fingerprint == row["fingerprint"] for row in measured))
+
+
+def ranking_table() -> str:
+    """By head dim and mask: pairs of policies in the wrong order, and what the model's pick gives away."""
+    points: dict[tuple[int, str], dict[int, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in read("h200-ranking.json"):
+        points[row["head_dim"], row["mask"]][row["seqlen"]].append(row)
+    lines = []
+    for (head_dim, mask), by_length in points.items():
+        wrong, pairs, undecided = map(sum, zip(*map(_pairs, by_length.values())))
+        line = [head_dim, mask, f"{wrong} of {pairs}", undecided]
+        for pick in (_model_pick, _auto_pick):
+            losses = [1 - min(row["ms"] for row in x) / pick(x)["ms"] for x in by_length.values()]
+            line.append(f"{statistics.fmean(losses):.1%}, at most {max(losses):.1%}")
+        lines.append(line)
+    head = ["head dim", "mask", "pairs in the wrong order", "called equal"]
+    return table_of([*head, "the model's pick is slower", "`auto` is slower"], lines)
+
+
+def _model_pick(here: Sequence[Row]) -> Row:
+    return min(here, key=lambda row: row["simulated_cycles"])
+
+
+def _auto_pick(here: Sequence[Row]) -> Row:
+    return next(row for row in here if row["auto"])
+
+
+def _pairs(here: Sequence[Row]) -> tuple[int, int, int]:
+    """Pairs of plans of one point: in the wrong order by the model, all, and called equal by it."""
+    apart = [(a, b) for a, b in combinations(here, 2) if abs(a["ms"] / b["ms"] - 1) > TIE]
+    orders = [(a["simulated_cycles"] - b["simulated_cycles"], a["ms"] - b["ms"]) for a, b in apart]
+    return sum(s * m < 0 for s, m in orders), len(apart), sum(s == 0 for s, _ in orders)
+
+
+# Roofline
+
+
+def unit_table() -> str:
+    """Cycles of a task by unit; the binding one is bold."""
+    found = [roofline(head_dim) for head_dim in (64, 128)]
+    head = ["cycles per task", *(f"head dim {r.head_dim}, {r.tile_m} x {r.tile_n}" for r in found)]
+    lines: list[Sequence[object]] = []
+    for unit in found[0].units:
+        shown = [f"{r.units[unit]:,.0f}" for r in found]
+        lines.append([unit, *(f"**{x}**" if unit == r.binding else x for x, r in zip(shown, found))])
+    lines.append(["one reduction alone, start to completion", *(f"{r.alone:,.0f}" for r in found)])
+    lines.append(["one hop of a dQ tile, hand-over included", *(f"{r.hop:,.0f}" for r in found)])
+    return table_of(head, lines)
+
+
+def shared_table() -> str:
+    """Cycles of shared memory of a task, by purpose."""
+    found = [roofline(head_dim) for head_dim in (64, 128)]
+    head = ["shared memory, cycles per task", *(f"head dim {r.head_dim}" for r in found)]
+    return table_of(head, [[what, *(f"{r.shared[what]:,.0f}" for r in found)] for what in found[0].shared])
+
+
+def _values() -> Iterator[tuple[tuple[str, str], Value]]:
+    folder = "benchmarks/results/h200-"
+    of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
+        f"{folder}backward.json": throughput_values(),
+        f"{folder}deviation.json": iter([("table-1", deviation_table)]),
+        f"{folder}error-growth.json": error_values(),
+        f"{folder}demo.json": demo_values(),
+        f"{folder}traces.json": trace_values(),
+        f"{folder}ranking.json": ranking_values(),
+        "dash_attn.model.roofline": iter([("units", unit_table), ("shared-memory", shared_table)]),
+    }
+    for source, values in of_source.items():
+        for name, value in values:
+            yield (source, name), value
+
+
+VALUES: Mapping[tuple[str, str], Value] = dict(_values())
+"""By source and name: the text that a page has behind its marker."""
+
+
+def main() -> int:
+    for (source, name), value in VALUES.items():
+        text = value()
+        print(f"{source}: {name}{chr(10) if chr(10) in text else ' = '}{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
