@@ -153,7 +153,7 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
 def launch(config: BackwardConfig, plan: Plan) -> None:
     """One backward with random inputs, waited for.
 
-    initcheck does not see what bulk operations write to global memory, so fp32 dQ, dumped partial sums and
+    initcheck does not see what bulk operations write to global memory, so fp32 dQ, dumped contributions and
     gradients are filled with NaN first: a gradient made of what was read before it was written, or of
     nothing, would not be finite. Other buffers are as the allocator gives them.
     """
@@ -170,7 +170,7 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
         return x
 
     arguments = inputs(problem)
-    debug = Debug(config.spin_limit > 0, config.dump_partials, config.trace)
+    debug = Debug(config.spin_limit > 0, config.dump_contributions, config.trace)
     with mock.patch.object(torch, "empty", fill):
         result = run_backward(plan, *arguments, problem.head_dim**-0.5, ordered=config.ordered, debug=debug)
     if size not in filled:
@@ -178,16 +178,17 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     for name in ("dq", "dk", "dv"):
         if not getattr(result, name).cpu().isfinite().all():
             raise RuntimeError(f"{name} is not finite")
-    if result.partials is not None and not contributed(plan, result.partials.cpu()).isfinite().all():
-        raise RuntimeError("a dumped partial sum is not finite")
+    dumped = result.dq_contributions
+    if dumped is not None and not contributed(plan, dumped.cpu()).isfinite().all():
+        raise RuntimeError("a dumped contribution is not finite")
 
 
-def contributed(plan: Plan, partials: Tensor) -> Tensor:
-    """Of dumped partial sums, by tile and ticket, those that there are, (., tile_m, head_dim)."""
+def contributed(plan: Plan, dumped: Tensor) -> Tensor:
+    """Of dumped contributions, by tile and ticket, those that there are, (., tile_m, head_dim)."""
     sequences = range(len(plan.problem.sequences))
     counts = [plan.pattern(i).grid.contributions for i in sequences for _ in range(plan.problem.heads)]
     each = torch.tensor([int(count) for of_head in counts for count in of_head])
-    return partials[torch.arange(partials.shape[1]) < each[:, None]]
+    return dumped[torch.arange(dumped.shape[1]) < each[:, None]]
 
 
 def inputs(problem: Problem) -> list[Tensor]:

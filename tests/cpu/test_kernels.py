@@ -19,7 +19,7 @@ from dash_attn.tools.cli import main
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 
-# What a block of 384 threads with one resident block a SM may use at most, see backends/sm90/backward/config.py.
+# What a block of 384 threads may use at most with one resident block per SM, see backends/sm90/tiles.py.
 REGISTERS, SHARED = 168, 232_448
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -47,7 +47,7 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"head_dim": 96}, "head_dim must be 64 or 128, got 96"),
+        ({"head_dim": 96}, "head_dim 96 is not supported; supported: 64, 128"),
         ({"dtype": "fp32"}, "dtype must be 'bf16' or 'fp16', got 'fp32'"),
         ({"q_stages": 5}, "bytes of shared memory, limit 232448"),
         ({"do_stages": 1}, "has one stage of Q or dO"),

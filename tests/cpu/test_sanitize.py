@@ -92,7 +92,7 @@ def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.
     product = dict(plans(BackwardConfig(64)))
     assert set(product) == {"window", "rings", "packed", "head groups"}
     assert product["rings"].min_workers == 3
-    assert product["head groups"].partial_first[-1] > 0
+    assert product["head groups"].group_sum_first[-1] > 0
     assert (0, 0) in product["packed"].problem.sequences
     for name, config in variants().items():
         for label, plan in plans(config):
@@ -103,15 +103,15 @@ def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.
             assert k.shape[-2] == plan.problem.kv_heads
 
 
-def test_dumped_partial_sums_that_nobody_contributes_are_left_out() -> None:
+def test_dumped_places_that_nobody_contributes_are_left_out() -> None:
     plan = auto_plan(packed(130, (0, 100), 300, mask=CAUSAL, heads=2, kv_heads=1, head_dim=64))
     # q tiles of 128 rows, of both heads: 2 of the first sequence, 3 of the last. A tile gets contributions of
     # the kv tiles up to it.
     counts = 2 * [1, 2] + 2 * [1, 2, 3]
-    partials = torch.full((len(counts), 4, 128, 64), torch.nan)
+    dumped = torch.full((len(counts), 4, 128, 64), torch.nan)
     for tile, count in enumerate(counts):
-        partials[tile, :count] = tile
-    found = contributed(plan, partials)
+        dumped[tile, :count] = tile
+    found = contributed(plan, dumped)
     assert found[:, 0, 0].tolist() == [tile for tile, count in enumerate(counts) for _ in range(count)]
-    partials[3, 1, 127, 63] = torch.nan
-    assert not contributed(plan, partials).isfinite().all()
+    dumped[3, 1, 127, 63] = torch.nan
+    assert not contributed(plan, dumped).isfinite().all()

@@ -188,8 +188,8 @@ def test_partials_folded_in_ticket_order_are_dq(mask, policy, head_dim, dtype):
     problem = dense(mask, seqlen=1000, head_dim=head_dim, dtype=dtype)
     plan = build_plan(problem, policy) if policy else build_plan(problem, *choose_policy(problem))
     case = make_case(problem)
-    result = launch(plan, case, debug=Debug(partials=True))
-    partials, sums = result.partials.cpu(), result.dq_tiles.cpu()
+    result = launch(plan, case, debug=Debug(contributions=True))
+    partials, sums = result.dq_contributions.cpu(), result.dq_tiles.cpu()
     grid, dq = problem.grid(0), result.dq.cpu()
     height = problem.tile_m
     tile = 0
@@ -210,15 +210,15 @@ def test_partials_folded_in_ticket_order_are_dq(mask, policy, head_dim, dtype):
 
 def test_folding_in_another_order_would_show():
     problem = dense(FULL, batch=1, heads=1, kv_heads=1, seqlen=1000)
-    result = launch(auto_plan(problem), make_case(problem), debug=Debug(partials=True))
-    backwards = fold_partials(list(result.partials[0].cpu())[::-1], 1.0, torch.float32)
+    result = launch(auto_plan(problem), make_case(problem), debug=Debug(contributions=True))
+    backwards = fold_partials(list(result.dq_contributions[0].cpu())[::-1], 1.0, torch.float32)
     assert not torch.equal(backwards, result.dq_tiles[0].cpu())
 
 
 @BOTH_DIMS
 def test_fp32_sums_repeat_and_differ_without_tickets(head_dim):
     problem = dense(FULL, batch=1, heads=16, kv_heads=16, seqlen=2048, head_dim=head_dim)
-    plan, case, debug = build_plan(problem, FA3()), make_case(problem), Debug(partials=True)
+    plan, case, debug = build_plan(problem, FA3()), make_case(problem), Debug(contributions=True)
     first = launch(plan, case, debug=debug).dq_tiles
     for _ in range(20):
         assert same_bytes(first, launch(plan, case, debug=debug).dq_tiles)

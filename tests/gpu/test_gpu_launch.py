@@ -250,7 +250,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 def test_every_variant_launches(name, config: BackwardConfig):
     problem = dense(WINDOW, seqlen=500, head_dim=config.head_dim, dtype=_DTYPES[config.dtype])
     case = make_case(problem)
-    debug = Debug(config.spin_limit > 0, config.dump_partials, config.trace)
+    debug = Debug(config.spin_limit > 0, config.dump_contributions, config.trace)
     result = launch(auto_plan(problem), case, ordered=config.ordered, debug=debug)
     for grad_name in GRADS:
         error = relative_error(getattr(result, grad_name), case.exact[grad_name])

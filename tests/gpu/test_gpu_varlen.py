@@ -241,9 +241,9 @@ def test_partials_folded_in_ticket_order_are_dq(mask, policy, head_dim):
     problem = packed(*RAGGED, mask=mask, heads=6, kv_heads=1, head_dim=head_dim)
     plan = build_plan(problem, policy) if policy else auto_plan(problem)
     case = make_packed_case(problem)
-    result = launch(plan, case, debug=Debug(partials=True))
+    result = launch(plan, case, debug=Debug(contributions=True))
     assert not differing(result, launch(plan, case)), "the debug variant computes something else"
-    partials, dq, tile = result.partials.cpu(), result.dq.cpu(), 0
+    partials, dq, tile = result.dq_contributions.cpu(), result.dq.cpu(), 0
     height = problem.tile_m
     for sequence, rows in enumerate(sequence_rows(problem)):
         for head in range(problem.heads):
@@ -261,7 +261,7 @@ def test_partials_folded_in_ticket_order_are_dq(mask, policy, head_dim):
 def test_workers_and_placement_leave_every_byte_alone():
     problem = packed(*RAGGED, heads=8, kv_heads=1)
     plan, case = auto_plan(problem), make_packed_case(problem)
-    assert plan.partial_first[-1] > 0
+    assert plan.group_sum_first[-1] > 0
     first = launch(plan, case)
     for seed in range(5):
         items = plan.items[torch.randperm(len(plan.items), generator=torch.Generator().manual_seed(seed))]
@@ -284,7 +284,7 @@ def test_head_groups_change_the_order_of_dk_and_dv_and_nothing_else(mask, head_d
     assert_accurate(whole, case)
     for groups in (2, 3, 7):
         plan = auto_plan(problem, head_groups=groups)
-        assert plan.partial_first[-1] == 2 * groups * (9 + 6)
+        assert plan.group_sum_first[-1] == 2 * groups * (9 + 6)
         found = launch(plan, case)
         assert_accurate(found, case)
         assert_same_bytes(found.dq, whole.dq, "dq")
@@ -302,7 +302,7 @@ def test_head_groups_under_every_batch_extent(head_dim):
     rows = [take_sequence(case, index) for index in range(2)]
     batch = Inputs(*(torch.cat(pair) for pair in zip(*rows)))
     plan = auto_plan(two)
-    assert plan.partial_first[-1] > 0
+    assert plan.group_sum_first[-1] > 0
     dense_batch, one = launch(plan, Case(two, batch, case.scale, {})), launch(auto_plan(flat), case)
     for name in GRADS:
         assert_same_bytes(getattr(dense_batch, name).flatten(0, 1), getattr(one, name), name)

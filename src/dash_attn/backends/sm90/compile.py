@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import DashError
 from ..cuda.cache import KernelCache
 from ..cuda.cubin import KernelResources, resources_of_cubin
-from .backward.config import BackwardConfig
+from .backward.config import Accumulation, BackwardConfig
 
 __all__ = ["ARCH", "MissingCompilerError", "program", "resources", "variants"]
 
@@ -35,9 +35,9 @@ def variants() -> dict[str, BackwardConfig]:
             base = BackwardConfig(head_dim, dtype)
             name = f"backward-d{head_dim}-{dtype}"
             found[name] = base
-            found[f"{name}-unordered"] = replace(base, ordered=False)
+            found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
             found[f"{name}-bounded"] = replace(base, spin_limit=1)
-            found[f"{name}-partials"] = replace(base, dump_partials=True)
+            found[f"{name}-contributions"] = replace(base, dump_contributions=True)
             found[f"{name}-trace"] = replace(base, trace=True)
     return found
 

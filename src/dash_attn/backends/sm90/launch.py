@@ -23,7 +23,7 @@ from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
-from .backward.config import CONTROL_WORDS, BackwardConfig
+from .backward.config import CONTROL_WORDS, Accumulation, BackwardConfig
 from .compile import program
 from .forward import forward as any_forward
 from .forward import why_no_forward
@@ -50,12 +50,12 @@ class Debug:
 
     Attributes:
         bounded: waits for tickets end in a HandOverError instead of lasting for ever.
-        partials: keep every task's fp32 contribution to dQ.
+        contributions: keep every task's fp32 contribution to dQ.
         trace: keep when every task got its ticket, had its contribution, and was done.
     """
 
     bounded: bool = False
-    partials: bool = False
+    contributions: bool = False
     trace: bool = False
 
 
@@ -65,9 +65,9 @@ class Result:
 
     Attributes:
         dq, dk, dv: in the shapes and dtype of q, k, v.
-        partials: (dq tiles, kv tiles, tile_m, head_dim) fp32, unscaled, by ticket; None unless asked for.
-            dQ tiles count over sequences, q heads and q tiles.
-        dq_tiles: (dq tiles, tile_m, head_dim) fp32 sums, unscaled; None unless partials were asked for.
+        dq_contributions: (dq tiles, kv tiles, tile_m, head_dim) fp32, unscaled, by ticket; None unless asked
+            for. dQ tiles count over sequences, q heads and q tiles.
+        dq_tiles: (dq tiles, tile_m, head_dim) fp32 sums, unscaled; None unless contributions were asked for.
         trace: (dq tiles, kv tiles, 4) int64: nanoseconds at which the ticket was granted, the contribution
             was ready, and it was performed in global memory, and the SM; None unless asked for.
     """
@@ -75,7 +75,7 @@ class Result:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    partials: Tensor | None = None
+    dq_contributions: Tensor | None = None
     dq_tiles: Tensor | None = None
     trace: Tensor | None = None
 
@@ -177,19 +177,20 @@ def run_backward(
     with torch.cuda.device(q.device), in_turn(q.device) if ring else nullcontext():
         run(
             *tensors, place.table,
-            work.lse2, work.delta, work.dq, work.parts, work.control, work.errors, work.partials, work.trace,
-            softmax_scale, place.q_tiles, place.kv_tiles if place.partial_sums else 0,
+            work.lse2, work.delta, work.dq, work.group_sums, work.control, work.errors, work.dq_contributions,
+            work.trace, softmax_scale, place.q_tiles, place.kv_tiles if place.group_sums else 0,
             blocks, with_items, problem.heads * place.complete_q_tiles,
         )  # fmt: skip
     if debug.bounded:
         _check_hand_overs(work.errors)
     tiles, tickets = problem.heads * place.q_tiles, place.tickets
     shape = (tiles, tickets, problem.tile_m, problem.head_dim)
-    order = _accumulator_order(config.tile_m, config.head_dim).to(q.device) if debug.partials else None
+    order = _accumulator_order(config.tile_m, config.head_dim).to(q.device) if debug.contributions else None
+    dumped = work.dq_contributions
     return Result(
         dq, dk, dv,
-        work.partials.view(tiles, tickets, -1)[..., order].view(shape) if debug.partials else None,
-        work.dq.view(tiles, -1)[..., order] if debug.partials else None,
+        dumped.view(tiles, tickets, -1)[..., order].view(shape) if debug.contributions else None,
+        work.dq.view(tiles, -1)[..., order] if debug.contributions else None,
         work.trace.view(tiles, tickets, 4) if debug.trace else None,
     )  # fmt: skip
 
@@ -199,9 +200,9 @@ def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug) -> BackwardC
     return BackwardConfig(
         head_dim,
         _DTYPES[dtype],
-        ordered=ordered,
+        accumulation=Accumulation.TICKETS if ordered else Accumulation.ATOMIC,
         spin_limit=SPIN_LIMIT if debug.bounded else 0,
-        dump_partials=debug.partials,
+        dump_contributions=debug.contributions,
         trace=debug.trace,
     )
 
@@ -218,13 +219,13 @@ class _Workspace:
         self.dq = empty(tiles * config.dq_elements)
         self.control = empty(CONTROL_WORDS + 2 * tiles, torch.int32)
         # What only debugging variants or head groups need is a constant for the others.
-        self.errors, self.partials, self.trace, self.parts = _unused(device)
-        if place.partial_sums:
-            self.parts = empty(place.partial_sums * 2 * config.tile_n * config.head_dim)
+        self.errors, self.dq_contributions, self.trace, self.group_sums = _unused(device)
+        if place.group_sums:
+            self.group_sums = empty(place.group_sums * 2 * config.tile_n * config.head_dim)
         if config.spin_limit:
             self.errors = torch.zeros(8, dtype=torch.int32, device=device)
-        if config.dump_partials:
-            self.partials = empty(tiles * place.tickets * config.dq_elements).view(tiles, -1)
+        if config.dump_contributions:
+            self.dq_contributions = empty(tiles * place.tickets * config.dq_elements).view(tiles, -1)
         if config.trace:
             self.trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
 

@@ -27,7 +27,7 @@ class OnDevice:
         stream: the CUDA stream that its memory belongs to.
         q_tiles, kv_tiles: tiles of one head, over all sequences.
         tickets: most contributions that a dQ tile can get, at least 1.
-        partial_sums: items that leave partial sums of dK and dV.
+        group_sums: items that leave sums of dK and dV of their head group.
         complete_q_tiles: those of ``q_tiles`` that get contributions.
         items, min_workers: of the plan.
         converting: share of the work that is converting dQ tiles.
@@ -39,7 +39,7 @@ class OnDevice:
     q_tiles: int
     kv_tiles: int
     tickets: int
-    partial_sums: int
+    group_sums: int
     complete_q_tiles: int
     items: int
     min_workers: int

@@ -3,59 +3,77 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+from ..tiles import Registers, tiles_of
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
+MMA_WARPS = 4 * MMA_WARPGROUPS
 THREADS = 128 * (1 + MMA_WARPGROUPS)
 SLOTS = 8  # contributions that the warps around the reduction may be apart
 # The control buffer, int32: counters of items claimed, blocks arrived, dQ tiles queued and taken, each on a
-# line of 128 bytes; then a ticket counter a dQ tile, and a queue entry a dQ tile.
+# line of 128 bytes; then one ticket counter per dQ tile, and one queue entry per dQ tile.
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
 FINISH_STAGES, FINISH_STAGES_BEHIND_ITEMS = 6, 4
-"""Complete dQ tiles that a block brings into shared memory at a time: if it got no items, and if it had some, whose
-last dQ may still be leaving. Even, see finish.py."""
+"""Complete dQ tiles that a block brings into shared memory at a time: if it got no items, and if it had some,
+whose last dQ may still be leaving. Even, see finish.py."""
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
+
+
+class Accumulation(Enum):
+    """How contributions to a dQ tile are added."""
+
+    TICKETS = "tickets"  # in the order of the plan's tickets
+    ATOMIC = "atomic"  # as they come, into a zeroed dQ: the negative control
 
 
 @dataclass(frozen=True)
 class BackwardConfig:
     """One compiled variant of the backward pass.
 
-    `dtype` is "bf16" or "fp16"; `ordered=False` is the negative control (plain atomic adds into a zeroed dQ).
-    `spin_limit` bounds every wait for a ticket or a complete dQ tile (0: unbounded); an exceeded bound is reported in the error
-    buffer.
+    Attributes:
+        head_dim: of Q, K and V.
+        dtype: "bf16" or "fp16".
+        accumulation: how contributions to dQ are added.
+        spin_limit: bounds every wait for a ticket or a complete dQ tile; 0: unbounded. An exceeded bound is
+            reported in the error buffer.
+        dump_contributions: keep every task's fp32 contribution to dQ.
+        trace: keep when every task got its ticket, had its contribution, and was done.
+        tile_m, tile_n, q_stages, do_stages, ds_stages, dq_stages: 0: what :mod:`..tiles` says, see there.
+
+    Raises:
+        ValueError: a value is not supported, or does not fit the others.
     """
 
     head_dim: int
     dtype: str = "bf16"
-    tile_m: int = 0
-    tile_n: int = 128
-    ordered: bool = True
+    accumulation: Accumulation = Accumulation.TICKETS
     spin_limit: int = 0
-    dump_partials: bool = False
+    dump_contributions: bool = False
     trace: bool = False
-    q_stages: int = 3  # with two, the next Q has only half a task to arrive
-    do_stages: int = 2
+    tile_m: int = 0
+    tile_n: int = 0
+    q_stages: int = 0
+    do_stages: int = 0
     ds_stages: int = 0
     dq_stages: int = 0
 
     def __post_init__(self) -> None:
-        if self.head_dim not in (64, 128):
-            raise ValueError(f"head_dim must be 64 or 128, got {self.head_dim}")
+        for name, value in tiles_of(self.head_dim)._asdict().items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
-        if self.tile_m == 0:
-            object.__setattr__(self, "tile_m", 64 if self.head_dim == 128 else 128)
-        if self.ds_stages == 0:
-            object.__setattr__(self, "ds_stages", 2 if self.delayed_dq else 1)
-        if self.dq_stages == 0:
-            object.__setattr__(self, "dq_stages", 1 if self.delayed_dq else 2)
         if self.tile_n != 128:
-            raise ValueError(f"tile_n must be 128 (64 rows a warpgroup), got {self.tile_n}")
+            raise ValueError(f"tile_n must be 128 (64 rows per warpgroup), got {self.tile_n}")
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
+        self._check_buffers()
+
+    def _check_buffers(self) -> None:
         if self.shared_bytes > SHARED_MEMORY_LIMIT:
             raise ValueError(
                 f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}"
@@ -70,13 +88,24 @@ class BackwardConfig:
             raise ValueError(f"{self} keeps tiles in {self.tiles_bytes} bytes, finishing needs {least}")
 
     @property
+    def registers(self) -> Registers:
+        """Registers per thread."""
+        return tiles_of(self.head_dim).registers
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the order of additions is the plan's, so that gradients repeat bit for bit."""
+        return self.accumulation is Accumulation.TICKETS
+
+    @property
     def delayed_dq(self) -> bool:
         """Whether dQ is computed a task later (needs two dS buffers): q tiles of 128 rows."""
         return self.tile_m == 128
 
     @property
     def dk_stages(self) -> int:
-        """Tiles of dK that fit one stage of the buffers dK leaves through: dS if dQ is computed a task later, else dQ."""
+        """Tiles of dK that fit one stage of the buffers that dK leaves through: dS if dQ is computed a task
+        later, else dQ."""
         stage = 2 * self.tile_m * self.tile_n if self.delayed_dq else 4 * self.dq_elements
         return stage // (2 * self.tile_n * self.head_dim)
 
@@ -87,7 +116,8 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block; barriers, slots and mailbox take less than 1,280 bytes, and tiles begin at a multiple of 1 KB."""
+        """Shared memory of one block. Barriers, slots and mailbox take less than 1,280 bytes, and tiles begin at
+        a multiple of 1 KB."""
         head = 1280 + 4 * self.tile_m * (self.q_stages + self.do_stages)
         return -(-head // 1024) * 1024 + self.tiles_bytes
 

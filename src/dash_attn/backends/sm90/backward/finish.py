@@ -18,11 +18,11 @@ from .config import (
     FINISH_STAGES_BEHIND_ITEMS,
     FINISHED,
     MMA_WARPGROUPS,
+    MMA_WARPS,
     TAKEN,
     THREADS,
 )
 
-MMA_WARPS = 4 * MMA_WARPGROUPS
 AHEAD = 4  # tiles that a load warp takes at a time
 PLACE_WORDS, PLACE_STRIDE = 5, 8
 FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py

@@ -19,8 +19,7 @@ from cutlass.utils import hopper_helpers
 
 from ..device import plan_view
 from . import finish, load, mma, reduce
-from .config import FINISH_STAGES, SLOTS, THREADS, BackwardConfig
-from .finish import MMA_WARPS
+from .config import FINISH_STAGES, MMA_WARPS, SLOTS, THREADS, BackwardConfig
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
 MAX_INT32 = (1 << 31) - 1
@@ -49,9 +48,6 @@ class Backward:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.load_role, self.mma_role = load.LoadRole(config), mma.MmaRole(config, self.dtype)
-        # Registers of an MMA thread and of any other. The block starts with 168 a thread (384 threads), and setmaxnreg can
-        # only move what the block was given: 2 * 240 + 24 = 3 * 168. One more would wait for ever.
-        self.registers = (240, 24)
 
     def _tiled_mmas(self):
         c = self.config
@@ -232,7 +228,7 @@ class Backward:
         cute.arch.griddepcontrol_wait()
 
         if warp_idx < FIRST_MMA_WARP:
-            cute.arch.setmaxregister_decrease(self.registers[1])
+            cute.arch.setmaxregister_decrease(c.registers.other)
             if warp_idx == LOAD_WARP:
                 tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
                 tma += (atom_dk, tma_dK, sdK, atom_dv, tma_dV)
@@ -260,7 +256,7 @@ class Backward:
             if warp_idx == TICKET_WARP:
                 reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
         else:
-            cute.arch.setmaxregister_increase(self.registers[0])
+            cute.arch.setmaxregister_increase(c.registers.mma)
             n_item = self.mma_role.run(
                 mma_scores,
                 mma_grads,

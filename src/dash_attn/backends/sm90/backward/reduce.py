@@ -209,7 +209,7 @@ def reduce_role(config: cutlass.Constexpr, mdQacc, mPartials, mTrace, sdQ, bars)
             if const_expr(config.trace):
                 ready_at = ptx.nanoseconds()
             add_partial(config, mdQacc, sdQ, tile, ticket, stage)
-            if const_expr(config.dump_partials):
+            if const_expr(config.dump_contributions):
                 place = Int64(tile) * (mPartials.shape[1] // config.dq_elements) + ticket
                 ptx.bulk_store(
                     sdQ[None, stage].iterator,

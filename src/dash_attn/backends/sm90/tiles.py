@@ -1,0 +1,64 @@
+"""Tile shapes of the Hopper backward: the one table of what each supported head dim runs with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["TILES", "Registers", "Tiles", "tiles_of"]
+
+
+class Registers(NamedTuple):
+    """Registers per thread of the main kernel."""
+
+    mma: int
+    other: int  # of the warps that load, reduce, hand over and wait for tickets
+
+
+class Tiles(NamedTuple):
+    """Tile shape of a head dim, and how many tiles of each kind shared memory holds.
+
+    Attributes:
+        tile_m, tile_n: rows of a q tile and of a kv tile.
+        q_stages, do_stages, ds_stages, dq_stages: buffers of Q, dO, dS and dQ.
+        registers: per thread.
+    """
+
+    tile_m: int
+    tile_n: int
+    q_stages: int
+    do_stages: int
+    ds_stages: int
+    dq_stages: int
+    registers: Registers
+
+
+# A block of 384 threads starts with 168 registers per thread. setmaxnreg can only move what the block was
+# given: 2 * 240 + 24 = 3 * 168. One more would wait for ever.
+_REGISTERS = Registers(mma=240, other=24)
+
+TILES = {
+    # With two stages of Q, the next Q would have only half a task to arrive.
+    (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
+    (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
+}
+"""By (head dim of Q and K, head dim of V)."""
+
+
+def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
+    """What a head dim runs with. ``head_dim_v``: head dim of V, by default ``head_dim``.
+
+    Raises:
+        ValueError: there is no kernel for it.
+
+    >>> tiles_of(128).tile_m
+    64
+    """
+    pair = (head_dim, head_dim if head_dim_v is None else head_dim_v)
+    if pair not in TILES:
+        supported = ", ".join(_name(*known) for known in TILES)
+        raise ValueError(f"head_dim {_name(*pair)} is not supported; supported: {supported}")
+    return TILES[pair]
+
+
+def _name(head_dim: int, head_dim_v: int) -> str:
+    return f"{head_dim}" if head_dim == head_dim_v else f"{head_dim} (V: {head_dim_v})"
