@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dash_attn.peers.backward import PEERS, Backward
+from dash_attn.peers.registry import PEERS, Backward
 from dash_attn.tools.bench import require_hopper
 from dash_attn.tools.bench.run import call_of, prepare
 from dash_attn.tools.shapes import Shape

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dash_attn.problem import Mask
 from fuzz_case import Backend, FuzzCase, Outcome, check, hopper
 from fuzz_draw import draw, script_of, shrink
 
@@ -35,6 +37,11 @@ CONTROL = 20
 
 LENGTHS = (64, 300, 1500, 5120)
 """Upper ends of the classes of lengths in a summary."""
+
+
+def mask_kind(mask: Mask) -> str:
+    """ "full", "causal" or "window"."""
+    return "full" if mask.is_full else "causal" if mask.is_causal else "window"
 
 
 @dataclass
@@ -57,7 +64,7 @@ class Summary:
 
     def add(self, case: FuzzCase, outcome: Outcome) -> None:
         self.seeds.append(case.seed)
-        mask = case.problem.mask.name.partition("(")[0]
+        mask = mask_kind(case.problem.mask)
         heads = "mha" if case.group == 1 else "mqa" if case.kv_heads == 1 else "gqa"
         tokens = max(n for pair in case.lengths for n in pair)
         kinds = {

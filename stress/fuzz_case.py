@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dash_attn.backends.cpu import plain_attention
+from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.errors import HandOverError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Policy, build_plan, choose_policy, policy_by_name, prove
 from dash_attn.testing import same_bytes
-from dash_attn.tools.verify.batch import Inputs as Sequence
-from dash_attn.tools.verify.oracle import error_norms, plain_attention
+from dash_attn.tools.verify.accuracy import error_norms
 
 GRADS = ("dq", "dk", "dv")
 Grads = tuple[Tensor, Tensor, Tensor]

@@ -14,13 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from fuzz_case import GRADS, Backend, Grads, How, Sequence, Tensors
 from torch import Tensor
 
+from dash_attn.backends.cpu import plain_attention
+from dash_attn.backends.cpu.masks import hidden_elements
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import build_plan, choose_policy
 from dash_attn.testing import assert_same_bytes
-from dash_attn.tools.verify.oracle import error_norms, plain_attention
+from dash_attn.tools.verify.accuracy import error_norms
+from fuzz_case import GRADS, Backend, Grads, How, Sequence, Tensors
 
 MASKS = (Mask.full(), Mask.causal(), Mask.window(70, 20))
 
@@ -130,22 +132,14 @@ def _with_scores_off(p: Problem, x: Sequence, out: Tensor, lse: Tensor, signs: T
     """
     dout, q, k, v = (t.double().transpose(0, 1) for t in x)
     k, v = (t.repeat_interleave(p.group, 0) for t in (k, v))
-    hidden = plain_hidden(p, q.device)
+    positions = torch.arange(q.shape[1], device=q.device) + p.grid(0).diagonal
+    hidden = hidden_elements(p.mask, positions, k.shape[1])
     scores = (q @ k.mT) * scale_of(p) * (1 + signs * 2.0**-20)
     share = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0.0)
     delta = (dout * out.transpose(0, 1)).sum(-1, keepdim=True)
     ds = share * (dout @ v.mT - delta) * scale_of(p)
     by_kv = (t.unflatten(0, (-1, p.group)).sum(1) for t in (ds.mT @ q, share.mT @ dout))
     return tuple(t.transpose(0, 1) for t in (ds @ k, *by_kv))
-
-
-def plain_hidden(p: Problem, device: torch.device) -> Tensor:
-    """(seqlen_q, seqlen_k) bool, True where the mask hides the element."""
-    ((seqlen_q, seqlen_k),) = p.sequences
-    ahead = torch.arange(seqlen_k, device=device) - torch.arange(seqlen_q, device=device)[:, None]
-    ahead = ahead - (seqlen_k - seqlen_q)
-    left, right = (seqlen_q + seqlen_k if side is None else side for side in (p.mask.left, p.mask.right))
-    return (ahead < -left) | (ahead > right)
 
 
 def errors(name: str, p: Problem, backend: Backend) -> tuple[Sequence, Grads, Errors]:
@@ -267,5 +261,5 @@ def assert_shows(
         assert not (shown & ~most).any(), (
             f"{grad} spreads {value} in {name}: {int((shown & ~most).sum())} places"
         )
-        if p.mask.name == "full":
+        if p.mask.is_full:
             assert torch.equal(shown, least)

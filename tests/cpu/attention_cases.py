@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn.backends.cpu import backward, forward, oracle_backward, oracle_forward
+from dash_attn.backends.base import Tensors
+from dash_attn.backends.cpu import backward, forward, plain_attention
+from dash_attn.backends.cpu.oracle import Inputs
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan
 
@@ -31,7 +33,7 @@ def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]
     """out, lse, dq, dk, dv by the executor."""
     dout, q, k, v = tensors
     out, lse = forward(plan, q, k, v, SCALE)
-    dq, dk, dv = backward(plan, dout, q, k, v, out, lse, SCALE, **how)
+    dq, dk, dv = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **how)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -51,10 +53,7 @@ def split(problem: Problem, tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def oracle_of_one(problem: Problem, tensors: list[Tensor]) -> dict[str, Tensor]:
-    dout, q, k, v = (x[None] for x in tensors)
-    out, lse = oracle_forward(q, k, v, problem.mask, SCALE)
-    dq, dk, dv = oracle_backward(dout, q, k, v, problem.mask, SCALE)
-    return {"out": out[0], "lse": lse[0], "dq": dq[0], "dk": dk[0], "dv": dv[0]}
+    return plain_attention(Inputs(*tensors), problem.mask, SCALE)._asdict()
 
 
 def shuffled_placement(plan: Plan, seed: int) -> Plan:

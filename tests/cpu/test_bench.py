@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dash_attn.errors import InputError, UnavailableError
-from dash_attn.model.charts import PictureError
-from dash_attn.peers.backward import PEERS, Inputs
+from dash_attn.model.output import PictureError
+from dash_attn.peers.registry import PEERS, Inputs
 from dash_attn.tools.bench import Settings, bench_shape, save_chart, table
 from dash_attn.tools.bench.run import Result, Row
 from dash_attn.tools.bench.timing import Contender, order_of_round

@@ -7,12 +7,10 @@ import json
 import pytest
 import torch
 
-from dash_attn.backends.cpu import oracle_backward, oracle_forward
 from dash_attn.errors import InputError
-from dash_attn.problem import Mask
 from dash_attn.tools.cli import main
 from dash_attn.tools.shapes import read_shapes
-from dash_attn.tools.verify import CHECKS, Settings, Shape, Status, checks, oracle, verify_shape
+from dash_attn.tools.verify import CHECKS, Settings, Shape, Status, checks, verify_shape
 from dash_attn.tools.verify.batch import Batch, random_inputs
 
 SMALL = Shape(seqlen=400, heads=2, kv_heads=1, head_dim=16, causal=True, dtype="float32")
@@ -139,18 +137,6 @@ def test_a_sum_of_two_has_no_order_and_a_longer_one_has():
     assert report.checks[-1].detail.startswith(
         "this dq sums 2 contributions at most and hides their order; on 1 x "
     )
-
-
-@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(20, 3)], ids=lambda m: m.name)
-def test_the_sliced_oracle_is_the_oracle(mask, monkeypatch):
-    monkeypatch.setattr(oracle, "SLICE", 7 * 60)
-    shape = Shape(seqlens=(50,), seqlens_k=(60,), heads=4, kv_heads=2, head_dim=8, dtype="float32")
-    (inputs,) = random_inputs(shape, torch.device("cpu"))
-    found = oracle.plain_attention(inputs, mask, 0.3, torch.float64)
-    dout, *qkv = (x[None] for x in inputs)
-    expected = (*oracle_forward(*qkv, mask, 0.3), *oracle_backward(dout, *qkv, mask, 0.3))
-    for a, b in zip(found, expected):
-        torch.testing.assert_close(a, b[0], rtol=1e-12, atol=1e-12)
 
 
 def test_the_command(capsys, tmp_path):

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from .attention import oracle_backward, oracle_forward
 from .executor import backward, dq_partials, fold_partials, forward
+from .oracle import oracle_backward, oracle_forward, plain_attention
 
-__all__ = ["backward", "dq_partials", "fold_partials", "forward", "oracle_backward", "oracle_forward"]
+__all__ = [
+    "backward",
+    "dq_partials",
+    "fold_partials",
+    "forward",
+    "oracle_backward",
+    "oracle_forward",
+    "plain_attention",
+]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...problem import Mask, Problem, SequenceGrid
+from .masks import hidden_elements
 
 __all__ = ["TileMasks", "TileRows", "accumulator", "check_packed", "copy_tile", "exact"]
 
@@ -62,21 +63,11 @@ class TileMasks:
             return None
         top, left = q_tile * grid.tile_m, kv_tile * grid.tile_n
         rows, columns = min(grid.tile_m, grid.seqlen_q - top), min(grid.tile_n, grid.seqlen_k - left)
-        key = (rows, columns, top + grid.diagonal - left)
+        start = top + grid.diagonal - left  # the tile's column that is aligned with its first row
+        key = (rows, columns, start)
         if key not in self.bands:
-            self.bands[key] = self._band(*key)
+            self.bands[key] = hidden_elements(self.mask, torch.arange(start, start + rows), columns)
         return self.bands[key]
-
-    def _band(self, rows: int, columns: int, diagonal: int) -> Tensor:
-        """``diagonal``: the tile's column that is aligned with its first row."""
-        aligned = torch.arange(rows)[:, None] + diagonal
-        column = torch.arange(columns)[None, :]
-        hidden = torch.zeros(rows, columns, dtype=torch.bool)
-        if self.mask.left is not None:
-            hidden |= column < aligned - self.mask.left
-        if self.mask.right is not None:
-            hidden |= column > aligned + self.mask.right
-        return hidden
 
 
 def check_packed(problem: Problem, q_like: dict[str, Tensor], k_like: dict[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...api import plan_for
 from ...backends.sm90 import launch
 from ...errors import InputError, UnavailableError, UnsupportedMaskError
-from ...peers.backward import PEERS, Backward, Inputs
+from ...peers.registry import PEERS, Backward, Inputs
 from ...schedule import Plan
 from ..shapes import Shape
 from .timing import Contender, measure

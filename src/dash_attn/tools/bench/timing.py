@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from ...peers.backward import Backward
+from ...peers.registry import Backward
 from ...testing import same_bytes
 
 __all__ = ["REPLAYS", "Contender", "measure"]

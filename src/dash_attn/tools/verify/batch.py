@@ -5,30 +5,19 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...api import apply_plan, backend_for, flash_attn_func, flash_attn_varlen_func, plan_for
+from ...api import apply_plan, flash_attn_func, flash_attn_varlen_func, plan_for
+from ...backends.cpu.oracle import Inputs, Results
 from ...schedule import Plan
 from ..shapes import Shape
 
 __all__ = ["NAMES", "Batch", "Inputs", "Results", "digest", "random_inputs"]
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
-
-Results = tuple[Tensor, ...]
-"""Tensors in the order of ``NAMES``."""
-
-
-class Inputs(NamedTuple):
-    """One sequence: dout, q (seqlen_q, heads, head_dim), k, v (seqlen_k, kv_heads, head_dim)."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
+NAMES = Results._fields
 
 
 def random_inputs(shape: Shape, device: torch.device) -> list[Inputs]:
@@ -67,14 +56,12 @@ class Batch:
         tensors = (self.q, self.k, self.v)
         call = flash_attn_varlen_func if self.shape.packed else flash_attn_func
         out, lse = call(*tensors, *self.bounds, **how, policy=self.shape.policy, return_lse=True)
-        return out.detach(), lse, *torch.autograd.grad(out, tensors, self.dout)
+        return Results(out.detach(), lse, *torch.autograd.grad(out, tensors, self.dout))
 
     def unordered_dq(self, seed: int) -> Tensor:
         """dQ with its contributions added in no fixed order; on the CPU in one that the seed decides."""
-        backend = backend_for(self.q.device)
-        careless = backend._replace(backward=backend.unordered(random.Random(seed)))
         scale = float(self.shape.head_dim) ** -0.5
-        out, _ = apply_plan(careless, self.plan(), self.q, self.k, self.v, scale)
+        out, _ = apply_plan(self.plan(), self.q, self.k, self.v, scale, disorder=random.Random(seed))
         return torch.autograd.grad(out, self.q, self.dout)[0]
 
     def plan(self) -> Plan:
@@ -90,10 +77,10 @@ class Batch:
         """Results of every sequence; lse (heads, seqlen_q)."""
         out, lse, dq, dk, dv = results
         if not self.shape.packed:
-            return list(zip(*(x.unbind(0) for x in (out, lse, dq, dk, dv))))
+            return [Results(*one) for one in zip(*(x.unbind(0) for x in results))]
         rows_q, rows_k = ([pair[side] for pair in self.lengths] for side in (0, 1))
         cuts = ((out, rows_q, 0), (lse, rows_q, 1), (dq, rows_q, 0), (dk, rows_k, 0), (dv, rows_k, 0))
-        return list(zip(*(torch.split(x, rows, dim) for x, rows, dim in cuts)))
+        return [Results(*one) for one in zip(*(torch.split(x, rows, dim) for x, rows, dim in cuts))]
 
 
 def digest(results: Results) -> dict[str, str]:

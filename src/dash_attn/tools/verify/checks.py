@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from ...api import backend_for, is_supported
+from ...backends.cpu import plain_attention
 from ...errors import DashError, InputError
 from ...testing import same_bytes
 from ..shapes import Shape
+from .accuracy import allowed_errors, error_norms
 from .batch import NAMES, Batch, Inputs, Results, digest, random_inputs
-from .oracle import allowed_errors, error_norms, plain_attention
 from .report import Check, Report, Status
 
 __all__ = ["CHECKS", "Settings", "verify_shape"]

@@ -1,0 +1,136 @@
+"""The oracle: plain attention straight from the formulas, in float64 on any device, without tiles.
+
+It defines what is correct; the executor and the kernels are measured against it. Rows are taken in
+slices, so that memory grows with the length and not with its square.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...problem import Mask
+from .masks import hidden_elements
+
+__all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention"]
+
+SLICE = 2**25
+"""Elements of a slice of scores."""
+
+
+class Inputs(NamedTuple):
+    """One sequence: dout, q (seqlen_q, heads, head_dim), k, v (seqlen_k, kv_heads, head_dim)."""
+
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class Results(NamedTuple):
+    """Of one sequence: out and dq as q, lse (heads, seqlen_q), dk and dv as k; or of a whole batch."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@torch.no_grad()
+def plain_attention(
+    inputs: Inputs,
+    mask: Mask,
+    softmax_scale: float,
+    dtype: torch.dtype = torch.float64,
+    *,
+    q_start: int | None = None,
+) -> Results:
+    """Attention and its gradients, one head after the other.
+
+    Args:
+        inputs: one sequence, any float dtype, any device.
+        mask: a band mask.
+        softmax_scale: factor on Q K^T.
+        dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
+            float32, with P, dS and the results rounded to it, as every kernel does.
+        q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
+
+    Returns:
+        Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
+        lse -inf (a natural logarithm) and dq 0. NaN reaches every row of its head that a product touches,
+        seen or not: 0 * NaN is NaN.
+    """
+    dout, q, k, v = inputs
+    narrow = dtype.itemsize == 2
+    wide = torch.float32 if narrow else dtype
+    group = q.shape[1] // k.shape[1]
+    out, dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, q, k, v))
+    lse = q.new_zeros((q.shape[1], len(q)), dtype=wide)
+    positions = torch.arange(len(q), device=q.device) + (len(k) - len(q) if q_start is None else q_start)
+
+    def rounded(x: Tensor) -> Tensor:
+        return x.to(dtype).to(wide) if narrow else x
+
+    step = max(SLICE // max(len(k), 1), 1)
+    for start in range(0, len(q), step):
+        at = slice(start, start + step)
+        hidden = hidden_elements(mask, positions[at], len(k))
+        for head in range(q.shape[1]):
+            kh, vh = (x[:, head // group].to(wide) for x in (k, v))
+            qh, doh = (x[at, head].to(wide) for x in (q, dout))
+            scores = (qh @ kh.mT).mul_(softmax_scale).masked_fill_(hidden, -torch.inf)
+            lse[head, at] = torch.logsumexp(scores, -1)
+            # A row that sees nothing has -inf - -inf = NaN everywhere, and every element of it is hidden.
+            p = scores.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
+            out[at, head] = rounded(rounded(p) @ vh)
+            delta = (doh * out[at, head]).sum(-1, keepdim=True)
+            ds = rounded((doh @ vh.mT).sub_(delta).mul_(p))
+            dq[at, head] = rounded((ds @ kh).mul_(softmax_scale))
+            dk[:, head // group] += (ds.mT @ qh).mul_(softmax_scale)
+            dv[:, head // group] += rounded(p).mT @ doh
+    return Results(out, lse, dq, rounded(dk), rounded(dv))
+
+
+def oracle_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a dense batch in float64. See :func:`plain_attention`.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), any float dtype.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        mask: a band mask, aligned bottom-right.
+        softmax_scale: factor on Q K^T.
+
+    Returns:
+        out: (batch, seqlen_q, heads, head_dim).
+        lse: (batch, heads, seqlen_q).
+    """
+    found = _dense(Inputs(torch.zeros_like(q), q, k, v), mask, softmax_scale)
+    return found.out, found.lse
+
+
+def oracle_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) of a dense batch in float64, in the shapes of q, k and v.
+
+    Arguments as in :func:`oracle_forward`; dout has the shape of q.
+
+    >>> q = torch.ones(1, 2, 1, 1)
+    >>> v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)
+    >>> dq, dk, dv = oracle_backward(torch.ones_like(q), q, q, v, Mask.causal(), 1.0)
+    >>> [[round(x, 9) for x in g.flatten().tolist()] for g in (dk, dv)]
+    [[-0.5, 0.5], [1.5, 0.5]]
+    """
+    found = _dense(Inputs(dout, q, k, v), mask, softmax_scale)
+    return found.dq, found.dk, found.dv
+
+
+def _dense(batch: Inputs, mask: Mask, softmax_scale: float) -> Results:
+    """Tensors of a dense batch, sequence by sequence."""
+    parts = [plain_attention(Inputs(*one), mask, softmax_scale) for one in zip(*batch)]
+    return Results(*(torch.stack(tensors) for tensors in zip(*parts)))
