@@ -5,8 +5,9 @@ and nothing of dependences. A worker claims the next item of the list; its tasks
 when as many contributions to their dQ tile are performed as their tickets say, and performed later, in the
 same order. At most ``slots`` contributions of a worker are granted and not yet performed. A worker claims
 again once all tasks of its last item are granted. It may claim ahead, once all but ``ahead`` are and one at
-least, if every item up to the ``needs`` of its last one is claimed (backends/sm90/backward/reduce.py, Claiming). It may
-then hold several items, and handles them strictly in the order in which it claimed them.
+least, if every item up to the ``needs`` of its last one is claimed ("Claiming" in
+backends/sm90/backward/reduce.py). It may then hold several items, and handles them strictly in the order in
+which it claimed them.
 
 A kernel's block looks once whether it may claim ahead; a worker here may at any time until the last grant, so
 it can do all that blocks do. Nor does it miss the deadlock of a block that looked too early: what a waiting

@@ -199,7 +199,7 @@ class Machine:
 
     @property
     def errors(self) -> tuple[int, int]:
-        """The error buffer: whether a wait gave up, and of which sequence (backends/sm90/backward/finish.py)."""
+        """The error buffer (finish.py of the kernel): whether a wait gave up, and of which sequence."""
         failed, sequence = (_as(self.memory.get(ERRORS + 4 * word, 0), "s32") for word in range(2))
         return failed, sequence
 

@@ -11,14 +11,13 @@ from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import variants
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, SymmetricShift, build_plan, choose_policy
-from dash_attn.schedule.layout import HEADER_WORDS, ITEM_WORDS
+from dash_attn.schedule.layout import HEADER_WORDS, ITEM, ITEM_WORDS
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytestmark = pytest.mark.filterwarnings("default")
 
 Q, FIRST_STORED = 0, 8  # descriptors in the order of the kernel's parameters
 BOUNDED = BackwardConfig(64, spin_limit=300)
-NEEDS = 9  # word of an item in the plan table
 
 
 def program(variant: str) -> Program:
@@ -178,7 +177,7 @@ def test_a_block_told_that_its_item_needs_no_later_one_claims_too_early(name: st
     plan = dependent(name, 64)
     machine = Machine(program("backward-d64-bf16"), plan, plan.min_workers, 0, one_by_one=True)
     for item in range(len(plan.items)):
-        machine.memory[PLAN + 4 * (HEADER_WORDS + ITEM_WORDS * item + NEEDS)] = 0
+        machine.memory[PLAN + 4 * (HEADER_WORDS + ITEM_WORDS * item + ITEM.needs)] = 0
     with pytest.raises(DeadlockError):
         machine.run()
 
