@@ -31,8 +31,17 @@ from summary import POINT, Row, flops, over_runs, tflops
 
 import dash_attn
 from dash_attn.errors import DashError
-from dash_attn.peers.backward import PEERS, Inputs
-from dash_attn.schedule import POLICIES, Plan, Policy, Shift, build_plan, choose_policy, policy_by_name
+from dash_attn.peers.registry import PEERS, Inputs
+from dash_attn.schedule import (
+    POLICIES,
+    Plan,
+    Policy,
+    Schedule,
+    Shift,
+    build_plan,
+    choose_policy,
+    policy_by_name,
+)
 from dash_attn.tools.bench import require_hopper
 from dash_attn.tools.bench.run import call_of, prepare
 from dash_attn.tools.bench.timing import REPLAYS, Contender
@@ -180,9 +189,10 @@ def _identity(row: Row) -> tuple[Any, ...]:
 
 
 def _chosen(point: Point) -> tuple[str, str]:
-    """Policy and placement of the automatic plan."""
-    policy, placement = choose_policy(point.shape.problem)
-    return str(policy), placement
+    """Policy and placement of the automatic plan; "policy" is the placement that suits the policy."""
+    chosen = choose_policy(point.shape.problem)
+    suits = chosen == Schedule.of(chosen.numerics)
+    return str(chosen.numerics), "policy" if suits else str(chosen.placement)
 
 
 def _policies(point: Point, auto: Plan, inputs: Inputs) -> Iterator[Entry]:

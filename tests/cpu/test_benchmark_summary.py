@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -124,6 +125,24 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     slower = rows_of(MODES | {next(iter(MODES)): 2.0585})  # 83.46 TFLOP/s, 83.5 in the row: rounded once
     assert slower[0]["tflops"] == 83.5
     assert re.search(r"D64 full 512 +83  ", report.report(slower))
+
+
+def test_rows_of_auto_are_named_as_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    backward, points = load("backward"), load("points")
+    rows = json.loads((FOLDER / "results" / "h200-backward.json").read_text())["rows"]
+    named = {
+        (row["head_dim"], row["mask"], row["seqlen"]): (row["policy"], row["placement"])
+        for row in rows
+        if row["set"] == "grid" and row["auto"] and row["deterministic"]
+    }
+    for point in points.grid((64, 128), ("full", "causal"), points.SEQLENS):
+        shape = point.shape
+        name = (shape.head_dim, "causal" if shape.causal else "full", shape.seqlen)
+        assert backward._chosen(point) == named.pop(name)
+    (grouped, *_) = points.beyond_the_grid((128,), ("causal",))
+    assert backward._chosen(grouped) == ("descending", "lpt")
+    assert not named
 
 
 def test_points() -> None:
