@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.backends.sm90 import launch
+from dash_attn.backends.base import Tensors, backend_for
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, build_plan, choose_policy
 from dash_attn.tools.bench import require_hopper
@@ -97,12 +97,15 @@ def point(seqlen: int, head_dim: int, causal: bool, dtype: str) -> dict[str, Any
     drawn = (torch.randn(size, generator=generator, device="cuda") for _ in Inputs._fields)
     x = Inputs(*(t.to(getattr(torch, dtype)) for t in drawn))
     dout, q, k, v = (t[None, :, None] for t in x)
-    out, lse = launch.forward(plan, q, k, v, scale)
-    found = launch.backward(plan, dout, q, k, v, out, lse, scale)
-    loose = launch.unordered_backward(plan, dout, q, k, v, out, lse, scale)
+    prepared = backend_for(q.device).prepare(problem, q.device, False)
+    out, lse = prepared.forward(q, k, v, scale)
+    tensors = Tensors(dout, q, k, v, out, lse)
+    found = prepared.backward(plan, tensors, scale)
+    loose = prepared.backward(plan, tensors, scale, ordered=False)
     rows = torch.randperm(seqlen, generator=generator, device="cuda")[:SAMPLES]
     exact = exact_rows(x, causal, scale, rows)
     row: dict[str, Any] = {"seqlen": seqlen, "head_dim": head_dim, "mask": mask.name, "dtype": dtype}
+    row |= {"policy": plan.policy, "fingerprint": plan.fingerprint}
     row |= {name: relative(t[0, rows, 0], e) for name, t, e in zip(Exact._fields, (out, *found), exact)}
     row["dq_unordered"] = relative(loose[0][0, rows, 0], exact.dq)
     if not all(map(math.isfinite, (row[name] for name in Exact._fields))):

@@ -11,13 +11,16 @@ names, layouts and keywords of FlashAttention. What they cannot honour is refuse
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .arguments import (
-    Call,
+    Asked,
+    CheckedCall,
     Packing,
     Window,
     check_call,
@@ -25,11 +28,13 @@ from .arguments import (
     check_flash_options,
     check_no_positional,
 )
-from .backends.base import Backend, backend_for
+from .backends.base import Backend, Gradients, Prepared, Tensors, backend_for
 from .errors import DashError, InputError
-from .ops.autograd import apply_plan, attend
-from .ops.operators import DENSE, VARLEN, dense_plan, varlen_plan
-from .schedule import Plan, Policy
+from .ops.autograd import attend, call_directly, with_gradients
+from .ops.calls import Call, dense_call, packed_call
+from .ops.known import KnownCalls
+from .ops.operators import DENSE, VARLEN
+from .schedule import Numerics, Plan, Schedule
 
 __all__ = [
     "Backend",
@@ -70,7 +75,7 @@ def attention(
     causal: bool = False,
     window: Window = None,
     softmax_scale: float | None = None,
-    policy: str | Policy = "auto",
+    policy: str | Numerics | Schedule = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
@@ -106,8 +111,7 @@ def attention(
         >>> out.shape == q.grad.shape == q.shape
         True
     """
-    call = check_call(q, k, v, None, causal, window, softmax_scale, policy, True)
-    return _run(call, return_lse)
+    return _run_dense(q, k, v, Asked(causal, window, softmax_scale, policy), return_lse)
 
 
 def flash_attn_func(
@@ -120,7 +124,7 @@ def flash_attn_func(
     window_size: Window = (-1, -1),
     deterministic: bool = True,
     return_lse: bool = False,
-    policy: str | Policy = "auto",
+    policy: str | Numerics | Schedule = "auto",
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -160,8 +164,7 @@ def flash_attn_func(
     """
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
-    call = check_call(q, k, v, None, causal, window_size, softmax_scale, policy, deterministic)
-    return _run(call, return_lse)
+    return _run_dense(q, k, v, Asked(causal, window_size, softmax_scale, policy, deterministic), return_lse)
 
 
 def flash_attn_varlen_func(
@@ -178,7 +181,7 @@ def flash_attn_varlen_func(
     window_size: Window = (-1, -1),
     deterministic: bool = True,
     return_lse: bool = False,
-    policy: str | Policy = "auto",
+    policy: str | Numerics | Schedule = "auto",
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -216,8 +219,8 @@ def flash_attn_varlen_func(
     check_no_positional("flash_attn_varlen_func", named, positional)
     check_flash_options("flash_attn_varlen_func", flash_options)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    call = check_call(q, k, v, packing, causal, window_size, softmax_scale, policy, deterministic)
-    return _run(call, return_lse)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic)
+    return _run(check_call(q, k, v, packing, asked), check_flag("return_lse", return_lse))
 
 
 def is_supported(
@@ -233,15 +236,14 @@ def is_supported(
     window: Window = None,
     window_size: Window = None,
     softmax_scale: float | None = None,
-    policy: str | Policy = "auto",
+    policy: str | Numerics | Schedule = "auto",
     deterministic: bool = True,
     return_lse: bool = False,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
 
-    With ``cu_seqlens_q`` and ``cu_seqlens_k`` it speaks of :func:`flash_attn_varlen_func`. It builds the
-    plan, which the call then finds in the cache.
+    With ``cu_seqlens_q`` and ``cu_seqlens_k`` it speaks of :func:`flash_attn_varlen_func`.
 
     >>> import torch
     >>> q = torch.zeros(1, 8, 4, 64)
@@ -251,19 +253,12 @@ def is_supported(
     try:
         check_flash_options("is_supported", flash_options)
         check_flag("return_lse", return_lse)
-        call = check_call(
-            q,
-            k,
-            v,
-            _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-            causal,
-            _one_window(window, window_size),
-            softmax_scale,
-            policy,
-            deterministic,
-        )
-        _plan(call)
-    except DashError as error:
+        packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        asked = Asked(causal, _one_window(window, window_size), softmax_scale, policy, deterministic)
+        checked = check_call(q, k, v, packing, asked)
+        if not _is_empty(checked):
+            _find(checked)
+    except (DashError, TypeError) as error:
         return Support(False, str(error))
     return Support(True, backend=backend_for(q.device).name)
 
@@ -278,7 +273,7 @@ def plan_for(
     causal: bool = False,
     window: Window = None,
     window_size: Window = None,
-    policy: str | Policy = "auto",
+    policy: str | Numerics | Schedule = "auto",
 ) -> Plan:
     """The plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
@@ -293,7 +288,55 @@ def plan_for(
     Plan(spt, 8 items, 20 tasks)
     """
     packing = _packing(cu_seqlens_q, cu_seqlens_k, None, None)
-    return _plan(check_call(q, k, v, packing, causal, _one_window(window, window_size), None, policy, True))
+    asked = Asked(causal, _one_window(window, window_size), policy=policy)
+    return _find(check_call(q, k, v, packing, asked)).plan
+
+
+def apply_plan(
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    *,
+    disorder: random.Random | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) with autograd, by a plan of your own.
+
+    Args:
+        plan: a proven plan whose tiles are those of the device's backend.
+        q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim).
+        k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
+        softmax_scale: factor on Q K^T.
+        disorder: sums dQ in no fixed order instead: a negative control. On the CPU it draws the order.
+
+    Raises:
+        InputError: the backend does not cover the plan's problem.
+        PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
+    """
+    backend, packed = backend_for(q.device), q.ndim == 3
+    if reason := backend.why_not(plan.problem, q.device, packed):
+        raise InputError(reason)
+    prepared = backend.prepare(plan.problem, q.device, packed)
+    return attend(_Planned(prepared, plan, softmax_scale, disorder), q, k, v)
+
+
+class _Planned(NamedTuple):
+    """A call whose plan is given."""
+
+    prepared: Prepared
+    plan: Plan
+    softmax_scale: float
+    disorder: random.Random | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.prepared.forward(q, k, v, self.softmax_scale)
+
+    def backward(self, tensors: Tensors) -> Gradients:
+        ordered = self.disorder is None
+        return self.prepared.backward(
+            self.plan, tensors, self.softmax_scale, ordered=ordered, disorder=self.disorder
+        )
 
 
 def _packing(
@@ -312,20 +355,59 @@ def _one_window(window: Window, window_size: Window) -> Window:
     return window_size if window is None else window
 
 
-def _run(call: Call, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+_KNOWN = KnownCalls()
+
+
+def _run_dense(
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A dense call. One that is like an earlier one is neither checked nor looked up again."""
     check_flag("return_lse", return_lse)
-    q, k, v, options, packing = call
-    if packing is None:
-        out, lse = attend(DENSE, q, k, v, *options)
+    if call_directly(q, k, v) and (call := _KNOWN.find(q, k, v, asked)) is not None:
+        out, lse = attend(call, q, k, v)
+        return (out, lse) if return_lse else out
+    checked = check_call(q, k, v, None, asked)
+    found = _run(checked, return_lse)
+    if checked.q is q and not _is_empty(checked) and call_directly(q, k, v):
+        _KNOWN.add(q, k, v, asked, _find(checked))
+    return found
+
+
+def _run(checked: CheckedCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    q, k, v, _, packing = checked
+    if _is_empty(checked):
+        out, lse = _empty_results(q, k, v)
+    elif call_directly(q, k, v):
+        out, lse = attend(_find(checked), q, k, v)
+    elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        functions = DENSE if packing is None else VARLEN
+        out, lse = functions.forward(q, k, v, *checked.rest)
     else:
-        cu_seqlens_q, cu_seqlens_k, *longest = packing
-        out, lse = attend(VARLEN, q, k, v, cu_seqlens_q, cu_seqlens_k, *options, *longest)
+        out, lse = with_gradients(DENSE if packing is None else VARLEN, q, k, v, *checked.rest)
     return (out, lse) if return_lse else out
 
 
-def _plan(call: Call) -> Plan:
-    q, k, _, (_, left, right, policy, _), packing = call
+def _find(checked: CheckedCall) -> Call:
+    q, k, _, spec, packing = checked
+    return dense_call(q, k, spec) if packing is None else packed_call(q, k, packing, spec)
+
+
+def _is_empty(checked: CheckedCall) -> bool:
+    """Whether there is no sequence at all."""
+    packing = checked.packing
     if packing is None:
-        return dense_plan(q, k, left, right, policy)
-    cu_seqlens_q, cu_seqlens_k, *longest = packing
-    return varlen_plan(q, k, cu_seqlens_q, cu_seqlens_k, left, right, policy, *longest)
+        return checked.q.shape[0] == 0
+    if packing.cu_seqlens_q.shape[0] > 1:
+        return False
+    for name, x in (("q", checked.q), ("k", checked.k)):
+        if x.shape[0]:
+            raise InputError(f"cu_seqlens_{name} has no sequence, {name} has {x.shape[0]} rows")
+    return True
+
+
+def _empty_results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Results without rows, with gradients without rows."""
+    out = q + 0 * (k.sum() + v.sum())
+    *batch, rows, heads, _ = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)

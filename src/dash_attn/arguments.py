@@ -12,12 +12,15 @@ from torch import Tensor
 
 from .backends.base import check_device
 from .errors import InputError
-from .ops.plans import DTYPE_NAMES, policy_key
+from .ops.calls import DTYPE_NAMES
+from .ops.policies import policy_key
 from .problem import DTYPES
-from .schedule import Policy
+from .schedule import Numerics, Schedule
+from .spec import AttentionSpec
 
 __all__ = [
-    "Call",
+    "Asked",
+    "CheckedCall",
     "Packing",
     "Window",
     "check_call",
@@ -69,33 +72,41 @@ class Packing(NamedTuple):
     max_seqlen_k: Any = None
 
 
-class Call(NamedTuple):
-    """A checked call, in the terms of the operators.
+class Asked(NamedTuple):
+    """What a caller asks for besides the tensors, as the caller gave it."""
+
+    causal: bool = False
+    window: Window = None
+    softmax_scale: float | None = None
+    policy: str | Numerics | Schedule = "auto"
+    deterministic: bool = True
+
+
+class CheckedCall(NamedTuple):
+    """A checked call.
 
     Attributes:
         q, k, v: the inputs, cast if autocast says so.
-        options: softmax_scale, left, right, policy, ordered.
+        spec: what is asked.
         packing: None for a dense call; longest lengths are -1 where not given.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    options: tuple[float, int, int, str, bool]
+    spec: AttentionSpec
     packing: Packing | None
 
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        """What follows the tensors in a call of the operators."""
+        if self.packing is None:
+            return tuple(self.spec)
+        cu_seqlens_q, cu_seqlens_k, *longest = self.packing
+        return (cu_seqlens_q, cu_seqlens_k, *self.spec, *longest)
 
-def check_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing | None,
-    causal: bool,
-    window: Window,
-    softmax_scale: float | None,
-    policy: str | Policy,
-    deterministic: bool,
-) -> Call:
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, asked: Asked) -> CheckedCall:
     """Check the arguments of a call. What needs the lengths of a packed batch is checked when it runs."""
     _check_tensors(q, k, v, 4 if packing is None else 3)
     device = q.device.type
@@ -107,10 +118,12 @@ def check_call(
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
-    left, right = _sides(check_flag("causal", causal), window)
-    ordered = check_flag("deterministic", deterministic)
-    options = (_scale(softmax_scale, q.shape[-1]), left, right, policy_key(policy), ordered)
-    return Call(q, k, v, options, packing)
+    left, right = _sides(check_flag("causal", asked.causal), asked.window)
+    ordered = check_flag("deterministic", asked.deterministic)
+    spec = AttentionSpec(
+        _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered
+    )
+    return CheckedCall(q, k, v, spec, packing)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -193,8 +206,6 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.shape[0]:
-        raise InputError(f"batch must be >= 1, got q of shape {tuple(q.shape)}")
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
             raise InputError(
@@ -220,10 +231,8 @@ def _checked_packing(packing: Packing, device: torch.device) -> Packing:
             raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.dtype != torch.int32:
             raise InputError(f"{name} must be torch.int32, got {x.dtype}")
-        if x.ndim != 1 or x.shape[0] < 2:
-            raise InputError(
-                f"{name} must have shape (batch + 1,) and at least one sequence, got {tuple(x.shape)}"
-            )
+        if x.ndim != 1 or x.shape[0] < 1:
+            raise InputError(f"{name} must have shape (batch + 1,), got {tuple(x.shape)}")
         if x.device != device and x.device.type != "cpu":
             raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
     if cu_seqlens_q.shape != cu_seqlens_k.shape:

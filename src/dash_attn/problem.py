@@ -77,6 +77,16 @@ class Mask:
         """A sliding window: ``left`` columns before the diagonal, ``right`` after it."""
         return cls(left, right)
 
+    @classmethod
+    def of_sides(cls, left: int, right: int) -> Mask:
+        """A mask from (left, right) as operators, tables and FlashAttention write it: -1 where unbounded."""
+        return cls(None if left < 0 else left, None if right < 0 else right)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """(left, right), -1 where unbounded."""
+        return -1 if self.left is None else self.left, -1 if self.right is None else self.right
+
     def interval(self, position: Any) -> tuple[Any, Any]:
         """First and last column that rows see, not clipped to the sequence; None where a side is unbounded.
 
@@ -105,7 +115,7 @@ class Mask:
             return "full"
         if self.is_causal:
             return "causal"
-        left, right = (-1 if side is None else side for side in (self.left, self.right))
+        left, right = self.sides
         return f"window({left},{right})"
 
 

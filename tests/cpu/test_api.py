@@ -301,7 +301,6 @@ REFUSED = {
     "batch": (bad(k=K[:1]), "k has batch 1 and head_dim 8, q has 2 and 8"),
     "head_dim": (bad(v=V[..., :4]), "v has batch 2 and head_dim 4, q has 2 and 8"),
     "k and v": (bad(v=V[:, :9]), r"k has shape \(2, 20, 2, 8\), v has \(2, 9, 2, 8\)"),
-    "no batch": (bad(Q[:0], K[:0], V[:0]), "batch must be >= 1, got q of shape"),
     "no heads": (bad(q=Q[:, :, :0]), "heads must be an integer >= 1, got 0"),
     "no kv heads": (bad(k=K[:, :, :0], v=V[:, :, :0]), "kv_heads must be an integer >= 1, got 0"),
     "no head_dim": (bad(Q[..., :0], K[..., :0], V[..., :0]), "head_dim must be an integer >= 1, got 0"),
@@ -315,7 +314,7 @@ REFUSED = {
     "window bool": (bad(window=(True, 0)), r"window left must be .*, got \(True, 0\)"),
     "window huge": (bad(window=(2**31, 0)), r"window left must be .*, got \(2147483648, 0\)"),
     "policy name": (bad(policy="fa4"), "unknown policy 'fa4'; known: auto, fa3, "),
-    "policy type": (bad(policy=FA3), "policy must be a name or a Policy, got <class"),
+    "policy type": (bad(policy=FA3), "policy must be a name, a Policy or a Schedule, got <class"),
     "policy hash": (bad(policy=Unhashable([1])), r"policy fa3\(marks=\[1\]\) cannot be hashed"),
     "scale nan": (bad(softmax_scale=math.nan), "softmax_scale must be a finite float32, got nan"),
     "scale inf": (bad(softmax_scale=-math.inf), "softmax_scale must be a finite float32, got -inf"),
@@ -334,9 +333,9 @@ def test_refused_inputs_name_what_is_wrong(case):
 @pytest.mark.parametrize(
     ("policy", "options", "message"),
     [
-        ("shift", {"causal": True}, "shift needs a mask that leaves every task; causal of 300 x 300"),
+        ("shift", {"causal": True}, "leaves every task, this one leaves 6 of 9: causal of 300 x 300"),
         ("symmetric_shift", {}, "symmetric_shift needs a causal mask"),
-        ("symmetric_shift", {"window": (5, 0)}, r"needs a causal mask and .*, got window\(5,0\)"),
+        ("symmetric_shift", {"window": (5, 0)}, r"needs a causal mask and .*: window\(5,0\) of 300 x 300"),
         (Shift(ring=0), {}, "ring must be >= 1, got 0"),
     ],
 )

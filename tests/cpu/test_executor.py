@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from strategies import plans
 from torch.nn.functional import scaled_dot_product_attention
 
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu import backward, dq_partials, fold_partials, forward
 from dash_attn.errors import InputError, TooFewWorkersError
 from dash_attn.problem import Mask, Problem
@@ -196,9 +197,9 @@ def test_partials_folded_in_ticket_order_are_dq(dtype):
     problem = small(Mask.causal(), dtype, seqlen=40, heads=4, kv_heads=2, batch=2)
     plan, (dout, q, k, v) = build_plan(problem, SymmetricShift()), packed_tensors(problem)
     out, lse = forward(plan, q, k, v, SCALE)
-    dq, _, _ = backward(plan, dout, q, k, v, out, lse, SCALE)
+    dq, _, _ = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE)
     folded = torch.zeros_like(dq)
-    partials = dq_partials(plan, dout, q, k, v, out, lse, SCALE)
+    partials = dq_partials(plan, Tensors(dout, q, k, v, out, lse), SCALE)
     assert len(partials) == 2 * 4 * 5
     for (sequence, head, q_tile), tiles in partials.items():
         assert len(tiles) == problem.grid(sequence).contributions[q_tile]
@@ -296,7 +297,7 @@ def test_too_few_workers_is_an_error_before_anything_runs():
     out, lse = forward(plan, q, k, v, SCALE)
     assert plan.min_workers == 8
     with pytest.raises(TooFewWorkersError, match="needs 8 resident workers"):
-        backward(plan, dout, q, k, v, out, lse, SCALE, workers=7)
+        backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, workers=7)
 
 
 @pytest.mark.parametrize(
@@ -320,4 +321,4 @@ def test_lse_of_another_shape():
     dout, q, k, v = packed_tensors(problem)
     out, lse = forward(problem, q, k, v, SCALE)
     with pytest.raises(InputError, match=r"lse has shape \(64, 2\), not \(2, 64\)"):
-        backward(build_plan(problem, FA3()), dout, q, k, v, out, lse.T, SCALE)
+        backward(build_plan(problem, FA3()), Tensors(dout, q, k, v, out, lse.T), SCALE)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.sm90 import compile as compiling
-from dash_attn.backends.sm90 import launch
+from dash_attn.backends.sm90 import launch, resident
+from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import MissingCompilerError, program
 from dash_attn.errors import CompilationError, DashError, TooFewWorkersError
@@ -66,7 +68,7 @@ def test_an_unsupported_gpu_is_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     problem = Problem.dense(seqlen=256, heads=2, head_dim=64)
-    reason = launch.why_not(problem, torch.device("cuda", 1))
+    reason = BACKEND.why_not(problem, torch.device("cuda", 1), False)
     assert reason == f"cuda:1 is {name}; the kernels are for Hopper, sm_90"
 
 
@@ -91,27 +93,25 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(launch, "program", lambda config: lambda *a: found.append(a[-3]))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "in_turn", lambda device: nullcontext())  # tested in test_turns.py
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(resident, "Upload", lambda *_: SimpleNamespace(use=lambda: [None]))
     launch._unused.cache_clear()
     yield found
     launch._unused.cache_clear()
 
 
-@pytest.mark.parametrize("allowed", range(7))
+@pytest.mark.parametrize("allowed", range(4))
 def test_out_of_memory_launches_nothing_and_the_next_call_works(
     monkeypatch: pytest.MonkeyPatch, launches: list[int], allowed: int
 ) -> None:
-    """Whichever allocation of a call fails: the workspace's four, or one of the gradients."""
+    """Whichever allocation of a call fails: the workspace, or one of the gradients."""
     arguments = call(FA3())
     allocator = Allocator(allowed)
     monkeypatch.setattr(torch, "empty", allocator)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         launch.run_backward(*arguments)
     assert launches == []
-    allocator.allowed = 7
+    allocator.allowed = 4
     launch.run_backward(*arguments)
     assert (launches, allocator.allowed) == ([18], 0)
 
@@ -120,7 +120,7 @@ def call(policy: Policy) -> tuple[Any, ...]:
     """Arguments of a backward of 16 items, 8 kv tiles of 2 heads: 18 blocks are enough for them."""
     plan = build_plan(Problem.dense(seqlen=1024, heads=2, head_dim=64, mask=Mask.full()), policy)
     q = torch.zeros(1, 1024, 2, 64, dtype=torch.bfloat16)
-    return (plan, q, q, q, q, q, torch.zeros(1, 2, 1024), 0.125)
+    return (plan, Tensors(q, q, q, q, q, torch.zeros(1, 2, 1024)), 0.125)
 
 
 def test_a_ring_gets_no_more_blocks_than_the_stream_has_sms(

@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_attn import attention, flash_attn_func, flash_attn_varlen_func, is_supported, plan_for
-from dash_attn.backends import base as backends
+from dash_attn.api import Support
+from dash_attn.backends.base import Gradients
+from dash_attn.backends.cpu import backend
 from dash_attn.errors import InputError, UnsupportedMaskError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, Shift
@@ -180,11 +182,13 @@ def test_plans_of_packed_batches_are_cached():
 def fast(monkeypatch):
     """A backend whose fast backward can be told apart: its dq is all NaN."""
 
-    def backward(*arguments):
-        dq, dk, dv = backends._CPU.backward(*arguments)
-        return dq * math.nan, dk, dv
+    slow = backend._Prepared.backward
 
-    monkeypatch.setattr(backends, "_CPU", backends._CPU._replace(fast_backward=backward))
+    def backward(self, plan, tensors, softmax_scale, *, ordered=True, disorder=None):
+        dq, dk, dv = slow(self, plan, tensors, softmax_scale)
+        return Gradients(dq if ordered else dq * math.nan, dk, dv)
+
+    monkeypatch.setattr(backend._Prepared, "backward", backward)
     for name in ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "FLASH_ATTENTION_DETERMINISTIC"):
         monkeypatch.delenv(name, raising=False)
 
@@ -333,10 +337,41 @@ def test_unknown_arguments_are_type_errors():
     for call in (
         lambda: flash_attn_func(*DENSE, casual=True),
         lambda: flash_attn_varlen_func(Q, K, V, ENDS, ENDS, casual=True),
-        lambda: is_supported(*DENSE, casual=True),
     ):
         with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
             call()
+    reason = "is_supported() got an unexpected keyword argument 'casual'"
+    assert is_supported(*DENSE, casual=True) == Support(False, reason)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_empty_batch_has_an_empty_result_and_empty_gradients(causal):
+    leaves = [x[:0].clone().requires_grad_() for x in DENSE]
+    out, lse = flash_attn_func(*leaves, causal=causal, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 20, 4, 8), (0, 4, 20))
+    assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
+    assert is_supported(*leaves, causal=causal)
+
+
+def test_a_packed_batch_of_no_sequence():
+    leaves = [x[:0].clone().requires_grad_() for x in (Q, K, V)]
+    out, lse = flash_attn_varlen_func(*leaves, cu(0), cu(0), return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 8), (4, 0))
+    assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
+    with pytest.raises(InputError, match="cu_seqlens_q has no sequence, q has 20 rows"):
+        flash_attn_varlen_func(Q, K, V, cu(0), cu(0))
+
+
+def test_arguments_that_are_equal_but_of_another_type_are_checked_again():
+    assert flash_attn_func(*DENSE, causal=True) is not None
+    with pytest.raises(InputError, match="causal must be True or False, got 1"):
+        flash_attn_func(*DENSE, causal=1)
+    assert flash_attn_func(*DENSE, softmax_scale=1) is not None
+    with pytest.raises(InputError, match="softmax_scale must be a finite float32, got True"):
+        flash_attn_func(*DENSE, softmax_scale=True)
+    assert flash_attn_func(*DENSE, window_size=(1, 0)) is not None
+    with pytest.raises(InputError, match="window right must be"):
+        flash_attn_func(*DENSE, window_size=(1, False))
 
 
 def varlen(q=Q, k=K, v=V, cu_q=ENDS, cu_k=ENDS, max_q=None, max_k=None):
@@ -347,8 +382,8 @@ PACKED = {
     "dense tensors": (varlen(q=DENSE[0]), r"q must have 3 dimensions .* got shape \(2, 20, 4, 8\)"),
     "list": (varlen(cu_q=[0, 20]), "cu_seqlens_q must be a torch.Tensor, got list"),
     "int64": (varlen(cu_k=ENDS.long()), "cu_seqlens_k must be torch.int32, got torch.int64"),
-    "2-D": (varlen(cu_q=ENDS[None]), r"cu_seqlens_q must have shape \(batch \+ 1,\) .* got \(1, 3\)"),
-    "no sequence": (varlen(cu_q=ENDS[:1]), r"at least one sequence, got \(1,\)"),
+    "2-D": (varlen(cu_q=ENDS[None]), r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(1, 3\)"),
+    "no sequence": (varlen(cu_q=ENDS[:0], cu_k=ENDS[:0]), r"\(batch \+ 1,\), got \(0,\)"),
     "batch": (varlen(cu_k=cu(0, 20)), "cu_seqlens_k has 1 sequences, cu_seqlens_q has 2"),
     "start": (varlen(cu_q=cu(1, 5, 20)), "cu_seqlens_q must start at 0, got 1"),
     "decrease": (varlen(cu_k=cu(0, 25, 20)), "cu_seqlens_k must not decrease, got 25, 20 at 1, 2"),

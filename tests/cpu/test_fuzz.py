@@ -37,11 +37,9 @@ def execute(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
         batch, heads, seqlen = lse.shape
         flat = lse.transpose(0, 1).reshape(heads, batch * seqlen)
         tensors = Tensors(*(x.flatten(0, 1) for x in rows), flat)
-    dout, q, k, v, out, lse = tensors
     grads = backward(
-        plan, dout, q, k, v, out, lse, scale, workers=how.workers if how.ordered else None, rng=rng,
-        ordered=how.ordered,
-    )  # fmt: skip
+        plan, tensors, scale, workers=how.workers if how.ordered else None, rng=rng, ordered=how.ordered
+    )
     if packed:
         return grads
     return tuple(x.unflatten(0, (batch, -1)) if x.numel() else x.view(batch, -1, *x.shape[1:]) for x in grads)

@@ -14,7 +14,7 @@ import dash_attn
 SOURCE = Path(dash_attn.__file__).parent
 
 BELOW_BACKENDS = {"errors", "machine", "problem", "schedule"}
-LIBRARY = {"__init__", "errors", "problem", "schedule", "model", "backends", "peers", "api", "integrations"}
+LIBRARY = {"__init__", "errors", "machine", "problem", "schedule", "model", "backends", "peers", "api", "integrations"}
 LAYERS = {
     "errors": set(),
     "problem": {"errors"},
@@ -24,13 +24,14 @@ LAYERS = {
     "testing": set(),
     "peers": BELOW_BACKENDS,
     "backends/cuda": {"errors"},
-    "backends/cpu": BELOW_BACKENDS,
-    "backends/sm90": {*BELOW_BACKENDS, "backends/cuda", "peers"},
-    "backends": {*BELOW_BACKENDS, "backends/cpu", "backends/sm90"},
-    "ops": {*BELOW_BACKENDS, "backends"},
-    "arguments": {*BELOW_BACKENDS, "backends", "ops"},
+    "backends": BELOW_BACKENDS,
+    "backends/cpu": {*BELOW_BACKENDS, "backends"},
+    "backends/sm90": {*BELOW_BACKENDS, "backends", "backends/cuda", "peers"},
+    "spec": {"problem"},
+    "ops": {*BELOW_BACKENDS, "backends", "spec"},
+    "arguments": {*BELOW_BACKENDS, "backends", "ops", "spec"},
     "api": {"errors", "schedule", "backends", "ops", "arguments"},
-    "integrations": {"errors", "api", "arguments", "ops"},
+    "integrations": {"errors", "api", "arguments", "backends", "ops"},
     "tools": {*LIBRARY, "testing", "backends/cpu", "backends/cuda", "backends/sm90"},
     "__main__": {"tools"},
     "__init__": {"problem", "schedule", "api"},

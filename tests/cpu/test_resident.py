@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dash_attn.backends.sm90.forward import PackedLengths
-from dash_attn.backends.sm90.resident import FEW_ROUNDS, OnDevice
+from dash_attn.backends.sm90.resident import OnDevice
+from dash_attn.machine import FEW_ROUNDS
 
 
 def on_device(items: int, min_workers: int = 1, converting: float = 0.0) -> OnDevice:
-    nothing = torch.empty(0)
-    lengths = PackedLengths(nothing, nothing, 1, 1)
-    return OnDevice(nothing, lengths, 0, 1, 1, 1, 0, 1, items, min_workers, converting)
+    return OnDevice(None, {}, torch.bfloat16, 1, 1, 1, 1, 0, 1, items, min_workers, converting)
 
 
 @pytest.mark.parametrize("converting", [0.0, 0.03, 0.2, 1.0])

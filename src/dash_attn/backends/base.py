@@ -1,12 +1,17 @@
-"""What runs a plan: the executor on the CPU, the Hopper kernels on a GPU."""
+"""What a backend must supply, and which backend a device has.
+
+A backend says what it covers, with reasons, and which tiles its kernels have. Both are asked before a plan is
+made. It runs the forward of a problem, and the backward of a plan. A new one is a module with a ``BACKEND``
+and a line in ``BACKENDS``.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from functools import cache, partial
+from abc import ABC, abstractmethod
+from functools import cache
 from importlib import import_module
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,51 +19,90 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem import Problem
 from ..schedule import Plan
-from .cpu import dense
 
-__all__ = ["Backend", "BackwardFunction", "backend_for", "check_device"]
+__all__ = ["BACKENDS", "Backend", "Gradients", "Prepared", "Tensors", "backend_for", "check_device"]
 
-BackwardFunction = Callable[
-    [Plan, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]
-]
+BACKENDS = {"cpu": ".cpu.backend", "cuda": ".sm90.backend"}
+"""Module of the backend of each type of device. It is imported when the first tensor is there."""
 
 
-class Backend(NamedTuple):
-    """What runs a plan. Tensors of four dimensions are a dense batch, of three a packed one.
+class Tensors(NamedTuple):
+    """What a backward reads, dense or packed.
 
-    Attributes:
-        name: "cpu" or "sm90".
-        why_not: (problem, device, packed) to why they cannot run, empty if they can.
-        forward, backward: (plan, q, k, v, scale) and (plan, dout, q, k, v, out, lse, scale).
-        fast_backward: what ``deterministic=False`` allows: on a GPU dQ summed by atomics. It is
-            ``backward`` where giving up the order gains nothing.
-        unordered: makes a backward that adds to dQ in no fixed order; a simulated disorder draws from rng.
+    dout, q, out: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim).
+    k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
+    lse: (batch, heads, seqlen_q), or packed (heads, total_q), fp32 (fp64 for fp64), natural logarithm.
     """
 
-    name: str
-    why_not: Callable[[Problem, torch.device, bool], str]
-    forward: Callable[[Plan, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    backward: BackwardFunction
-    fast_backward: BackwardFunction
-    unordered: Callable[[random.Random], BackwardFunction]
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
 
-_CPU = Backend(
-    "cpu",
-    lambda problem, device, packed: "",
-    dense.forward,
-    dense.backward,
-    dense.backward,
-    lambda rng: partial(dense.backward, rng=rng, ordered=False),
-)
+class Gradients(NamedTuple):
+    """In the shapes and dtype of q, k and v."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Prepared(ABC):
+    """A problem on a device: what shapes, dtype and mask decide is decided here, once."""
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """(out, lse). Rows that see no key: out 0, lse -inf. The forward has no plan."""
+
+    @abstractmethod
+    def backward(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        softmax_scale: float,
+        *,
+        ordered: bool = True,
+        disorder: random.Random | None = None,
+    ) -> Gradients:
+        """The gradients, summed in the plan's order.
+
+        Args:
+            plan: a proven plan of the problem.
+            tensors: in the layout of the forward.
+            softmax_scale: as in the forward.
+            ordered: False permits dQ to be summed in no fixed order, where that gains anything.
+            disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
+
+        Raises:
+            PlanMismatchError: the plan is not for these tensors or for this backend's tiles.
+        """
+
+
+class Backend(ABC):
+    """What runs plans on one kind of device."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+        """Why it cannot run a problem, given as packed or dense tensors; empty if it can."""
+
+    @abstractmethod
+    def tiles(self, head_dim: int) -> tuple[int, int]:
+        """(tile_m, tile_n) of its backward."""
+
+    @abstractmethod
+    def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
+        """The problem, which it covers, on a device."""
 
 
 @cache
-def _gpu() -> Backend:
-    """The Hopper kernels, loaded when the first tensor is on a GPU."""
-    launch = import_module(".sm90.launch", __package__)
-    unordered = launch.unordered_backward
-    return Backend("sm90", launch.why_not, launch.forward, launch.backward, unordered, lambda rng: unordered)
+def _load(kind: str) -> Backend:
+    backend: Backend = import_module(BACKENDS[kind], __package__).BACKEND
+    return backend
 
 
 def check_device(device: torch.device) -> None:
@@ -76,4 +120,4 @@ def backend_for(device: torch.device) -> Backend:
         InputError: there is none.
     """
     check_device(device)
-    return _CPU if device.type == "cpu" else _gpu()
+    return _load(device.type)

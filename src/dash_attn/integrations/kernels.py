@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ..arguments import Packing, check_call
-from ..ops.autograd import Differentiable, Gradients
+from ..arguments import Asked, CheckedCall, Packing, check_call
+from ..backends.base import Gradients, Tensors
 from ..ops.operators import DENSE, VARLEN
 
 __all__ = ["Band", "run_backward", "run_forward"]
@@ -34,12 +34,12 @@ def run_forward(
     Raises:
         InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``.
     """
-    functions, arguments = _call(q, k, v, band, softmax_scale, cu_seqlens)
-    return functions.forward(q, k, v, *arguments)
+    call = _checked(q, k, v, band, softmax_scale, cu_seqlens)
+    return (DENSE if call.packing is None else VARLEN).forward(q, k, v, *call.rest)
 
 
 def run_backward(
-    saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    saved: Tensors | tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     band: Band,
     softmax_scale: float | None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
@@ -49,22 +49,17 @@ def run_backward(
     Raises:
         InputError: as :func:`run_forward`.
     """
-    functions, arguments = _call(*saved[1:4], band, softmax_scale, cu_seqlens)
-    return functions.backward(*saved, *arguments)
+    call = _checked(*saved[1:4], band, softmax_scale, cu_seqlens)
+    return (DENSE if call.packing is None else VARLEN).backward(*saved, *call.rest)
 
 
-def _call(
+def _checked(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     band: Band,
     softmax_scale: float | None,
     cu_seqlens: tuple[Tensor, Tensor] | None,
-) -> tuple[Differentiable, list[Any]]:
-    """The operators, and their arguments after the tensors."""
+) -> CheckedCall:
     packing = None if cu_seqlens is None else Packing(*cu_seqlens)
-    window = (band.left, band.right)
-    call = check_call(q, k, v, packing, band.causal, window, softmax_scale, "auto", True)
-    if call.packing is None:
-        return DENSE, [*call.options]
-    return VARLEN, [*call.packing[:2], *call.options, *call.packing[2:]]
+    return check_call(q, k, v, packing, Asked(band.causal, (band.left, band.right), softmax_scale))

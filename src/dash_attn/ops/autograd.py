@@ -7,69 +7,84 @@ torch.func need another form, and need it in place of the operator: see :func:`a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.base import Backend
-from ..schedule import Plan
+from ..backends.base import Gradients, Tensors
 
 __all__ = [
+    "Attending",
     "Differentiable",
-    "Gradients",
-    "apply_plan",
     "attend",
+    "call_directly",
     "with_gradients",
     "without_second_derivative",
 ]
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+class Attending(Protocol):
+    """A forward and its backward whose options are decided, such as :class:`dash_attn.ops.calls.Call`."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, tensors: Tensors) -> Gradients: ...
+
+
 class Differentiable(NamedTuple):
-    """A forward and its backward.
+    """A forward and its backward as operators.
 
     Attributes:
         forward: (q, k, v, *lengths, *options) to (out, lse).
         backward: (dout, q, k, v, out, lse, *lengths, *options) to (dq, dk, dv).
         lengths: how many tensors of lengths there are.
-        direct: where these are operators, the functions under them.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., Gradients]
     lengths: int
-    direct: Differentiable | None = None
 
 
-def attend(functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """The forward with autograd, as a public function calls it.
+def call_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a public function may call what is under the operators, which saves host time.
 
-    torch.compile must see the operator, and so must dispatch modes and subclasses of tensors. Where there
-    are none the functions under it are called at once, which saves the host a third of its time. A
-    transform of torch.func nests levels of autograd: ``Function.apply`` knows them all, where the autograd
-    of an operator would see the innermost one and silently cut the others.
+    torch.compile must see the operator, and so must dispatch modes, subclasses of tensors, and transforms of
+    torch.func.
     """
-    if torch.compiler.is_compiling():
-        return functions.forward(q, k, v, *rest)
-    if torch._C._are_functorch_transforms_active():
-        return _attended(_TransformedAttention, functions, q, k, v, rest)
-    plain = type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN
-    if functions.direct and plain and not torch._C._len_torch_dispatch_stack():
-        functions = functions.direct
-    return with_gradients(functions, q, k, v, *rest)
+    return (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def attend(call: Attending, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward with autograd, without operators."""
+    if _needs_grad(q, k, v):
+        out, lse = _Attention.apply(call, q, k, v)  # type: ignore[no-untyped-call]
+        return out, lse
+    return call.forward(q, k, v)
 
 
 def with_gradients(
     functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """The autograd of a forward operator."""
+    """The autograd of a forward operator.
+
+    A transform of torch.func nests levels of autograd: ``Function.apply`` knows them all, where the autograd
+    of an operator would see the innermost one and silently cut the others.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return _attended(_TransformedAttention, functions, q, k, v, rest)
     if _needs_grad(q, k, v):
-        return _attended(_Attention, functions, q, k, v, rest)
+        return _attended(_OperatorAttention, functions, q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return functions.forward(q, k, v, *rest)
 
@@ -82,20 +97,6 @@ def without_second_derivative(backward: Callable[..., Gradients], *arguments: An
         return backward(*arguments)
 
 
-def apply_plan(
-    backend: Backend, plan: Plan, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of checked arguments by one plan on one backend, with autograd and without operators."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return backend.forward(plan, q, k, v, softmax_scale)
-
-    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        return backend.backward(plan, dout, q, k, v, out, lse, softmax_scale)
-
-    return with_gradients(Differentiable(forward, backward, 0), q, k, v)
-
-
 def _needs_grad(*tensors: Tensor) -> bool:
     if forward_ad._current_level >= 0:
         return True  # the functions below have no forward derivative and say so
@@ -103,7 +104,12 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 def _attended(
-    form: type[_Attention], functions: Differentiable, q: Tensor, k: Tensor, v: Tensor, rest: tuple[Any, ...]
+    form: type[_OperatorAttention],
+    functions: Differentiable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rest: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
     lengths, options = rest[: functions.lengths], rest[functions.lengths :]
     out, lse = form.apply(functions, lengths, options, q, k, v)  # type: ignore[no-untyped-call]
@@ -113,12 +119,37 @@ def _attended(
 def _once(
     form: type[_Gradients], backward: Callable[..., Gradients], arguments: tuple[Any, ...]
 ) -> Gradients:
-    dq, dk, dv = form.apply(backward, *arguments)  # type: ignore[no-untyped-call]
-    return dq, dk, dv
+    return Gradients(*form.apply(backward, *arguments))  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd around a forward and a backward."""
+    """Autograd around a call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Attending, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.call = call
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = Tensors(dout, *ctx.saved_tensors)
+        if _needs_grad(*tensors):
+            grads = _once(_Gradients, lambda *six: ctx.call.backward(Tensors(*six)), tensors)
+        else:
+            grads = ctx.call.backward(tensors)
+        _, *needed = ctx.needs_input_grad
+        return None, *(grad if need else None for grad, need in zip(grads, needed))
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise RuntimeError("dash_attn.attention has no forward derivative")
+
+
+class _OperatorAttention(torch.autograd.Function):
+    """Autograd around a forward operator and its backward."""
 
     @staticmethod
     def forward(
@@ -173,7 +204,7 @@ def _no_vmap(*_: Any) -> None:
     raise RuntimeError("dash_attn.attention has no rule for torch.vmap; use its batch dimension")
 
 
-class _TransformedAttention(_Attention):
+class _TransformedAttention(_OperatorAttention):
     """The form that torch.func asks for. Its ``apply`` takes several times as long."""
 
     vmap = staticmethod(_no_vmap)

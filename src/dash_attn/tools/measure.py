@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..backends.base import Tensors, backend_for
 from ..backends.sm90 import launch
 from ..model import H200, H200_WORKERS, Timeline, simulate
 from ..model.roofline import CLOCK_GHZ
@@ -29,10 +30,11 @@ def simulated_and_measured(plan: Plan) -> tuple[Timeline, Timeline]:
     q, dout = random(seqlen_q, problem.heads), random(seqlen_q, problem.heads)
     k, v = random(seqlen_k, problem.kv_heads), random(seqlen_k, problem.kv_heads)
     scale = problem.head_dim**-0.5
-    out, lse = launch.forward(plan, q, k, v, scale)
+    out, lse = backend_for(q.device).prepare(problem, q.device, False).forward(q, k, v, scale)
+    tensors = Tensors(dout, q, k, v, out, lse)
     debug = launch.Debug(trace=True)
     for _ in range(3):  # the last one is warm
-        result = launch.run_backward(plan, dout, q, k, v, out, lse, scale, debug=debug)
+        result = launch.run_backward(plan, tensors, scale, debug=debug)
     assert result.trace is not None
     measured = measured_timeline(plan, result.trace.cpu().numpy(), CLOCK_GHZ)
     return simulate(plan, H200, H200_WORKERS), measured

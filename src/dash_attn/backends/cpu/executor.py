@@ -36,6 +36,7 @@ from ...problem import Problem
 from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
+from ..base import Gradients, Tensors
 from .tiles import TileMasks, TileRows, accumulator, check_packed, copy_tile, exact
 
 __all__ = ["backward", "dq_partials", "fold_partials", "forward"]
@@ -86,23 +87,18 @@ def forward(
 
 def backward(
     plan: Plan,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    tensors: Tensors,
     softmax_scale: float,
     *,
     workers: int | None = None,
     rng: random.Random | None = None,
     ordered: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv), dQ summed in the order of the plan's tickets.
+) -> Gradients:
+    """Gradients, dQ summed in the order of the plan's tickets.
 
     Args:
         plan: a verified plan.
-        dout, q, k, v, out, lse: in the layout of :func:`forward`; out and lse are what it returned.
+        tensors: in the layout of :func:`forward`; out and lse are what it returned.
         softmax_scale: factor on Q K^T.
         workers: resident workers, default ``plan.min_workers``; without order, one for each item.
         rng: picks a random legal interleaving of the workers instead of a fixed one.
@@ -121,7 +117,7 @@ def backward(
         workers = plan.min_workers if ordered else max(len(plan.items), 1)
     if ordered:
         check_workers(plan, workers)
-    state = _Backward(plan.problem, _Tensors(dout, q, k, v, out, lse), softmax_scale)
+    state = _Backward(plan.problem, tensors, softmax_scale)
     sums: dict[QTile, Tensor] = {}
     with exact():
         for task in task_order(plan, workers, rng, ordered=ordered):
@@ -130,17 +126,15 @@ def backward(
                 sums[tile].add_(partial)
             else:
                 sums[tile] = partial  # the first contribution is stored: dQ needs no zeroing
-        return state.dq(sums), *state.dk_dv()
+        return Gradients(state.dq(sums), *state.dk_dv())
 
 
-def dq_partials(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
-) -> dict[QTile, list[Tensor]]:
+def dq_partials(plan: Plan, tensors: Tensors, softmax_scale: float) -> dict[QTile, list[Tensor]]:
     """Every task's contribution to dQ, unscaled: for each (sequence, q head, q tile), in ticket order.
 
     Arguments as in :func:`backward`. :func:`fold_partials` turns such a list into a tile of dQ.
     """
-    state = _Backward(plan.problem, _Tensors(dout, q, k, v, out, lse), softmax_scale)
+    state = _Backward(plan.problem, tensors, softmax_scale)
     partials: dict[QTile, list[Tensor]] = {}
     with exact():
         for task in task_order(plan, plan.min_workers):
@@ -197,18 +191,6 @@ class _OnlineSoftmax:
 
 
 @dataclass(frozen=True)
-class _Tensors:
-    """Inputs of a backward, packed."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-
-@dataclass(frozen=True)
 class _QRows:
     """What tasks read of one q tile; lse and delta are columns."""
 
@@ -234,7 +216,7 @@ class _Item:
 class _Backward:
     """The arithmetic of the tasks. It adds what it is told in the order it is told."""
 
-    def __init__(self, problem: Problem, tensors: _Tensors, softmax_scale: float) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, softmax_scale: float) -> None:
         x = tensors
         check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
         if x.lse.shape != (problem.heads, x.q.shape[0]):

@@ -1,49 +1,69 @@
-"""What a plan keeps on a GPU, uploaded once: its table and, for packed tensors, where sequences begin."""
+"""What a plan keeps on a GPU, and how its launches are shaped by it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import PlanMismatchError
+from ...machine import CONVERSION_CYCLES, FEW_ROUNDS, ITEM_CYCLES, TASK_CYCLES
 from ...schedule.plan import Plan
 from ...schedule.table import to_table
-from .forward import PackedLengths
+from ..cuda.upload import Upload
+from .backward.config import CONTROL_WORDS, BackwardConfig
+from .tiles import tiles_of
 
 __all__ = ["OnDevice", "on_device"]
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of q, k and lse."""
 
 
 @dataclass(frozen=True, eq=False)
 class OnDevice:
-    """A plan on one device.
+    """A plan on one device. It does not keep the plan alive: the plan keeps it.
 
     Attributes:
-        table: the plan table, int32.
-        lengths: what the forward of packed tensors needs.
-        stream: the CUDA stream that its memory belongs to.
+        upload: the plan table, int32.
+        shapes: shapes of the tensors by rank; none of rank 4 where sequences are not equally long.
+        dtype: of the tensors.
+        heads: q heads.
         q_tiles, kv_tiles: tiles of one head, over all sequences.
         tickets: most contributions that a dQ tile can get, at least 1.
-        group_sums: items that leave sums of dK and dV of their head group.
-        complete_q_tiles: those of ``q_tiles`` that get contributions.
+        group_sums: items that leave sums of dK and dV, to be added by head groups.
+        complete_tiles: dQ tiles of all heads that get contributions.
         items, min_workers: of the plan.
         converting: share of the work that is converting dQ tiles.
     """
 
-    table: Tensor
-    lengths: PackedLengths
-    stream: int
+    upload: Upload | None
+    shapes: dict[int, Shapes]
+    dtype: torch.dtype
+    heads: int
     q_tiles: int
     kv_tiles: int
     tickets: int
     group_sums: int
-    complete_q_tiles: int
+    complete_tiles: int
     items: int
     min_workers: int
     converting: float
+
+    @property
+    def table(self) -> Tensor:
+        """The plan table, for work that is next on the current stream."""
+        assert self.upload is not None
+        return self.upload.use()[0]
+
+    def workspace(self, config: BackwardConfig) -> list[int]:
+        """fp32 words of lse2, delta, dq, group sums and control, each a multiple of 128 bytes."""
+        tiles = self.heads * self.q_tiles
+        rows, sums = tiles * config.tile_m, self.group_sums * 2 * config.tile_n * config.head_dim
+        control = -(-(CONTROL_WORDS + 2 * tiles) // 32) * 32
+        return [rows, rows, tiles * config.dq_elements, max(sums, 32), control]
 
     def blocks(self, available: int) -> tuple[int, int]:
         """(blocks to launch on so many SMs, how many of them get items); the others convert dQ tiles from the
@@ -58,65 +78,65 @@ class OnDevice:
         return available, available - spare
 
 
-TASK, ITEM, CONVERSION = 3400, 6000, 900
-"""Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them, on an
-H200; the last from the number of converting blocks that was best (docs/experiments/finishing.md)."""
-
-FEW_ROUNDS = 12
-"""Up to so many items a block, converting blocks must not cost items of one length a round more; later blocks
-are no longer in step."""
-
-
 _RESIDENT: WeakKeyDictionary[Plan, dict[torch.device, OnDevice]] = WeakKeyDictionary()
-_CAPTURED: set[OnDevice] = set()
-"""What CUDA graphs read when they are replayed; never freed, for nobody says when a graph is gone."""
 
 
 def on_device(plan: Plan, device: torch.device) -> OnDevice:
-    """The plan on a device, for the current stream. It stays there as long as the plan lives.
+    """The plan on a device. It stays there as long as the plan lives.
 
     Raises:
+        PlanMismatchError: the plan's tiles are not those of the kernels, or its positions are not theirs.
         InputError: it is not there, and cannot be put there while a CUDA graph is captured.
     """
     places = _RESIDENT.setdefault(plan, {})
-    found, capturing = places.get(device), torch.cuda.is_current_stream_capturing()
+    found = places.get(device)
     if found is None:
-        if capturing:
-            raise InputError(f"{plan} is not on {device} yet: make the same call once before capturing it")
-        found = places[device] = _upload(plan, device)
-    if capturing:
-        _CAPTURED.add(found)
-    elif (stream := torch.cuda.current_stream(device)).cuda_stream != found.stream:
-        for x in (found.table, found.lengths.cu_seqlens_q, found.lengths.cu_seqlens_k):
-            x.record_stream(stream)
+        _check_tiles(plan)
+        found = places[device] = _place(plan, Upload(plan, [to_table(plan)], device))
     return found
 
 
-def _upload(plan: Plan, device: torch.device) -> OnDevice:
-    problem = plan.problem
-    lengths = np.array(problem.sequences, dtype=np.int64)
-    starts = np.concatenate([np.zeros((1, 2), np.int64), lengths.cumsum(0)]).T
-    stream = torch.cuda.current_stream(device)
-    table, cu_seqlens_q, cu_seqlens_k = (
-        torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device)
-        for x in (to_table(plan), *starts)
-    )
-    stream.synchronize()  # other streams may use it next
-    longest_q, longest_k = lengths.max(0).tolist()
-    grids = [problem.grids[pair] for pair in problem.sequences]
-    complete = sum(int((grid.contributions > 0).sum()) for grid in grids)
-    conversion = CONVERSION * problem.heads * complete
-    work = TASK * problem.tasks + ITEM * len(plan.items) + conversion
+def _place(plan: Plan, upload: Upload | None) -> OnDevice:
+    p, batch = plan.problem, plan.batch
+    complete = p.heads * int(batch.per_sequence(lambda pattern: pattern.grid.complete_q_tiles).sum())
+    conversion = CONVERSION_CYCLES * complete
+    work = TASK_CYCLES * p.tasks + ITEM_CYCLES * len(plan.items) + conversion
     return OnDevice(
-        table,
-        PackedLengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k),
-        stream.cuda_stream,
-        sum(grid.q_tiles for grid in grids),
-        sum(grid.kv_tiles for grid in grids),
-        max(1, *(grid.kv_tiles for grid in problem.grids.values())),
+        upload,
+        _shapes(plan),
+        getattr(torch, p.dtype),
+        p.heads,
+        int(batch.q_tiles.sum()),
+        int(batch.kv_tiles.sum()),
+        max(1, int(batch.kv_tiles.max())),
         int(plan.group_sum_first[-1]),
         complete,
         len(plan.items),
         plan.min_workers,
         conversion / max(1, work),
     )
+
+
+def _shapes(plan: Plan) -> dict[int, Shapes]:
+    p = plan.problem
+    total_q, total_k = (sum(side) for side in zip(*p.sequences))
+    q, k = (p.heads, p.head_dim), (p.kv_heads, p.head_dim)
+    found: dict[int, Shapes] = {3: ((total_q, *q), (total_k, *k), (p.heads, total_q))}
+    if len(p.tile_grids) == 1:
+        batch, (seqlen_q, seqlen_k) = len(p.sequences), p.sequences[0]
+        found[4] = ((batch, seqlen_q, *q), (batch, seqlen_k, *k), (batch, p.heads, seqlen_q))
+    return found
+
+
+def _check_tiles(plan: Plan) -> None:
+    p = plan.problem
+    kernel = tiles_of(p.head_dim)
+    if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
+        raise PlanMismatchError(
+            f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {p.head_dim} has "
+            f"{kernel.tile_m} x {kernel.tile_n}"
+        )
+    if p.q_starts is not None:
+        raise PlanMismatchError(
+            f"the plan aligns rows with columns {p.q_starts!r:.80}, the kernels align them bottom-right"
+        )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...api import plan_for
-from ...backends.sm90 import launch
+from ...backends.base import Tensors, backend_for
 from ...errors import InputError, UnavailableError, UnsupportedMaskError
 from ...peers.registry import PEERS, Backward, Inputs
 from ...schedule import Plan
@@ -133,18 +133,20 @@ def prepare(shape: Shape) -> tuple[Plan, Inputs]:
     Raises: see :func:`bench_shape`.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    if reason := launch.why_not(shape.problem, device, shape.packed):
+    backend = backend_for(device)
+    if reason := backend.why_not(shape.problem, device, shape.packed):
         raise InputError(f"{shape}: {reason}")
     (dout, q, k, v), bounds = _tensors(shape, device)
     plan, scale = _plan(shape, shape.policy, q, k, v, bounds), float(shape.head_dim) ** -0.5
-    out, lse = launch.forward(plan, q, k, v, scale)
+    out, lse = backend.prepare(shape.problem, device, shape.packed).forward(q, k, v, scale)
     return plan, Inputs(shape.problem, dout, q, k, v, out, lse, bounds, scale)
 
 
 def call_of(plan: Plan, x: Inputs, ordered: bool) -> Callable[[], Backward]:
     """Makes the backward of a plan, in its order or in none."""
-    function = launch.backward if ordered else launch.unordered_backward
-    call: Backward = partial(function, plan, x.dout, x.q, x.k, x.v, x.out, x.lse, x.scale)
+    prepared = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
+    tensors = Tensors(x.dout, x.q, x.k, x.v, x.out, x.lse)
+    call: Backward = partial(prepared.backward, plan, tensors, x.scale, ordered=ordered)
     return lambda: call
 
 

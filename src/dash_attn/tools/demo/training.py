@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...api import Backend, apply_plan
+from ...api import apply_plan
 from ...schedule import Plan
 from .gpt import GPT, batch_of, python_manual
 from .repeatable import optimizer_sha256, weights_sha256
@@ -29,7 +30,7 @@ class TrainingRun:
     """What one run left.
 
     Attributes:
-        losses: of every step, nats a byte.
+        losses: of every step, nats per byte.
         snapshots: step -> weights (every n-th of a large model), one flat vector on the CPU.
         sha256: of the last weights.
         optimizer_sha256: of the last state of the optimizer.
@@ -46,13 +47,18 @@ class TrainingRun:
 
 
 def train(
-    settings: DemoSettings, device: torch.device, plan: Plan, backend: Backend, bar: ProgressBar | None
+    settings: DemoSettings,
+    device: torch.device,
+    plan: Plan,
+    disorder: random.Random | None,
+    bar: ProgressBar | None,
 ) -> TrainingRun:
-    """Train from the seed; only ``backend`` differs between runs."""
+    """Train from the seed; with ``disorder``, dQ is summed in no fixed order."""
     shape, dtype = settings.shape, DTYPES[settings.dtype]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, _ = apply_plan(backend, plan, q.to(dtype), k.to(dtype), v.to(dtype), shape.head_dim**-0.5)
+        q16, k16, v16 = (x.to(dtype) for x in (q, k, v))
+        out, _ = apply_plan(plan, q16, k16, v16, shape.head_dim**-0.5, disorder=disorder)
         return out.to(q.dtype)
 
     start = time.perf_counter()
@@ -114,7 +120,7 @@ def _sample(model: nn.Module) -> Tensor:
 
 
 class _Clock:
-    """Tokens a second from the end of the warm-up (the first step, if runs are shorter) to the end."""
+    """Tokens per second from the end of the warm-up (the first step, if runs are shorter) to the end."""
 
     def __init__(self, settings: DemoSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device

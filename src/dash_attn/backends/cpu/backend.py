@@ -1,0 +1,68 @@
+"""The CPU backend: the executor, for dense and packed batches. A reference, not fast."""
+
+from __future__ import annotations
+
+import random
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import PlanMismatchError
+from ...problem import Problem, default_tiles
+from ...schedule import Plan
+from ..base import Backend, Gradients, Prepared, Tensors
+from . import executor
+
+__all__ = ["BACKEND"]
+
+
+class _Prepared(Prepared):
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        if q.ndim == 3:
+            return executor.forward(self.problem, q, k, v, softmax_scale)
+        batch, seqlen_q, heads, _ = q.shape
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        out, lse = executor.forward(self.problem, rows[0], rows[1], rows[2], softmax_scale)
+        # Not a view, so that a caller may write to it where autograd is on.
+        whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
+        return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
+
+    def backward(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        softmax_scale: float,
+        *,
+        ordered: bool = True,
+        disorder: random.Random | None = None,
+    ) -> Gradients:
+        """See :meth:`Prepared.backward`. Giving up the order gains nothing here: only ``disorder`` does."""
+        if plan.problem != self.problem:
+            raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
+        q, k = tensors.q, tensors.k
+        if q.ndim == 4:
+            dout, _, _, v, out, lse = tensors
+            rows = Tensors(dout, q, k, v, out, lse.transpose(0, 1))
+            tensors = Tensors(*(x.flatten(0, 1) for x in rows[:-1]), rows.lse.flatten(1))
+        dq, dk, dv = executor.backward(plan, tensors, softmax_scale, rng=disorder, ordered=disorder is None)
+        return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape))
+
+
+class _CPU(Backend):
+    name: ClassVar[str] = "cpu"
+
+    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+        return ""
+
+    def tiles(self, head_dim: int) -> tuple[int, int]:
+        return default_tiles(head_dim)
+
+    def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
+        return _Prepared(problem)
+
+
+BACKEND = _CPU()

@@ -1,0 +1,97 @@
+"""The Hopper backend: what it covers, and its prepared calls."""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import cache
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import InputError
+from ...problem import Problem
+from ...schedule import Plan
+from ..base import Backend, Gradients, Prepared, Tensors
+from ..cuda.upload import Upload
+from .forward import PackedLengths, forward, why_no_forward
+from .launch import DTYPES, Debug, run_backward
+from .tiles import TILES, tiles_of
+
+__all__ = ["BACKEND"]
+
+
+class _Prepared(Prepared):
+    def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
+        self.problem, self.device, self.packed = problem, device, packed
+        self._lengths: Upload | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        if not q.numel() or not k.numel():
+            *batch, rows, heads, _ = q.shape
+            lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
+            return torch.zeros_like(q), lse
+        lengths = self._packed_lengths() if self.packed else None
+        return forward(self.problem, q, k, v, softmax_scale, lengths)
+
+    def _packed_lengths(self) -> PackedLengths:
+        lengths = np.array(self.problem.sequences, dtype=np.int64)
+        if self._lengths is None:
+            starts = np.zeros((2, len(lengths) + 1), dtype=np.int64)
+            np.cumsum(lengths.T, axis=1, out=starts[:, 1:])
+            self._lengths = Upload("where the sequences begin", list(starts), self.device)
+        longest_q, longest_k = lengths.max(0).tolist()
+        cu_seqlens_q, cu_seqlens_k = self._lengths.use()
+        return PackedLengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+
+    def backward(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        softmax_scale: float,
+        *,
+        ordered: bool = True,
+        disorder: random.Random | None = None,
+    ) -> Gradients:
+        in_order = ordered and disorder is None
+        result = run_backward(plan, tensors, softmax_scale, ordered=in_order, debug=_debug())
+        return Gradients(result.dq, result.dk, result.dv)
+
+
+@cache
+def _debug() -> Debug | None:
+    """What ``DASH_ATTN_DEBUG`` asks for: "bounded" ends a wait that lasts with an error that names it.
+
+    Raises:
+        InputError: it asks for something else.
+    """
+    asked = [word for word in os.environ.get("DASH_ATTN_DEBUG", "").split(",") if word]
+    if unknown := [word for word in asked if word != "bounded"]:
+        raise InputError(f"DASH_ATTN_DEBUG={','.join(asked)}: unknown {unknown[0]!r}; known: bounded")
+    return Debug(bounded=True) if asked else None
+
+
+class _SM90(Backend):
+    name: ClassVar[str] = "sm90"
+
+    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) != (9, 0):
+            return f"{device} is sm_{major}{minor}; the kernels are for Hopper, sm_90"
+        if problem.dtype not in DTYPES:
+            return f"dtype {problem.dtype} is not supported on a GPU; supported: {', '.join(DTYPES)}"
+        if (problem.head_dim, problem.head_dim) not in TILES:
+            known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
+            return f"head_dim {problem.head_dim} is not supported on a GPU; supported: {known}"
+        return why_no_forward(problem, packed)
+
+    def tiles(self, head_dim: int) -> tuple[int, int]:
+        return tiles_of(head_dim)[:2]
+
+    def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
+        return _Prepared(problem, device, packed)
+
+
+BACKEND = _SM90()

@@ -1,0 +1,171 @@
+"""From a call's shapes to everything that they decide: the checked problem, its backend and its plan.
+
+A :class:`Call` is found by one look-up in the forward and kept for the backward. Making one costs little: the
+plan is made when a gradient is asked for, for the forward has none.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Gradients, Prepared, Tensors, backend_for
+from ..errors import InputError, ProblemError
+from ..problem import DTYPES, Problem
+from ..schedule import Plan, build_plan, choose_policy
+from ..spec import AttentionSpec
+from .lengths import Lengths, host_lengths
+from .policies import forget_with, schedule_named
+
+__all__ = ["DTYPE_NAMES", "Call", "Packing", "dense_call", "packed_call"]
+
+_CALLS = 64
+"""Calls kept for reuse; a model uses one for each of its attention shapes."""
+
+DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
+
+Packing = tuple[Tensor, Tensor, int, int]
+"""cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of a packed batch; -1: not given."""
+
+
+class Call:
+    """What shapes, dtypes, device and spec decide.
+
+    Attributes:
+        spec: what is asked.
+        problem: the shapes, checked.
+        prepared: the problem on its backend.
+    """
+
+    def __init__(self, spec: AttentionSpec, problem: Problem, device: torch.device, packed: bool) -> None:
+        backend = backend_for(device)
+        if reason := backend.why_not(problem, device, packed):
+            raise InputError(reason)
+        self.spec, self.problem, self.device = spec, problem, device
+        self.prepared: Prepared = backend.prepare(problem, device, packed)
+        self._plan: Plan | None = None
+        if spec.policy != "auto":
+            _ = self.plan  # a policy that does not cover the mask is an error of the forward
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, made when it is first asked for.
+
+        Raises:
+            UnsupportedMaskError: the policy does not cover the mask.
+        """
+        if self._plan is None:
+            self._plan = _plan(self.problem, self.spec.policy)
+        return self._plan
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        with _on(self.device):
+            return self.prepared.forward(q, k, v, self.spec.softmax_scale)
+
+    def backward(self, tensors: Tensors) -> Gradients:
+        """The gradients; in the plan's order unless the spec and the process permit others."""
+        ordered = self.spec.ordered or _order_is_required()
+        with _on(self.device):
+            return self.prepared.backward(self.plan, tensors, self.spec.softmax_scale, ordered=ordered)
+
+
+def _on(device: torch.device) -> Any:
+    """The tensors' GPU as the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
+
+
+_NOTHING = nullcontext()
+
+
+def _order_is_required() -> bool:
+    """Whether this process forbids what ``deterministic=False`` would allow."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        or os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        or os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1"
+    )
+
+
+def dense_call(q: Tensor, k: Tensor, spec: AttentionSpec) -> Call:
+    """The call of dense tensors, (batch, seqlen, heads, head_dim).
+
+    Raises:
+        InputError: the device's backend does not cover it, or a size is out of range.
+        UnsupportedMaskError: the policy does not cover the mask.
+    """
+    return _dense(q.shape, k.shape, q.dtype, q.device, spec)
+
+
+@lru_cache(_CALLS)
+def _dense(
+    shape_q: torch.Size, shape_k: torch.Size, dtype: torch.dtype, device: torch.device, spec: AttentionSpec
+) -> Call:
+    batch, seqlen_q, heads, head_dim = shape_q
+    problem = _problem(((seqlen_q, shape_k[1]),) * batch, (heads, shape_k[2], head_dim), dtype, spec)
+    return Call(spec, problem, device, packed=False)
+
+
+def packed_call(q: Tensor, k: Tensor, packing: Packing, spec: AttentionSpec, *, check: bool = True) -> Call:
+    """The call of packed tensors, (total, heads, head_dim). ``check``: see :func:`host_lengths`.
+
+    Raises:
+        InputError: the lengths do not fit the tensors, or are longer than the caller says.
+    """
+    bounds_q, bounds_k, longest_q, longest_k = packing
+    lengths_q = lengths_k = _lengths("q", q, bounds_q, longest_q, check)
+    if bounds_k is not bounds_q or longest_k != longest_q or len(k) != len(q):
+        lengths_k = _lengths("k", k, bounds_k, longest_k, check and bounds_k is not bounds_q)
+    sizes = (q.shape[1], k.shape[1], q.shape[2])
+    return _packed(lengths_q.seqlens, lengths_k.seqlens, sizes, q.dtype, q.device, spec)
+
+
+@lru_cache(_CALLS)
+def _packed(
+    seqlens_q: tuple[int, ...],
+    seqlens_k: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: AttentionSpec,
+) -> Call:
+    problem = _problem(tuple(zip(seqlens_q, seqlens_k)), sizes, dtype, spec)
+    return Call(spec, problem, device, packed=True)
+
+
+def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, check: bool) -> Lengths:
+    lengths = host_lengths(f"cu_seqlens_{side}", cu_seqlens, check=check)
+    if lengths.total != x.shape[0]:
+        raise InputError(f"cu_seqlens_{side} ends at {lengths.total}, {side} has {x.shape[0]} rows")
+    if 0 <= max_seqlen < lengths.longest:
+        raise InputError(f"max_seqlen_{side} is {max_seqlen}, the longest sequence has {lengths.longest}")
+    return lengths
+
+
+def _problem(
+    sequences: tuple[tuple[int, int], ...],
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    spec: AttentionSpec,
+) -> Problem:
+    """``sizes``: q heads, kv heads, head dim."""
+    try:
+        return Problem(sequences, *sizes, spec.mask, DTYPE_NAMES[dtype])
+    except ProblemError as error:
+        raise InputError(str(error)) from error
+
+
+@lru_cache(_CALLS)
+def _plan(problem: Problem, policy: str) -> Plan:
+    return build_plan(problem, choose_policy(problem) if policy == "auto" else schedule_named(policy))
+
+
+for _cache in (_dense, _packed, _plan):
+    forget_with(_cache.cache_clear)

@@ -1,0 +1,48 @@
+"""What is asked of attention besides the tensors: one value, made once from any caller's convention.
+
+Operators carry its fields one by one, in the order in which they stand here: schemas, option lists and caches
+are derived from them, so a new feature is a new field with a default.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, get_type_hints
+
+from .problem import Mask
+
+__all__ = ["AttentionSpec"]
+
+
+class AttentionSpec(NamedTuple):
+    """A checked request.
+
+    Attributes:
+        softmax_scale: factor on Q K^T.
+        left, right: columns that a row sees before and after its own position, -1: all.
+        policy: "auto", or the name of a schedule (:class:`dash_attn.schedule.Schedule`).
+        ordered: False permits sums of dQ in no fixed order.
+
+    >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()
+    ('causal', 'float softmax_scale, int left, int right, str policy, bool ordered')
+    """
+
+    softmax_scale: float
+    left: int = -1
+    right: int = -1
+    policy: str = "auto"
+    ordered: bool = True
+
+    @property
+    def mask(self) -> Mask:
+        """The mask, aligned bottom-right."""
+        return _mask(self.left, self.right)
+
+    @classmethod
+    def schema(cls) -> str:
+        """The fields as an operator's arguments."""
+        kinds = get_type_hints(cls)
+        return ", ".join(f"{kinds[name].__name__} {name}" for name in cls._fields)
+
+
+_mask = lru_cache(1024)(Mask.of_sides)
