@@ -3,26 +3,31 @@
 The inputs come from integer arithmetic, so that they are the same bytes with every version of everything.
 They are no attention that ever ran (out and lse are invented): the backward is a function of its inputs.
 
-Changing the file: a hash may change only together with ``NUMERICS_VERSION`` (schedule/plan.py), which
+Changing the file: a hash may change only together with ``NUMERICS_VERSION`` (schedule/constants.py), which
 changes every fingerprint, and an entry "changes bits" in CHANGELOG.md. On a Hopper GPU,
-``DASH_ATTN_WRITE_GOLDEN=tests/golden-sm_90a.json pytest tests/gpu/test_gpu_golden.py`` writes it.
+``DASH_ATTN_WRITE_GOLDEN=tests/golden-sm_90a.json pytest tests/gpu/test_gpu_golden.py`` writes what is
+missing: cases without hashes, and cases whose fingerprint is another one. It leaves all others as they are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import Descending, Plan, Shift, build_plan, policy_by_name
+from dash_attn.schedule import Descending, Plan, Shift, build_plan, choose_policy, policy_by_name
 
 GOLDEN = Path(__file__).parent / "golden-sm_90a.json"
 
 _RAGGED = [1, 700, 0, 64, 129, 1000]
 
 
+@cache
 def golden_plans() -> dict[str, Plan]:
     """The plans of all cases by name."""
     full, causal, window = Mask.full(), Mask.causal(), Mask.window(200, 50)
@@ -41,7 +46,64 @@ def golden_plans() -> dict[str, Plan]:
     for policy in ("fa3", "spt", "symmetric_shift"):
         square = Problem.dense(heads=2, seqlen=1024, head_dim=128, mask=causal)
         plans[f"d128-causal-{policy}"] = build_plan(square, policy_by_name(policy))
-    return plans
+    return plans | {name: build_plan(p, *choose_policy(p)) for name, p in auto_problems().items()}
+
+
+def auto_problems(times: int = 1) -> dict[str, Problem]:
+    """Problems by name that show what ``policy="auto"`` runs: ``cpu/test_golden.py`` says what of it.
+
+    They are as small as that allows: full rings of 16 with every stride, long sequences under a causal mask,
+    and kv heads whose q heads are dealt to several head groups.
+
+    Args:
+        times: so many times the heads, for tests whose workers should get in each other's way.
+    """
+    full, causal = Mask.full(), Mask.causal()
+    problems = {
+        "auto-d64-full-stride2": Problem.dense(batch=2, seqlen=4000, head_dim=64, mask=full),
+        "auto-d64-full-stride3": Problem.dense(seqlen=6100, head_dim=64, mask=full),
+        "auto-d64-full-stride4": Problem.dense(seqlen=8192, head_dim=64, mask=full, dtype="float16"),
+        "auto-d128-full-stride2": Problem.dense(seqlen_q=2048, seqlen_k=4000, mask=full),
+        "auto-d128-full-stride3": Problem.dense(seqlen=3050, mask=full, dtype="float16"),
+        "auto-d128-full-stride4": Problem.dense(seqlen=4050, mask=full),
+        "auto-d128-full-few-queries": Problem.dense(heads=2, seqlen_q=300, seqlen_k=2000, mask=full),
+        "auto-d128-full-varlen": Problem.varlen([2048, 1, 3050, 300], heads=1, mask=full),
+        "auto-d128-causal-6144": Problem.dense(seqlen=6144, mask=causal),
+        "auto-d128-causal-more-keys": Problem.dense(seqlen_q=700, seqlen_k=6300, mask=causal),
+        "auto-d128-causal-varlen": Problem.varlen([700, 6200, 64], heads=1, mask=causal),
+        "auto-d64-full-gqa": Problem.dense(heads=8, kv_heads=2, seqlen=2100, head_dim=64, mask=full),
+        "auto-d128-full-mqa": Problem.dense(heads=8, kv_heads=1, seqlen_q=1000, seqlen_k=2000, mask=full),
+        "auto-d128-full-mqa-long": Problem.dense(
+            heads=8, kv_heads=1, seqlen_q=4050, seqlen_k=2100, mask=full
+        ),
+        "auto-d64-causal-mqa": Problem.dense(heads=8, kv_heads=1, seqlen=1500, head_dim=64, mask=causal),
+        "auto-d128-causal-gqa": Problem.dense(heads=16, kv_heads=2, seqlen=700, mask=causal),
+    }
+    return {
+        name: replace(p, heads=times * p.heads, kv_heads=times * p.kv_heads) for name, p in problems.items()
+    }
+
+
+HASHED = ("dq", "dk", "dv")
+
+
+def completed(
+    known: dict[str, dict[str, str]], hashes: Callable[[Plan], dict[str, str]]
+) -> dict[str, dict[str, str]]:
+    """What the file should hold: entries of today's numerics as they are, and hashes of all other cases.
+
+    A hash of a known fingerprint is never replaced: it is what the kernels promised.
+
+    Args:
+        known: what it holds.
+        hashes: the entry of a plan: its fingerprint, and SHA-256 of dq, dk and dv.
+    """
+    found = {}
+    for name, plan in golden_plans().items():
+        entry = known.get(name, {})
+        kept = entry.get("fingerprint") == plan.fingerprint and all(grad in entry for grad in HASHED)
+        found[name] = entry if kept else hashes(plan)
+    return found
 
 
 def golden_inputs(plan: Plan) -> list[Tensor]:
@@ -59,7 +121,7 @@ def golden_inputs(plan: Plan) -> list[Tensor]:
 
 def _noise(size: tuple[int, ...], seed: int) -> Tensor:
     """Values in [-1.5, 1.5) in steps of 2**-10 * 3, from a linear congruence."""
-    index = torch.arange(torch.Size(size).numel(), dtype=torch.int64) + 7919 * seed
-    hashed = (index * 2654435761 + 12345) % 2**32
-    hashed = (hashed ^ (hashed >> 15)) * 2246822519 % 2**32
+    index = torch.arange(torch.Size(size).numel(), dtype=torch.int64).add_(7919 * seed)
+    hashed = index.mul_(2654435761).add_(12345).bitwise_and_(2**32 - 1)
+    hashed = (hashed >> 15).bitwise_xor_(hashed).mul_(2246822519).bitwise_and_(2**32 - 1)
     return ((hashed >> 22).float() * 3 / 2**10 - 1.5).view(size)

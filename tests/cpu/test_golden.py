@@ -4,20 +4,126 @@ from __future__ import annotations
 
 import json
 
-from golden_cases import GOLDEN, golden_inputs, golden_plans
+import pytest
+import torch
+
+from dash_attn.schedule import Plan
+from golden_cases import GOLDEN, HASHED, auto_problems, completed, golden_inputs, golden_plans
+
+torch.set_num_threads(1)
+
+KNOWN = json.loads(GOLDEN.read_text())
+AUTO = {name: plan for name, plan in golden_plans().items() if name in auto_problems()}
 
 
 def test_fingerprints_are_the_golden_ones() -> None:
-    golden = json.loads(GOLDEN.read_text())
     assert {name: plan.fingerprint for name, plan in golden_plans().items()} == {
-        name: case["fingerprint"] for name, case in golden.items()
+        name: case["fingerprint"] for name, case in KNOWN.items()
     }
 
 
-def test_inputs_fit_their_problems() -> None:
-    for plan in golden_plans().values():
-        dout, q, k, v, out, lse = golden_inputs(plan)
-        assert dout.shape == q.shape == out.shape
-        assert k.shape == v.shape
-        assert lse.numel() * plan.problem.head_dim == q.numel()
-        assert 0.5 < q.float().std() < 1.2
+@pytest.mark.parametrize("name", golden_plans())
+def test_a_case_has_hashes(name: str) -> None:
+    """``DASH_ATTN_WRITE_GOLDEN`` writes those that are missing, on a Hopper GPU."""
+    assert [grad for grad in HASHED if len(KNOWN[name].get(grad, "")) != 64] == []
+
+
+@pytest.mark.parametrize("name", golden_plans())
+def test_inputs_fit_their_problem(name: str) -> None:
+    plan = golden_plans()[name]
+    dout, q, k, v, out, lse = golden_inputs(plan)
+    assert dout.shape == q.shape == out.shape
+    assert k.shape == v.shape
+    assert lse.numel() * plan.problem.head_dim == q.numel()
+    assert 0.5 < q.float().std() < 1.2
+
+
+# What "auto" runs is among the cases
+
+
+def stride(plan: Plan) -> int:
+    """q tiles between the first two members of the first ring."""
+    first, second = (plan.pattern(0).runs_of(kv_tile)[0].q_first for kv_tile in (0, 1))
+    return second - first
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rings_of_16_with_every_stride(head_dim: int) -> None:
+    rings = [p for p in AUTO.values() if p.problem.mask.is_full and p.problem.head_dim == head_dim]
+    assert {stride(plan) for plan in rings if plan.min_workers == 16} == {2, 3, 4}
+    assert any(plan.min_workers < 16 for plan in rings), "no ring is shortened by its stride"
+
+
+def test_every_full_case_has_several_rings() -> None:
+    """So that contributions to a dQ tile come in another order where nothing orders them."""
+    for name, plan in AUTO.items():
+        if plan.problem.mask.is_full:
+            assert max(grid.kv_tiles for grid in plan.problem.grids.values()) > plan.min_workers, name
+
+
+def test_long_sequences_under_a_causal_mask() -> None:
+    """From 6,144 keys on items go downwards, below upwards: alone, with fewer queries, and side by side."""
+
+    def directions(plan: Plan) -> set[int]:
+        return {
+            pattern.runs_of(0)[0].q_step for pattern in plan.patterns.values() if pattern.grid.q_tiles > 1
+        }
+
+    long = {
+        name: directions(plan)
+        for name, plan in AUTO.items()
+        if plan.problem.mask.is_causal and plan.problem.group == 1 and plan.problem.head_dim == 128
+    }
+    assert long["auto-d128-causal-6144"] == long["auto-d128-causal-more-keys"] == {-1}
+    assert long["auto-d128-causal-varlen"] == {-1, 1}
+    assert AUTO["auto-d128-causal-6144"].problem.sequences == ((6144, 6144),)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_head_groups(mask: str, head_dim: int) -> None:
+    """q heads of a kv head are dealt to several head groups, of several heads or of one each."""
+    found = [
+        (plan.pattern(0).head_groups, plan.problem.group)
+        for plan in AUTO.values()
+        if (plan.problem.mask.name, plan.problem.head_dim) == (mask, head_dim) and plan.problem.group > 1
+    ]
+    assert any(1 < groups < group for groups, group in found)
+    if (mask, head_dim) == ("full", 128):
+        assert any(groups == group for groups, group in found)
+
+
+def test_more_heads_leave_the_numerics_alone() -> None:
+    for name, problem in auto_problems(times=3).items():
+        assert problem.heads == 3 * AUTO[name].problem.heads
+        assert (problem.group, problem.grids.keys()) == (
+            AUTO[name].problem.group,
+            AUTO[name].problem.grids.keys(),
+        )
+
+
+# Writing the file
+
+
+def hashes(plan: Plan) -> dict[str, str]:
+    return {"fingerprint": plan.fingerprint} | dict.fromkeys(HASHED, "new")
+
+
+def test_known_hashes_are_never_replaced() -> None:
+    whole = {
+        name: {"fingerprint": plan.fingerprint} | dict.fromkeys(HASHED, "old")
+        for name, plan in golden_plans().items()
+    }
+    assert completed(whole, hashes) == whole
+
+
+def test_what_is_missing_and_what_has_other_numerics_is_written() -> None:
+    other, partly, missing, *rest = golden_plans()
+    known = completed({}, lambda plan: hashes(plan) | dict.fromkeys(HASHED, "old"))
+    known[other] = known[other] | {"fingerprint": "of an older version"}
+    del known[partly]["dk"], known[missing]
+    known["no case any more"] = {"fingerprint": "of nothing"}
+    found = completed(known, hashes)
+    assert [found[name]["dq"] for name in (other, partly, missing)] == ["new"] * 3
+    assert {found[name]["dq"] for name in rest} == {"old"}
+    assert list(found) == list(golden_plans())
