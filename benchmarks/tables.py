@@ -13,6 +13,7 @@ from functools import partial
 from itertools import combinations
 
 from documents import Value, document, read, table_of
+from evidence import COUNTS, count_values, litmus_values, soak_values
 from ranking import plan_of
 from summary import Row
 from throughput import grid_rows, throughput_values
@@ -207,6 +208,9 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}demo.json": demo_values(),
         f"{folder}traces.json": trace_values(),
         f"{folder}ranking.json": ranking_values(),
+        f"{folder}litmus.json": litmus_values(),
+        f"{folder}soak.json": soak_values(),
+        COUNTS: count_values(),
         "dash_attn.model.roofline": iter([("units", unit_table), ("shared-memory", shared_table)]),
     }
     for source, values in of_source.items():

@@ -32,7 +32,7 @@ def test_pages_quote_what_was_measured(page: Path, quoted: ModuleType) -> None:
     assert quoted.stale(page.read_text()) == [], "python benchmarks/figures.py writes them anew"
 
 
-@pytest.mark.parametrize("name", ["performance", "measurements", "roofline"])
+@pytest.mark.parametrize("name", ["performance", "measurements", "roofline", "reliability"])
 def test_pages_of_figures_quote_some(name: str, quoted: ModuleType) -> None:
     assert len(list(quoted.quotes((ROOT / "docs" / f"{name}.md").read_text()))) >= 4
 
@@ -75,7 +75,10 @@ def test_markers_that_say_nothing_raise(quoted: ModuleType) -> None:
 def test_every_value_can_be_computed(quoted: ModuleType) -> None:
     values = import_module("tables").VALUES
     assert all(value() for value in values.values())
-    assert {source for source, _ in values if not source.endswith(".json")} == {"dash_attn.model.roofline"}
+    assert {source for source, _ in values if not source.endswith(".json")} == {
+        "dash_attn.model.roofline",
+        "tests/cpu/counts.py",
+    }
 
 
 def anchors(page: Path) -> set[str]:
@@ -105,6 +108,15 @@ def test_the_contract_names_tests_that_exist() -> None:
     for file, test in named:
         assert not file or file in files, file
         assert not test or any(f"def {test}" in text for text in files.values()), test
+
+
+def test_the_page_on_reliability_names_files_and_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", (ROOT / "docs/reliability.md").read_text())
+    assert len(named) > 40
+    for file, test in named:
+        path = next((path for top in ("", "src/dash_attn") if (path := ROOT / top / file).is_file()), None)
+        assert path is not None, file
+        assert f"def {test}" in path.read_text(), (file, test)
 
 
 def test_the_glossary_names_files_that_exist() -> None:

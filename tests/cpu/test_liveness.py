@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import counts
 import numpy as np
 import pytest
 from machine import (
@@ -130,8 +131,8 @@ def test_every_order_of_events_of_small_plans() -> None:
             for slots in (1, 2, 8):
                 assert deadlock_is_possible(items, workers, slots) == expected, (plan, workers, slots)
             searched, deadlocks = searched + 1, deadlocks + expected
-    assert len(SMALL) > 400
-    assert searched > 700
+    assert len(SMALL) >= counts.SMALL_PLANS
+    assert searched >= counts.SMALL_PAIRS
     assert deadlocks > 100
 
 
@@ -142,7 +143,7 @@ def test_every_small_plan_has_its_counter_example() -> None:
             counter_example(plan)
             assert refuses(plan, plan.min_workers - 1)
             found += 1
-    assert found > 100
+    assert found >= counts.DEPENDENT_SMALL_PLANS
 
 
 def test_where_a_machine_stops_does_not_depend_on_the_order() -> None:
@@ -173,23 +174,25 @@ def larger_plans(seed: int, problems: int, most_tasks: int) -> Iterator[Plan]:
             yield from placements(named_plan(problem, rng), rng)
 
 
-@pytest.mark.parametrize("chunk", range(2))
+@pytest.mark.parametrize("chunk", range(counts.LARGER_CHUNKS))
 def test_larger_plans_with_every_number_of_workers(chunk: int) -> None:
-    """From ``min_workers`` to one worker an item, all tasks run."""
-    runs = 0
-    for plan in larger_plans(1000 + chunk, problems=25, most_tasks=150):
+    """From ``min_workers`` to one worker per item, all tasks run."""
+    runs = plans = 0
+    for plan in larger_plans(1000 + chunk, counts.EVERY_WORKER_PROBLEMS, most_tasks=150):
+        plans += 1
         items = contributions(plan)
         for workers in range(plan.min_workers, len(items) + 1):
             assert run(items, workers)[0].finished, (plan, workers)
             runs += 1
-    assert runs > 1000
+    assert plans == counts.PLACEMENTS_TRIED * counts.EVERY_WORKER_PROBLEMS
+    assert runs >= counts.EVERY_WORKER_PAIRS
 
 
-@pytest.mark.parametrize("chunk", range(2))
+@pytest.mark.parametrize("chunk", range(counts.LARGER_CHUNKS))
 def test_larger_plans_have_their_counter_example(chunk: int) -> None:
     """With ``min_workers - 1`` workers there is a deadlock, and with ``min_workers`` none."""
     found, most = 0, 0
-    for plan in larger_plans(2000 + chunk, problems=75, most_tasks=1000):
+    for plan in larger_plans(2000 + chunk, counts.COUNTER_PROBLEMS, most_tasks=1000):
         assert run(contributions(plan), plan.min_workers)[0].finished
         if plan.min_workers > 1:
             counter_example(plan)
@@ -217,12 +220,14 @@ def test_needs_is_the_last_item_that_an_item_depends_on() -> None:
     assert dependent > 300
 
 
-@pytest.mark.parametrize("slots", [1, 8])
-def test_claiming_ahead_behind_what_an_item_depends_on_is_safe(slots: int) -> None:
-    """Every order of events, from one worker to one an item: however early a worker claims, a deadlock is
-    possible exactly below ``min_workers``, as without claims ahead."""
+def explore_claims_ahead(plans: list[Plan], slots: int) -> tuple[int, int]:
+    """Every order of events, from one worker to one per item: however early a worker claims, a deadlock is
+    possible exactly below ``min_workers``, as without claims ahead.
+
+    Returns how many pairs of a plan and a number of workers were searched, and how many of them deadlock.
+    """
     searched = deadlocks = 0
-    for plan in SMALL:
+    for plan in plans:
         items, needs = contributions(plan), needs_of(plan)
         # Short items make several of them the same machine.
         machines = {tuple(left_at_claim(len(i), ahead) for i in items): ahead for ahead in (1, 3, AT_ONCE)}
@@ -232,7 +237,24 @@ def test_claiming_ahead_behind_what_an_item_depends_on_is_safe(slots: int) -> No
                 found = deadlock_is_possible(items, workers, slots, ahead, needs)
                 assert found == expected, (plan, workers, ahead)
             searched, deadlocks = searched + 1, deadlocks + expected
-    assert searched > 1400
+    return searched, deadlocks
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_claiming_ahead_behind_what_an_item_depends_on_is_safe(slots: int) -> None:
+    """The smallest plans, and one in eight of the others."""
+    smallest = [plan for plan in SMALL if plan.problem.tasks <= 5]
+    others = [plan for plan in SMALL if plan.problem.tasks > 5][::8]
+    searched, deadlocks = explore_claims_ahead(smallest + others, slots)
+    assert searched > 400
+    assert deadlocks > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 8])
+def test_claiming_ahead_is_safe_in_all_small_plans(slots: int) -> None:
+    searched, deadlocks = explore_claims_ahead(SMALL, slots)
+    assert searched >= counts.AHEAD_PAIRS
     assert deadlocks > 300
 
 
@@ -246,8 +268,8 @@ def test_claiming_ahead_without_looking_can_deadlock() -> None:
         for ahead in found:
             found[ahead] += deadlock_is_possible(items, plan.min_workers, 8, ahead)
             too_early[ahead] += deadlock_is_possible(items, plan.min_workers, 8, ahead, less)
-    assert 50 < found[1] <= found[3] < found[AT_ONCE] == len(dependent)
-    assert 50 < too_early[1] <= too_early[3] < too_early[AT_ONCE] == len(dependent)
+    for deadlocks in (found, too_early):
+        assert counts.UNSAFE_ONE_AHEAD <= deadlocks[1] <= deadlocks[3] < deadlocks[AT_ONCE] == len(dependent)
 
 
 def test_more_workers_do_not_help_who_claims_without_looking() -> None:
@@ -272,13 +294,16 @@ def test_claims_ahead_take_items_from_others() -> None:
     assert ends == {True, False}
 
 
-@pytest.mark.parametrize("chunk", range(2))
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(at, marks=[pytest.mark.slow] if at else []) for at in range(counts.LARGER_CHUNKS)],
+)
 def test_larger_plans_with_items_claimed_ahead(chunk: int) -> None:
     """A sample: orders in which each worker goes as far as it can, and random ones.
 
     Without looking whether an item may be claimed, the random ones find deadlocks."""
     rng, dependent, orders, stopped = random.Random(chunk), 0, 0, 0
-    for plan in larger_plans(3000 + chunk, problems=30, most_tasks=120):
+    for plan in larger_plans(3000 + chunk, counts.AHEAD_PROBLEMS, most_tasks=120):
         items, needs, least = contributions(plan), needs_of(plan), plan.min_workers
         dependent += least > 1
         for ahead in (1, 3, AT_ONCE):
@@ -290,7 +315,7 @@ def test_larger_plans_with_items_claimed_ahead(chunk: int) -> None:
             if least > 1:
                 stopped += not run_randomly(items, least, 8, rng, ahead).finished
     assert dependent > 30
-    assert orders > 1000
+    assert orders >= counts.AHEAD_ORDERS
     assert stopped > 40
 
 

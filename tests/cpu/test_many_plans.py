@@ -1,4 +1,4 @@
-"""Model checking by numbers: 20,000 random problems, small and large, under "auto" and a named policy.
+"""Model checking by numbers: thousands of random problems, small and large, under "auto" and a named policy.
 
 Building a plan verifies it: every task once, tickets complete, no cycle, ``min_workers`` computed. On top of
 that, "auto" must run on every Hopper GPU, and small plans are run with every number of workers they allow.
@@ -9,15 +9,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from counts import CHUNKS, FAST_CHUNKS, FEWEST_SMS, PROBLEMS_PER_CHUNK
 
 from dash_attn.errors import UnsupportedMaskError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, PLACEMENTS, POLICIES, Plan, Shift, build_plan, choose_policy
 from dash_attn.schedule.interleave import task_order
-
-CHUNKS, PROBLEMS = 40, 500
-FEWEST_SMS = 78
-"""Streaming multiprocessors of the smallest Hopper GPU (H20)."""
 
 
 def random_problem(rng: random.Random) -> Problem:
@@ -53,10 +50,13 @@ def run_with_every_number_of_workers(plan: Plan, rng: random.Random) -> None:
         assert len(set(order)) == len(order) == plan.problem.tasks
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(at, marks=[pytest.mark.slow] if at >= FAST_CHUNKS else []) for at in range(CHUNKS)],
+)
 def test_random_plans(chunk: int) -> None:
     rng = random.Random(chunk)
-    for _ in range(PROBLEMS):
+    for _ in range(PROBLEMS_PER_CHUNK):
         problem = random_problem(rng)
         auto = build_plan(problem, *choose_policy(problem))
         assert auto.min_workers <= FEWEST_SMS, problem
