@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ FORMS = {
 }
 PROMISED = ("release_warp", "queued", "reduce_warp")
 SIZES = {"small": "512 B", "large": "32 KB"}
-READERS = {"load": "each, `ld.global`", "bulk": "each, bulk load"}
 
 
 def litmus(form: str, load: str | None = None, size: str = "") -> list[Row]:
@@ -54,18 +54,16 @@ def form_table() -> str:
 
 
 def relaxed_table() -> str:
-    """Every run of the forms that hand over by a relaxed operation."""
-    lines = []
+    """The forms that hand over by a relaxed operation, by load and size of the tile."""
+    found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
     for row in read("h200-litmus.json"):
         if row["form"].endswith("relaxed"):
-            size, reader = row["shape"].split("-")
-            after = READERS.get(reader, f"{len(row['wrong'])}")
-            wrong = f"{sum(row['wrong']):,} of {row['reads']:,}"
-            cells = [f"`{row['form']}`", row["load"], SIZES[size], row["chains"], after]
-            lines.append([*cells, f"{row['rounds']:,}", wrong])
-    return table_of(
-        ["form", "load", "tile", "tiles per block", "read after", "hand-overs", "wrong reads"], lines
-    )
+            found[f"`{row['form']}`", row["load"], SIZES[row["shape"].split("-")[0]]].append(row)
+    lines = [
+        [*key, *(f"{total(rows, name):,}" for name in ("rounds", "reads", "wrong"))]
+        for key, rows in found.items()
+    ]
+    return table_of(["form", "load", "tile", "hand-overs", "reads", "wrong reads"], lines)
 
 
 def rate_table() -> str:
@@ -93,6 +91,10 @@ def litmus_values() -> Iterator[tuple[str, Value]]:
         yield f"{form}-small-share", partial(_small_share, form)
     for form in ("release_warp", "reduce_warp"):
         yield f"{form}-alone", partial(_alone, form)
+    yield "order-share", _order_share
+    for form in ("relaxed", "source_read_relaxed"):
+        yield f"{form}-wrong", partial(_wrong, form, "wrong")
+        yield f"{form}-reads", partial(_wrong, form, "reads")
     for form in ("relaxed", "queued_relaxed"):
         for place in (1, 8):
             yield f"{form}-wrong-after-{place}", partial(_wrong_after, form, place)
@@ -108,6 +110,17 @@ def _small_share(form: str) -> str:
 
 def _alone(form: str) -> str:
     return f"{total(litmus(form, 'none'), 'rounds'):,}"
+
+
+def _wrong(form: str, name: str) -> str:
+    """Wrong reads, or all, of 512-byte tiles that are read after each hand-over by `ld.global`."""
+    return f"{total(litmus(form, 'dram', 'small-load'), name):,}"
+
+
+def _order_share() -> str:
+    """Wrong sums of eight of `relaxed`, which are read after the last addition only, one tile per block."""
+    (row,) = (r for r in litmus("relaxed", "dram", "small-order") if r["chains"] == 1)
+    return f"{sum(row['wrong']) / row['reads']:.1%}"
 
 
 def _wrong_after(form: str, place: int) -> str:
