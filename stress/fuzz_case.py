@@ -295,7 +295,7 @@ def hopper() -> Backend:
 
     def launch(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
         debug = Debug(bounded=True) if how.bounded else None
-        found = run_backward(plan, *tensors, scale, ordered=how.ordered, workers=how.workers, debug=debug)
+        found = run_backward(plan, tensors, scale, ordered=how.ordered, workers=how.workers, debug=debug)
         return found.dq, found.dk, found.dv
 
     def together(calls: list[Callable[[], Grads]]) -> list[Grads]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from dash_attn.backends.base import Prepared, backend_for
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.backends.cpu.oracle import Results
@@ -94,7 +96,7 @@ def _random(
 def make_case(problem: Problem, seed: int = 0, outliers: bool = False) -> Case:
     """Random dense inputs; out and lse are the oracle's, rounded, so that no forward kernel is involved."""
     dout, q, k, v = random_tensors(problem, seed, outliers)
-    found = [_exact(problem, *one) for one in zip(dout, q, k, v)]
+    found = [_exact(problem, index, *one) for index, one in enumerate(zip(dout, q, k, v))]
     exact = {name: torch.stack([one[name] for one in found]) for name in Results._fields}
     return _case(problem, (dout, q, k, v), exact)
 
@@ -104,7 +106,8 @@ def make_packed_case(problem: Problem, seed: int = 0, outliers: bool = False) ->
     total_q, total_k = (sum(pair[side] for pair in problem.sequences) for side in (0, 1))
     dout, q, k, v = _random(problem, (total_q,), (total_k,), seed, outliers)
     found = [
-        _exact(problem, dout[rows.q], q[rows.q], k[rows.k], v[rows.k]) for rows in sequence_rows(problem)
+        _exact(problem, index, dout[rows.q], q[rows.q], k[rows.k], v[rows.k])
+        for index, rows in enumerate(sequence_rows(problem))
     ]
     exact = {
         name: torch.cat([one[name] for one in found], 1 if name == "lse" else 0) for name in Results._fields
@@ -112,9 +115,15 @@ def make_packed_case(problem: Problem, seed: int = 0, outliers: bool = False) ->
     return _case(problem, (dout, q, k, v), exact)
 
 
-def _exact(problem: Problem, *sequence: Tensor) -> dict[str, Tensor]:
+def any_case(problem: Problem, seed: int = 0) -> Case:
+    """Dense where all sequences have the same lengths, packed otherwise."""
+    return (make_case if len(problem.grids) == 1 else make_packed_case)(problem, seed)
+
+
+def _exact(problem: Problem, index: int, *sequence: Tensor) -> dict[str, Tensor]:
     """What the oracle says of dout, q, k, v of one sequence."""
-    return plain_attention(Sequence(*sequence), problem.mask, problem.head_dim**-0.5)._asdict()
+    start, scale = problem.grid(index).diagonal, problem.head_dim**-0.5
+    return plain_attention(Sequence(*sequence), problem.mask, scale, q_start=start)._asdict()
 
 
 def _case(problem: Problem, tensors: tuple[Tensor, ...], exact: dict[str, Tensor]) -> Case:
@@ -144,7 +153,18 @@ def take_sequence(case: Case, index: int) -> Inputs:
 
 def launch(plan: Plan, case: Case, **how: Any) -> Result:
     """One backward of a case."""
-    return run_backward(plan, *case.inputs, case.scale, **how)
+    return run_backward(plan, case.inputs, case.scale, **how)
+
+
+@cache
+def prepared(problem: Problem, device: torch.device, packed: bool) -> Prepared:
+    """A problem on its backend."""
+    return backend_for(device).prepare(problem, device, packed)
+
+
+def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(out, lse) of dense or packed tensors of a plan's problem."""
+    return prepared(plan.problem, q.device, q.ndim == 3).forward(q, k, v, scale)
 
 
 def grads(result: Result) -> dict[str, Tensor]:

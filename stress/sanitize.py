@@ -17,14 +17,15 @@ from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
-from gpu_cases import CAUSAL, FULL, WINDOW, auto_plan, dense, packed
 from torch import Tensor
 
+from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import program, variants
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
+from gpu_cases import CAUSAL, FULL, WINDOW, auto_plan, dense, packed
 
 TOOLS = {
     "memcheck": [
@@ -169,10 +170,14 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
             x.fill_(torch.nan)
         return x
 
+    def apart(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+        """Every buffer an allocation of its own, so that the tool knows its ends."""
+        return [torch.empty(n, dtype=torch.float32, device=device) for n in sizes]
+
     arguments = inputs(problem)
     debug = Debug(config.spin_limit > 0, config.dump_contributions, config.trace)
-    with mock.patch.object(torch, "empty", fill):
-        result = run_backward(plan, *arguments, problem.head_dim**-0.5, ordered=config.ordered, debug=debug)
+    with mock.patch.object(torch, "empty", fill), mock.patch.object(launcher, "allocate", apart):
+        result = run_backward(plan, arguments, problem.head_dim**-0.5, ordered=config.ordered, debug=debug)
     if size not in filled:
         raise RuntimeError(f"no buffer of {size} fp32 values was allocated for dQ")
     for name in ("dq", "dk", "dv"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dash_attn.backends.cuda.upload import loadable
 from dash_attn.backends.sm90 import forward
-from dash_attn.backends.sm90.launch import _accumulator_order, _loadable
+from dash_attn.backends.sm90.launch import _accumulator_order
 from dash_attn.problem import Mask, Problem
 
 
@@ -36,7 +37,7 @@ def bf16(*shape: int) -> torch.Tensor:
     ],
 )
 def test_read_in_place(x: torch.Tensor) -> None:
-    assert _loadable(x) is x
+    assert loadable(x) is x
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_read_in_place(x: torch.Tensor) -> None:
     ids=["head_dim strided", "odd rows", "odd start", "misaligned base", "expanded"],
 )
 def test_copied_first(x: torch.Tensor) -> None:
-    copy = _loadable(x)
+    copy = loadable(x)
     assert copy.is_contiguous()
     assert torch.equal(copy, x)
     assert copy.data_ptr() % 16 == 0

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+
+from dash_attn.backends.cpu import fold_partials
+from dash_attn.backends.sm90.launch import Debug, Result, run_backward
+from dash_attn.problem import Problem
+from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, prove
+from dash_attn.testing import assert_same_bytes, same_bytes
+from golden_cases import auto_problems
 from gpu_cases import (
     CAUSAL,
     FULL,
@@ -16,6 +24,7 @@ from gpu_cases import (
     WINDOW,
     Case,
     Inputs,
+    any_case,
     auto_plan,
     dense,
     differing,
@@ -23,16 +32,13 @@ from gpu_cases import (
     make_case,
 )
 
-from dash_attn.backends.cpu import fold_partials
-from dash_attn.backends.sm90.launch import Debug, Result, run_backward
-from dash_attn.problem import Problem
-from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, prove
-from dash_attn.testing import assert_same_bytes, same_bytes
-
 BOUNDED = Debug(bounded=True)
 """Run first where workers are scarce, so that a plan that would hang is a failure with a message."""
 
 BOTH_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
+AUTO = {name: replace(p, dtype="bfloat16") for name, p in auto_problems(times=4).items()}
+"""What "auto" runs, with heads enough for all workers; of one dtype, for kernels that other tests compile."""
+
 EVERY_POLICY = pytest.mark.parametrize(("mask", "policy"), POLICIES, ids=lambda x: getattr(x, "name", str(x)))
 
 
@@ -93,6 +99,42 @@ def test_replays_beside_a_busy_stream(mask, policy, head_dim, replays):
         assert_replays(first, again, replays // 2)
 
 
+@pytest.mark.parametrize("name", AUTO)
+def test_what_auto_runs_repeats_and_differs_without_order(name, replays):
+    """Long rings, long sequences and head groups: bytes on replays, and fp32 sums without tickets."""
+    plan, case = auto_plan(AUTO[name]), any_case(AUTO[name])
+    first = launch(plan, case)
+    assert_replays(first, lambda: launch(plan, case), replays // 4)
+    dump = {"debug": Debug(contributions=True)}
+    sums = launch(plan, case, **dump).dq_tiles
+    with busy_stream() as product:
+
+        def loose() -> Result:
+            product()
+            return launch(plan, case, ordered=False, **dump)
+
+        assert same_bytes(sums, launch(plan, case, **dump).dq_tiles)
+        assert any(not same_bytes(sums, loose().dq_tiles) for _ in range(20))
+        for _ in range(3):
+            assert set(differing(first, launch(plan, case, ordered=False))) <= {"dq"}
+
+
+def last_head_first(plan: Plan) -> Plan:
+    """The same numerics head after head, from the last head to the first; within a head as before."""
+    sequence, head_group, _ = plan.items.T.astype(np.int64)
+    return prove(plan.with_items(plan.items[np.argsort(-(sequence << 32) - head_group, kind="stable")]))
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_what_auto_runs_does_not_depend_on_placement_and_workers(name):
+    plan, case = auto_plan(AUTO[name]), any_case(AUTO[name])
+    first, other = launch(plan, case), last_head_first(plan)
+    assert (other.fingerprint, other.min_workers) == (plan.fingerprint, plan.min_workers)
+    for placed, workers in ((other, None), (plan, plan.min_workers), (other, other.min_workers)):
+        launch(placed, case, workers=workers, debug=BOUNDED)
+        assert not differing(first, launch(placed, case, workers=workers)), f"{workers} workers"
+
+
 @BOTH_DIMS
 @EVERY_POLICY
 def test_fewer_workers(mask, policy, head_dim):
@@ -149,7 +191,7 @@ def test_bytes_of_a_head_do_not_depend_on_the_other_heads(mask, head_dim):
     own, kv = slice(2, 4), slice(1, 2)  # the q heads of kv head 1
     alone = Problem.dense(batch=2, heads=2, kv_heads=1, seqlen=700, head_dim=head_dim, mask=mask)
     tensors = (dout[:, :, own], q[:, :, own], k[:, :, kv], v[:, :, kv], out[:, :, own], lse[:, own])
-    found = run_backward(auto_plan(alone), *tensors, case.scale)
+    found = run_backward(auto_plan(alone), tensors, case.scale)
     for name, heads in (("dq", own), ("dk", kv), ("dv", kv)):
         assert same_bytes(getattr(found, name), getattr(together, name)[:, :, heads].contiguous()), name
 

@@ -8,8 +8,6 @@ import time
 
 import pytest
 import torch
-from gpu_cases import CAUSAL, FULL, Inputs, auto_plan, dense, differing, launch, make_case, random_tensors
-from hold import held
 
 import dash_attn
 from dash_attn.backends.cuda.multiprocessors import multiprocessors, usable_multiprocessors
@@ -17,6 +15,8 @@ from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.errors import TooFewWorkersError
 from dash_attn.schedule import Shift, build_plan
+from gpu_cases import CAUSAL, FULL, Inputs, auto_plan, dense, differing, launch, make_case, random_tensors
+from hold import held
 
 DEVICE = torch.device("cuda", 0)
 
@@ -28,17 +28,17 @@ def test_out_of_memory_in_the_workspace():
     lse = torch.full((4, 16, 4096), 10.0, device="cuda")
     inputs = Inputs(dout, q, k, v, torch.zeros_like(q), lse)
     plan = auto_plan(problem)
-    first = run_backward(plan, *inputs, 0.1)
+    first = run_backward(plan, inputs, 0.1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + (64 << 20)
     try:
         torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
-            run_backward(plan, *inputs, 0.1)
+            run_backward(plan, inputs, 0.1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert not differing(first, run_backward(plan, *inputs, 0.1))
+    assert not differing(first, run_backward(plan, inputs, 0.1))
 
 
 def test_a_forked_process_is_told_so():

@@ -6,6 +6,15 @@ import random
 
 import pytest
 import torch
+from test_gpu_accuracy import BOUND, PROBLEMS, bounds_of, configurations, random_length
+
+from dash_attn.backends.cpu import fold_partials
+from dash_attn.backends.sm90 import launch as launch_module
+from dash_attn.backends.sm90.launch import Debug
+from dash_attn.errors import InputError
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import SPT, Plan, Shift, build_plan, prove
+from dash_attn.testing import assert_same_bytes
 from gpu_cases import (
     CAUSAL,
     FULL,
@@ -16,6 +25,7 @@ from gpu_cases import (
     auto_plan,
     dense,
     differing,
+    forward,
     grads,
     launch,
     make_case,
@@ -25,15 +35,6 @@ from gpu_cases import (
     sequence_rows,
     take_sequence,
 )
-from test_gpu_accuracy import BOUND, PROBLEMS, bounds_of, configurations, random_length
-
-from dash_attn.backends.cpu import fold_partials
-from dash_attn.backends.sm90 import launch as launch_module
-from dash_attn.backends.sm90.launch import Debug, forward
-from dash_attn.errors import InputError
-from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import SPT, Plan, Shift, build_plan, prove
-from dash_attn.testing import assert_same_bytes
 
 BOTH_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 EVERY_MASK = pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=lambda mask: mask.name)
@@ -202,11 +203,8 @@ def test_nothing_at_all():
     plan = auto_plan(packed(0, 0, head_dim=64))
     out, lse = forward(plan, q, k, k, 1.0)
     assert (out.shape, lse.shape) == ((0, 4, 64), (4, 0))
-    assert [x.shape for x in launch_module.backward(plan, q, q, k, k, out, lse, 1.0)] == [
-        q.shape,
-        k.shape,
-        k.shape,
-    ]
+    result = launch_module.run_backward(plan, (q, q, k, k, out, lse), 1.0)
+    assert [x.shape for x in (result.dq, result.dk, result.dv)] == [q.shape, k.shape, k.shape]
 
 
 # Layouts
@@ -221,9 +219,9 @@ def test_packed_qkv_is_read_in_place(head_dim, monkeypatch):
     views = Inputs(dout, qkv[:, 0], qkv[:, 1], qkv[:, 2], out, lse)
     first = launch(plan, case)
     copied = []
-    loadable = launch_module._loadable
+    loadable = launch_module.loadable
     monkeypatch.setattr(
-        launch_module, "_loadable", lambda x: copied.append(loadable(x) is not x) or loadable(x)
+        launch_module, "loadable", lambda x: copied.append(loadable(x) is not x) or loadable(x)
     )
     assert not differing(first, launch(plan, Case(problem, views, case.scale, {})))
     assert copied
@@ -367,7 +365,8 @@ def test_a_captured_call_repeats_its_bytes(head_dim):
 
     def step() -> list[torch.Tensor]:
         out, lse = forward(plan, q, k, v, case.scale)
-        return [out, lse, *launch_module.backward(plan, dout, q, k, v, out, lse, case.scale)]
+        result = launch_module.run_backward(plan, (dout, q, k, v, out, lse), case.scale)
+        return [out, lse, result.dq, result.dk, result.dv]
 
     expected = step()
     torch.cuda.synchronize()

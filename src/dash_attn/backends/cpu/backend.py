@@ -45,9 +45,8 @@ class _Prepared(Prepared):
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         q, k = tensors.q, tensors.k
         if q.ndim == 4:
-            dout, _, _, v, out, lse = tensors
-            rows = Tensors(dout, q, k, v, out, lse.transpose(0, 1))
-            tensors = Tensors(*(x.flatten(0, 1) for x in rows[:-1]), rows.lse.flatten(1))
+            rows = [x.flatten(0, 1) for x in tensors[:-1]]
+            tensors = Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
         dq, dk, dv = executor.backward(plan, tensors, softmax_scale, rng=disorder, ordered=disorder is None)
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape))
 

@@ -1,8 +1,9 @@
-"""Arrays of the host on a GPU, copied there once and without waiting."""
+"""What a GPU reads: arrays of the host, copied once and without waiting, and tensors for its copy engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ...errors import InputError
 
-__all__ = ["Upload"]
+__all__ = ["Upload", "loadable"]
 
 _LINE = 32  # words of 128 bytes: where buffers that the copy engine reads may begin
 _CAPTURED: set[Upload] = set()
@@ -20,6 +21,9 @@ _CAPTURED: set[Upload] = set()
 
 class Upload:
     """int32 arrays on a device, copied there on the current stream. Nobody waits for the copy on the host.
+
+    Attributes:
+        arrays: the arrays there; :meth:`use` says when they may be read.
 
     Raises:
         InputError: a CUDA graph is being captured, which would keep the copy and not its source.
@@ -36,30 +40,46 @@ class Upload:
             start += size
         whole = staging.to(device, non_blocking=True)
         stream = torch.cuda.current_stream(device)
-        self._what, self._whole, self._stream = what, whole, stream.cuda_stream
+        self._whole, self._device, self._stream = whole, whole.device.index, stream.cuda_stream
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready.record(stream)
         self._done = False
         self.arrays = [part[: len(x)] for part, x in zip(whole.split_with_sizes(sizes), arrays)]
 
     def use(self) -> list[Tensor]:
-        """The arrays, for work that is next on the current stream.
-
-        Raises:
-            InputError: a CUDA graph is being captured and the copy is not done.
-        """
+        """The arrays, for work that is next on the current stream."""
         if torch.cuda.is_current_stream_capturing():
-            if not self._is_done():
-                raise InputError(f"{self._what} is still on its way: synchronize before the capture")
+            if not self._done:
+                _finish_while_capturing(self._ready)
+                self._done = True
             _CAPTURED.add(self)
-            return self.arrays
-        stream = torch.cuda.current_stream(self._whole.device)
-        if stream.cuda_stream != self._stream:
-            if not self._is_done():
+        elif torch._C._cuda_getCurrentRawStream(self._device) != self._stream:
+            stream = torch.cuda.current_stream(self._device)
+            if not self._done:
                 stream.wait_event(self._ready)
             self._whole.record_stream(stream)
         return self.arrays
 
-    def _is_done(self) -> bool:
-        self._done = self._done or bool(self._ready.query())  # type: ignore[no-untyped-call]
-        return self._done
+
+def _finish_while_capturing(event: torch.cuda.Event) -> None:
+    """Wait on the host for an event from before the capture.
+
+    A graph reads the arrays when it is replayed, on whatever stream, so the copy must be done by then. CUDA
+    forbids waiting during a capture unless the thread says that it knows what it does.
+    """
+    driver = import_module("cuda.bindings.driver")
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        event.synchronize()
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def loadable(x: Tensor) -> Tensor:
+    """x itself if the copy engine can read it: last dimension contiguous, rows and base 16-byte aligned."""
+    *strides, last = x.stride()
+    unit = 16 // x.element_size()
+    if last == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 and s > 0 for s in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from ...problem import Problem
 from ...schedule import Plan
 from ..base import Backend, Gradients, Prepared, Tensors
 from ..cuda.upload import Upload
-from .forward import PackedLengths, forward, why_no_forward
+from .forward import Forward, PackedLengths, why_no_forward
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
 
@@ -27,24 +27,25 @@ class _Prepared(Prepared):
     def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
         self.problem, self.device, self.packed = problem, device, packed
         self._lengths: Upload | None = None
+        self._longest: tuple[int, ...] = (0, 0)
+        self._forward = Forward(problem, packed)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
             return torch.zeros_like(q), lse
-        lengths = self._packed_lengths() if self.packed else None
-        return forward(self.problem, q, k, v, softmax_scale, lengths)
+        return self._forward(q, k, v, softmax_scale, self._packed_lengths() if self.packed else None)
 
     def _packed_lengths(self) -> PackedLengths:
-        lengths = np.array(self.problem.sequences, dtype=np.int64)
         if self._lengths is None:
+            lengths = np.array(self.problem.sequences, dtype=np.int64)
+            self._longest = tuple(lengths.max(0).tolist())
             starts = np.zeros((2, len(lengths) + 1), dtype=np.int64)
             np.cumsum(lengths.T, axis=1, out=starts[:, 1:])
             self._lengths = Upload("where the sequences begin", list(starts), self.device)
-        longest_q, longest_k = lengths.max(0).tolist()
         cu_seqlens_q, cu_seqlens_k = self._lengths.use()
-        return PackedLengths(cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+        return PackedLengths(cu_seqlens_q, cu_seqlens_k, *self._longest)
 
     def backward(
         self,

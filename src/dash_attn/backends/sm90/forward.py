@@ -12,8 +12,9 @@ from ...errors import InputError
 from ...peers import cudnn, fa4
 from ...peers.base import PackedLengths
 from ...problem import Problem
+from ..cuda.upload import loadable
 
-__all__ = ["PackedLengths", "forward", "forward_name", "why_no_forward"]
+__all__ = ["Forward", "PackedLengths", "forward_name", "why_no_forward"]
 
 
 def forward_name(problem: Problem, packed: bool = False) -> str:
@@ -41,22 +42,25 @@ def _has_fa4() -> bool:
     return not fa4.why_not()
 
 
-def forward(
-    problem: Problem,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
-    lengths: PackedLengths | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse (fp32, natural logarithm) of dense tensors, or with ``lengths`` of packed ones.
-
-    Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
-    (total_q, heads, head_dim), lse (heads, total_q).
+class Forward:
+    """The forward of a problem, given as packed or dense tensors.
 
     Raises:
         InputError: no installed forward covers the problem.
     """
-    if forward_name(problem, lengths is not None) == "fa4":
-        return fa4.forward(problem.mask, q, k, v, softmax_scale, lengths)
-    return cudnn.forward(problem, q, k, v, softmax_scale)
+
+    def __init__(self, problem: Problem, packed: bool) -> None:
+        self._problem = problem
+        self._fa4 = fa4.Forward(problem.mask) if forward_name(problem, packed) == "fa4" else None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, lengths: PackedLengths | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse (fp32, natural logarithm) of dense tensors, or with ``lengths`` of packed ones.
+
+        Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
+        (total_q, heads, head_dim), lse (heads, total_q).
+        """
+        if self._fa4 is not None:
+            return self._fa4(loadable(q), loadable(k), loadable(v), softmax_scale, lengths)
+        return cudnn.forward(self._problem, q, k, v, softmax_scale)

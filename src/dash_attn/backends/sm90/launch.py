@@ -11,9 +11,10 @@ A call that finds it there neither copies nor waits, and can be captured in a CU
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ...schedule.proof import check_workers
 from ..base import Gradients, Tensors
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
+from ..cuda.upload import loadable
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
 from .resident import OnDevice, on_device
@@ -102,11 +104,11 @@ def run_backward(
     """
     given, debug = Tensors(*tensors), debug or _NO_DEBUG
     q, k, v = given.q, given.k, given.v
-    place = on_device(plan, q.device) if q.numel() and k.numel() else None
-    if place is None:
+    if not q.numel() or not k.numel():
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+    place = on_device(plan, q.device)
     _check_tensors(place, plan, given)
-    config = _config(plan.problem.head_dim, plan.problem.dtype, ordered, debug)
+    variant = place.variants.get((ordered, debug)) or _variant(place, plan, ordered, debug)
     ring = ordered and place.min_workers > 1
     available = usable_multiprocessors(q.device) if ring else multiprocessors(q.device)
     if workers is not None:
@@ -114,16 +116,15 @@ def run_backward(
     if ordered:
         check_workers(plan, available)
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
-    run = program(config)  # compiled before others wait for this launch's turn
-    work = _Workspace(config, place, q.device)
+    work = _Workspace(variant, place, q.device)
     grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
-    matrices = [_loadable(x) for x in (q, k, v, given.out, given.dout)]
+    matrices = [loadable(x) for x in (q, k, v, given.out, given.dout)]
     matrices += [given.lse.contiguous(), *grads]
     if q.dim() == 3:
         matrices = [x.unsqueeze(0) for x in matrices]
     same_device = q.device.index == torch.cuda.current_device()
-    with nullcontext() if same_device else torch.cuda.device(q.device), _turn(q.device, ring):
-        run(
+    with _NOTHING if same_device else torch.cuda.device(q.device), in_turn(q.device) if ring else _NOTHING:
+        variant.run(
             *matrices, place.table, *work.buffers,
             softmax_scale, place.q_tiles, place.kv_tiles if place.group_sums else 0,
             blocks, with_items, place.complete_tiles,
@@ -133,8 +134,21 @@ def run_backward(
     return work.result(grads, debug)
 
 
-def _turn(device: torch.device, ring: bool) -> AbstractContextManager[None]:
-    return in_turn(device) if ring else nullcontext()
+_NOTHING = nullcontext()
+
+
+class _Variant(NamedTuple):
+    """A kernel variant for a plan: its configuration, the compiled program, and the sizes of its buffers."""
+
+    config: BackwardConfig
+    run: Any
+    sizes: list[int]
+
+
+def _variant(place: OnDevice, plan: Plan, ordered: bool, debug: Debug) -> _Variant:
+    config = _config(plan.problem.head_dim, plan.problem.dtype, ordered, debug)
+    found = place.variants[ordered, debug] = _Variant(config, program(config), place.workspace(config))
+    return found
 
 
 def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
@@ -150,7 +164,6 @@ def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
             )
 
 
-@cache
 def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug) -> BackwardConfig:
     return BackwardConfig(
         head_dim,
@@ -162,26 +175,26 @@ def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug) -> BackwardC
     )
 
 
-def allocate(sizes: Sequence[int], device: torch.device) -> Sequence[Tensor]:
+def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
     """fp32 buffers of these sizes, in one allocation."""
-    return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(list(sizes))
+    return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(sizes)
 
 
 class _Workspace:
     """Buffers of one call, in the order of the kernels' arguments. The kernels initialise what they read."""
 
-    def __init__(self, config: BackwardConfig, place: OnDevice, device: torch.device) -> None:
-        self.config, self.place = config, place
-        lse2, delta, self.dq, sums, control = allocate(place.workspace(config), device)
+    def __init__(self, variant: _Variant, place: OnDevice, device: torch.device) -> None:
+        self.config, self.place = variant.config, place
+        lse2, delta, self.dq, sums, control = allocate(variant.sizes, device)
         # What only debugging variants need is a constant for the others.
         self.errors, self.contributions, self.trace = _unused(device)
         tiles = place.heads * place.q_tiles
-        if config.spin_limit:
+        if self.config.spin_limit:
             self.errors = torch.zeros(8, dtype=torch.int32, device=device)
-        if config.dump_contributions:
-            size = tiles * place.tickets * config.dq_elements
+        if self.config.dump_contributions:
+            size = tiles * place.tickets * self.config.dq_elements
             self.contributions = torch.empty(size, dtype=torch.float32, device=device).view(tiles, -1)
-        if config.trace:
+        if self.config.trace:
             self.trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
         self.buffers = (
             lse2, delta, self.dq, sums, control.view(torch.int32), self.errors, self.contributions, self.trace
@@ -209,15 +222,6 @@ def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         torch.zeros(1, 4, device=device),
         torch.zeros(1, 4, dtype=torch.int64, device=device),
     )
-
-
-def _loadable(x: Tensor) -> Tensor:
-    """x itself if the copy engine can read it: last dimension contiguous, rows and base 16-byte aligned."""
-    *strides, last = x.stride()
-    unit = 16 // x.element_size()
-    if last == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 and s > 0 for s in strides):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _check_hand_overs(errors: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,6 +38,7 @@ class OnDevice:
         complete_tiles: dQ tiles of all heads that get contributions.
         items, min_workers: of the plan.
         converting: share of the work that is converting dQ tiles.
+        variants: what was made of it for the kernel variants that ran, by what was asked.
     """
 
     upload: Upload | None
@@ -51,6 +53,7 @@ class OnDevice:
     items: int
     min_workers: int
     converting: float
+    variants: dict[object, Any] = field(default_factory=dict)
 
     @property
     def table(self) -> Tensor:

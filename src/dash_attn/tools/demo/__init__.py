@@ -13,6 +13,7 @@ import platform
 import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,11 @@ import torch
 
 from ... import __version__
 from ...api import backend_for, plan_for
-from ...model.charts import PlotsMissingError
+from ...model.output import FORMATS, PlotsMissingError, prepare_folder
 from ...model.render import save_plan
 from ...schedule import Plan
 from ...testing import same_bytes
+from ..limits import why_no_simulation
 from .gpt import GPT
 from .repeatable import deterministic_torch
 from .report import ProgressBar, draw_drift, sparkline
@@ -43,7 +45,7 @@ class DemoResult:
             steps of ``drift``, and at the end the same bytes of weights and of the optimizer's state.
         sha256: hashes of the final weights: first run, second run, run without order.
         optimizer_sha256: of the optimizer's final state, likewise.
-        losses, shuffled_losses: loss of every step (nats a byte), first run and run without order.
+        losses, shuffled_losses: loss of every step (nats per byte), first run and run without order.
         drift: step -> largest absolute difference of a weight between these two (of a large model: among
             four million of its weights).
         changed: fraction of those weights that differ at the end.
@@ -112,19 +114,22 @@ def run_demo(
 
     Raises:
         InputError: the device has no backend.
+        PictureError: the pictures cannot be written; found before the training.
     """
     device = demo_device("auto" if settings is None else settings.device)
     settings = typical_settings(device) if settings is None else settings
-    backend = backend_for(device)
+    if settings.output is not None:
+        _check_output(settings.output)
+    backend_for(device)  # an error before any work if there is none
     q = attention_inputs(settings, device)
     plan = plan_for(q, q, q, causal=True)
     parameters = _parameters(settings)
     say(f"Training a GPT of {parameters:,} weights on Python's own manual, three times,")
     say(f"{settings.steps} steps each, {settings.dtype} attention on {_name(device)} by {plan}\n")
-    careless = backend._replace(backward=backend.unordered(random.Random(settings.seed)))
+    disorder = random.Random(settings.seed)
     runs = []
     with deterministic_torch():
-        for name, chosen in (("first run", backend), ("second run", backend), ("no fixed order", careless)):
+        for name, chosen in (("first run", None), ("second run", None), ("no fixed order", disorder)):
             bar = ProgressBar(name, settings.steps) if progress else None
             runs.append(train(settings, device, plan, chosen, bar))
             for line in _of_run(name, runs[-1]):
@@ -205,21 +210,31 @@ def _throughput(result: DemoResult) -> str:
     return f"{ordered:,.0f} tokens/s with the order, {result.tokens_per_second[2]:,.0f} without"
 
 
+def _check_output(folder: Path) -> None:
+    """Find out before the training whether its pictures can be written. Without Matplotlib there are none."""
+    names = [f"{name}.{kind}" for name in ("plan", "drift") for kind in FORMATS]
+    with suppress(PlotsMissingError):
+        prepare_folder(folder, names)
+
+
 def _draw(folder: Path, plan: Plan, result: DemoResult, say: Callable[[str], None]) -> list[str]:
-    """plan.* and drift.* in the folder, or a line that says why not."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """plan.* and drift.* in the folder, or lines that say why not."""
     caption = (
         f"{result.parameters / 1e6:.3g} million weights on {result.device}, {_throughput(result)}.\n"
         f"Two runs summed in the order of the plan: {'the same' if result.identical else 'other'} bytes."
     )
+    too_large = why_no_simulation(plan)
     paths = []
     try:
-        for kind in ("svg", "png"):
-            paths.append(save_plan(plan, folder / f"plan.{kind}"))
+        for kind in FORMATS:
+            if not too_large:
+                paths.append(save_plan(plan, folder / f"plan.{kind}"))
             drift = folder / f"drift.{kind}"
             paths.append(draw_drift(drift, result.losses, result.shuffled_losses, result.drift, caption))
     except PlotsMissingError as error:
         say(f"no pictures: {error}")
     else:
+        if too_large:
+            say(f"no picture of the plan: {too_large}")
         say("pictures: " + ", ".join(map(str, paths)))
     return [str(path) for path in paths]
