@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch.nn import attention as registry
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from dash_attn import attention
 from dash_attn.errors import InputError, UnavailableError
-from dash_attn.integrations import sdpa
+from dash_attn.integrations import aten, sdpa
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -188,11 +189,108 @@ def test_multihead_attention_runs_here(gradients, monkeypatch):
         with sdpa.enabled():
             found, _ = layer(x, x, x, need_weights=False)
             calls = []
-            run_here = sdpa._OURS[F.multi_head_attention_forward].__globals__
+            run_here = sdpa._multi_head_attention.__globals__
             monkeypatch.setitem(run_here, "scaled_dot_product_attention", lambda *a: calls.append(a) or a[0])
             layer(x, x, x, need_weights=False)
     torch.testing.assert_close(found, expected)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_multihead_attention_with_weights_raises(gradients):
+    """PyTorch computes the weights, and the output with them, without SDPA."""
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    x = torch.randn(2, 30, 64, requires_grad=gradients)
+    with torch.set_grad_enabled(gradients), sdpa.enabled():
+        for how in ({}, {"need_weights": True}, {"average_attn_weights": False}):
+            with pytest.raises(
+                InputError, match="need_weights=True, .* call the layer with need_weights=False"
+            ):
+                layer(x, x, x, **how)
+        weights = layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0, layer.out_proj.weight
+        with pytest.raises(InputError, match="need_weights=True"):
+            F.multi_head_attention_forward(x, x, x, 64, 4, *weights, layer.out_proj.bias, False, None, True)
+        out, nothing = F.multi_head_attention_forward(
+            x, x, x, 64, 4, *weights, layer.out_proj.bias, False, None, False
+        )
+    assert nothing is None
+    assert out.shape == x.shape
+
+
+def test_compiled_multihead_attention_with_weights_raises():
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    x = torch.randn(2, 30, 64)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager")
+    with sdpa.enabled(), pytest.raises(Exception, match="need_weights=True"):
+        compiled(x, x, x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("seqlen_k", [300, 310, 290])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias:UserWarning")  # of rows that see nothing
+def test_lower_right_masks_run_here(seqlen_k):
+    tensors = leaves(seqlen_k=seqlen_k)
+    expected = run(ours, tensors, causal=True)
+    mask = causal_lower_right(300, seqlen_k)
+    with sdpa.enabled():
+        found = run(F.scaled_dot_product_attention, tensors, attn_mask=mask, enable_gqa=True)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected):
+        assert_same_bytes(a, b, name)
+    rows = slice(max(0, 300 - seqlen_k), None)  # PyTorch's rows that see nothing are no numbers
+    q, k, v = (x.detach() for x in tensors)
+    theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(found[0][:, :, rows], theirs[:, :, rows], atol=2e-2, rtol=2e-2)
+
+
+def test_upper_left_masks_run_for_equal_lengths_only():
+    q, k, v = leaves(kv_heads=4)
+    with sdpa.enabled():
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_upper_left(300, 300))
+        assert_same_bytes(found, ours(q, k, v, causal=True))
+        message = r"attn_mask is causal_upper_left\(200, 300\): .* as causal_lower_right\(200, 300\) does"
+        with pytest.raises(InputError, match=message):
+            F.scaled_dot_product_attention(q[:, :, :200], k, v, attn_mask=causal_upper_left(200, 300))
+        with pytest.raises(
+            InputError, match="attn_mask is for 200 queries and 300 keys, there are 300 and 300"
+        ):
+            F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(200, 300))
+        with pytest.raises(InputError, match="is_causal=True beside an attn_mask that is causal itself"):
+            F.scaled_dot_product_attention(q, k, v, causal_lower_right(300, 300), is_causal=True)
+        with pytest.raises(InputError, match=r"attn_mask is not supported .* shape \(300, 300\)"):
+            F.scaled_dot_product_attention(q, k, v, attn_mask=torch.nn.Parameter(torch.ones(300, 300)))
+
+
+def test_compiled_lower_right_masks_run_here():
+    tensors = leaves(seqlen_k=310)
+    torch._dynamo.reset()
+
+    def call(q, k, v):
+        mask = causal_lower_right(300, 310)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    compiled = torch.compile(call, backend="aot_eager")
+    with sdpa.enabled():
+        found = run(compiled, tensors)
+    for a, b in zip(found, run(ours, tensors, causal=True)):
+        assert_same_bytes(a, b)
+
+
+def test_the_flash_operator_of_cuda_devices_is_lower_right():
+    """PyTorch calls it with unequal lengths for ``causal_lower_right`` only; the CPU's means upper-left."""
+    q, k, v = (x.detach() for x in leaves(seqlen_k=310))
+    leaf = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = run(ours, leaf, causal=True)
+    out, lse, *_ = aten._sdpa_forward(q, k, v, is_causal=True)
+    seed = torch.zeros(())
+    grad_out = torch.ones_like(out) * 0.1
+    grads = aten._sdpa_backward(
+        grad_out, q, k, v, out, lse, None, None, 300, 310, 0.0, True, seed, seed
+    )  # fmt: skip
+    for a, b in zip((out, *grads), expected):
+        assert_same_bytes(a, b)
+    with pytest.raises(InputError, match="SDPA aligns the mask top-left"):
+        aten._sdpa_forward_cpu(q, k, v, is_causal=True)
 
 
 def test_calls_by_the_operator_run_here():
@@ -248,7 +346,7 @@ def test_an_error_inside_takes_it_back_too():
 
 def test_the_flash_entry_points_behind_varlen_and_nested_tensors():
     q, k, v = (x.detach().transpose(1, 2) for x in leaves())
-    out, lse, *_ = sdpa._flash_forward(
+    out, lse, *_ = aten._flash_forward(
         q, k, v, None, None, 300, 300, 0.0, True, False, window_size_left=50, window_size_right=-1
     )
     expected, expected_lse = attention(q, k, v, causal=True, window=(50, -1), return_lse=True)
@@ -256,7 +354,7 @@ def test_the_flash_entry_points_behind_varlen_and_nested_tensors():
     assert_same_bytes(lse, expected_lse)
     leaf = [x.clone().requires_grad_() for x in (q, k, v)]
     attention(*leaf, causal=True, window=(50, -1)).backward(out)
-    grads = sdpa._flash_backward(
+    grads = aten._flash_backward(
         out, q, k, v, out, lse, None, None, 300, 300, 0.0, True, lse, lse,
         window_size_left=50, window_size_right=-1,
     )  # fmt: skip
@@ -264,9 +362,9 @@ def test_the_flash_entry_points_behind_varlen_and_nested_tensors():
         assert_same_bytes(found, x.grad)
     bounds = torch.tensor([0, 300, 600], dtype=torch.int32)
     rows = [x.flatten(0, 1) for x in (q, k, v)]
-    packed, packed_lse, *_ = sdpa._flash_forward(*rows, bounds, bounds, 300, 300, 0.0, True, False)
+    packed, packed_lse, *_ = aten._flash_forward(*rows, bounds, bounds, 300, 300, 0.0, True, False)
     assert_same_bytes(packed.view(q.shape), attention(q, k, v, causal=True))
-    packed_grads = sdpa._flash_backward(
+    packed_grads = aten._flash_backward(
         packed, *rows, packed, packed_lse, bounds, bounds, 300, 300, 0.0, True, lse, lse
     )
     for x in leaf:
@@ -276,7 +374,7 @@ def test_the_flash_entry_points_behind_varlen_and_nested_tensors():
         assert_same_bytes(found.view(x.shape), x.grad)
     slopes = torch.ones(4)
     with pytest.raises(InputError, match="alibi_slopes is not supported by dash-attn, got a tensor"):
-        sdpa._flash_forward(q, k, v, None, None, 300, 300, 0.0, True, False, alibi_slopes=slopes)
+        aten._flash_forward(q, k, v, None, None, 300, 300, 0.0, True, False, alibi_slopes=slopes)
 
 
 def test_a_torch_without_the_registry(monkeypatch):

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from dash_attn import attention
 from dash_attn.errors import InputError, UnavailableError
+from dash_attn.integrations import token_masks
 from dash_attn.integrations.padding import packing_of
-from dash_attn.integrations.token_masks import NotATensorError, token_mask
+from dash_attn.integrations.positions import Sizes, assert_separate, separate
+from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -67,7 +69,7 @@ def padding_of(side, batch=3, length=33):
 def run(model, tokens, mask=None, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits (zero in padded rows) and the gradient of every weight."""
     model.zero_grad()
-    logits = model(tokens, attention_mask=mask, use_cache=False, **inputs).logits
+    logits = model(tokens, attention_mask=mask, **{"use_cache": False, **inputs}).logits
     if mask is not None and mask.ndim == 2:
         logits = logits * mask[..., None]
     logits.square().mean().backward()
@@ -97,6 +99,216 @@ def test_padded_batches(config, side):
 def test_packed_sequences_by_position_ids(config):
     positions = torch.cat([torch.arange(n) for n in (20, 1, 12)])[None].expand(3, -1)
     assert_close_to_sdpa(config, tokens_of(), position_ids=positions)
+
+
+LENGTHS = (20, 1, 12)
+PACKED = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def assert_alone(model, logits, tokens, lengths=LENGTHS, rest=0):
+    """Every document has the logits that it has alone in the model; the ``rest`` of the row is padding."""
+    logits, tokens = (x[:, : x.shape[1] - rest] for x in (logits, tokens))
+    with torch.no_grad():
+        expected = [model(part, use_cache=False).logits for part in tokens.split(lengths, 1)]
+    torch.testing.assert_close(logits, torch.cat(expected, 1), atol=2e-5, rtol=1e-4)
+
+
+@CONFIGS
+@pytest.mark.parametrize("rows", [1, 3])
+def test_packed_sequences_with_a_cache(config, rows):
+    """transformers looks for them without a cache only, and the cache is on unless it is turned off."""
+    model, tokens, positions = model_of(config), tokens_of(), PACKED.expand(rows, -1)
+    logits, grads = run(model, tokens, position_ids=positions)
+    assert_alone(model, logits, tokens)
+    for mask in (None, torch.ones_like(tokens)):
+        again, again_grads = run(model, tokens, mask, position_ids=positions, use_cache=True)
+        assert_same_bytes(again, logits)
+        for name, grad in grads.items():
+            assert_same_bytes(again_grads[name], grad, name)
+
+
+def test_packed_sequences_in_chunks():
+    """As transformers' own mask of both, which it makes without a cache."""
+    document = (PACKED.diff(dim=1, prepend=PACKED[:, :1] - 1) != 1).cumsum(1)[0]
+
+    def chunks(batch, head, row, column):
+        return (column <= row) & (row // 8 == column // 8)
+
+    def both(batch, head, row, column):
+        return chunks(batch, head, row, column) & (document[row] == document[column])
+
+    of_chunks, expected = (token_mask(2, 33, 33, mask_function=see, local_size=8) for see in (chunks, both))
+    found = isolate(of_chunks, PACKED)
+    assert same_packing(found.numbers, expected.numbers, found.sizes)
+    assert not same_packing(of_chunks.numbers, expected.numbers, found.sizes)
+    assert found.window == expected.window
+    assert isolate(expected, PACKED).window == expected.window
+
+
+@CONFIGS
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_sequences_beside_padding(config, use_cache):
+    model, tokens, mask = model_of(config), tokens_of(), torch.ones(3, 33, dtype=torch.long)
+    mask[:, -5:] = 0
+    positions = PACKED.masked_fill(mask[:1] == 0, 1)
+    logits, _ = run(model, tokens, mask, position_ids=positions, use_cache=use_cache)
+    assert_alone(model, logits, tokens, (20, 1, 7), rest=5)
+
+
+@CONFIGS
+def test_positions_of_a_growing_cache(config):
+    model, tokens, positions = model_of(config).eval(), tokens_of(), torch.arange(33)[None]
+    with torch.no_grad():
+        expected, cache, found = model(tokens, use_cache=False).logits, transformers.DynamicCache(), []
+        for ends in pairwise((0, 13, 14, 21, 33)):
+            part = slice(*ends)
+            call = model(tokens[:, part], position_ids=positions[:, part], past_key_values=cache)
+            found.append(call.logits)
+        torch.testing.assert_close(torch.cat(found, 1), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_the_cache_of_packed_sequences_is_not_continued():
+    model, tokens = model_of(qwen).eval(), tokens_of(1)
+
+    def call(first, positions):
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            model(tokens[:, :20], position_ids=first, past_key_values=cache)
+            model(tokens[:, 20 : 20 + positions.shape[1]], position_ids=positions, past_key_values=cache)
+
+    one, two = torch.arange(20)[None], torch.cat([torch.arange(12), torch.arange(8)])[None]
+    call(one, torch.arange(20, 33)[None])
+    with pytest.raises(InputError, match="position_ids have 8 in row 0 after 20 cached tokens: not all"):
+        call(two, torch.arange(8, 9)[None])
+    with pytest.raises(InputError, match="go from 22 to 0 in row 0: packed sequences beside 20 cached keys"):
+        call(one, torch.tensor([[20, 21, 22, 0, 1]]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("count", [lambda mask: mask.cumsum(1) - 1, lambda mask: torch.arange(33)[None]])
+def test_positions_beside_padding_are_one_sequence(side, count):
+    mask = padding_of(side)
+    positions = count(mask).clamp(min=1)  # as ``generate`` numbers padding
+    made = token_mask(3, 33, 33, attention_mask=mask.bool())
+    positions = torch.where(mask.bool(), count(mask), positions)
+    assert isolate(made, positions) is made
+    made = token_mask(3, 4, 33, q_offset=29, attention_mask=padding_of("left").bool())
+    positions = (padding_of("left").cumsum(1) - 1)[:, -4:]
+    assert isolate(made, positions) is made
+
+
+def test_positions_over_holes():
+    numbers = torch.tensor([[1, 1, 0, 1, 1]])
+    for positions in ([0, 1, 9, 2, 3], [0, 1, 2, 3, 4]):
+        assert separate(torch.tensor([positions]), numbers, Sizes(1, 5, 5)) is None
+    found = separate(torch.tensor([[0, 1, 9, 0, 1]]), numbers, Sizes(1, 5, 5))
+    assert packing_of(found, 5).cu_seqlens_k.tolist() == [0, 2, 4]
+
+
+def test_positions_are_looked_at_once_for_all_layers_and_again_after_a_write(monkeypatch):
+    calls = []
+    counted = lambda *args: calls.append(args) or separate(*args)  # noqa: E731
+    monkeypatch.setattr(token_masks, "separate", counted)
+    model = model_of(lambda: transformers.LlamaConfig(**{**SMALL, "num_hidden_layers": 4})).eval()
+    with torch.inference_mode():
+        for positions in (None, PACKED):
+            calls.clear()
+            model(tokens_of(1), position_ids=positions)
+            assert len(calls) == 1
+    made, positions = token_mask(1, 6, 6), torch.arange(6)[None]
+    assert isolate(made, positions) is made
+    positions[0, 4:] = torch.arange(2)
+    assert isolate(made, positions).packing.cu_seqlens_k.tolist() == [0, 4, 6]
+    assert isolate(made, torch.arange(6)[None]) is made
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_compiled_code_checks_positions_on_the_device(side):
+    mask, model = None if side is None else padding_of(side), model_of(sliding).eval()
+    expected = model(tokens_of(), attention_mask=mask).logits
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_same_bytes(compiled(tokens_of(), attention_mask=mask).logits, expected)
+    with pytest.raises(
+        RuntimeError, match="position_ids pack sequences that the mask of 'dash' attention does"
+    ):
+        compiled(tokens_of(), attention_mask=mask, position_ids=PACKED)
+    if mask is None:
+        packed = model(tokens_of(), position_ids=PACKED).logits
+        again = compiled(tokens_of(), position_ids=PACKED, use_cache=False).logits
+        assert_same_bytes(again, packed)
+
+
+@pytest.mark.parametrize(
+    ("positions", "numbers", "sizes", "holds"),
+    [
+        ([[0, 1, 2, 0]], None, (2, 4, 4), False),
+        ([[0, 1, 2, 0]], [[1, 1, 1, 2], [1, 1, 1, 0]], (2, 4, 4), True),
+        ([[0, 1, 2, 0]], [[1, 1, 1, 2], [1, 1, 1, 1]], (2, 4, 4), False),
+        ([[1, 1, 0, 1]], [[0, 0, 1, 1]], (1, 4, 4), True),
+        ([[4, 5]], None, (1, 2, 6), True),
+        ([[3, 4]], None, (1, 2, 6), False),
+        ([[4, 0]], None, (1, 2, 6), False),
+        ([[3, 4]], [[0, 1, 1, 1, 1, 1]], (1, 2, 6), True),
+        ([[2, 3]], [[0, 1, 1, 1, 1, 1]], (1, 2, 6), False),
+        ([[1, 0]], [[0, 0, 0, 0, 0, 1]], (1, 2, 6), True),
+        ([[0]], None, (1, 1, 1), True),
+    ],
+)
+def test_the_check_on_the_device_is_the_one_on_the_host(positions, numbers, sizes, holds):
+    positions = torch.tensor(positions)
+    numbers = None if numbers is None else torch.tensor(numbers)
+    sizes = Sizes(*sizes)
+    if holds:
+        assert_separate(positions, numbers, sizes)
+    else:
+        with pytest.raises(RuntimeError, match="position_ids pack sequences"):
+            assert_separate(positions, numbers, sizes)
+    try:
+        found = separate(positions, numbers, sizes)
+        stands = found is None or same_packing(found, numbers, sizes)
+    except InputError:
+        stands = False
+    assert stands is holds
+
+
+def same_packing(found, numbers, sizes):
+    if numbers is None:
+        return False
+    a, b = (packing_of(x, sizes.seqlen_q) for x in (found, numbers))
+    return all(torch.equal(x, y) for x, y in zip(a[:4], b[:4]))
+
+
+def test_positions_for_plain_masks_and_none():
+    q = torch.randn(2, 4, 33, 16)
+    module = torch.nn.Module()
+    expected = attention(*[q.transpose(1, 2)[:, :20]] * 3, causal=True)
+    for mask in (None, torch.ones(2, 33)):
+        for positions in (PACKED, PACKED[0], PACKED.expand(2, -1)):
+            out, _ = dash.attention_forward(module, q, q, q, mask, position_ids=positions)
+            assert_same_bytes(out[:, :20], expected)
+    with pytest.raises(InputError, match=r"position_ids have shape \(1, 32\), the queries .* \(2, 33\)"):
+        dash.attention_forward(module, q, q, q, None, position_ids=PACKED[:, 1:])
+    full = dash.attention_forward(module, q, q, q, None)[0]
+    places = dash.attention_forward(module, q, q, q, None, position_ids=PACKED.expand(3, 2, -1))[0]
+    assert_same_bytes(places, full)
+
+
+def test_positions_under_bidirectional_masks():
+    q, k = torch.randn(1, 4, 33, 16), torch.randn(1, 4, 40, 16)
+    module = torch.nn.Module()
+    both = token_mask(1, 33, 33, mask_function=sees_all)
+    with pytest.raises(InputError, match="several sequences into a row under a bidirectional mask"):
+        dash.attention_forward(module, q, q, q, both, position_ids=PACKED)
+    with pytest.raises(InputError, match="packed sequences of 33 keys with 33 queries that see all keys"):
+        dash.attention_forward(module, q, q, q, None, is_causal=False, position_ids=PACKED)
+    bounds = torch.tensor([0, 20, 21, 33], dtype=torch.int32)
+    how = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    out, _ = dash.attention_forward(module, q, q, q, both, position_ids=PACKED, **how)
+    assert_same_bytes(out[:, :20], attention(*[q.transpose(1, 2)[:, :20]] * 3))
+    cross = dash.attention_forward(module, q, k, k, None, is_causal=False, position_ids=PACKED)[0]
+    assert_same_bytes(cross, dash.attention_forward(module, q, k, k, None, is_causal=False)[0])
 
 
 def test_packed_sequences_by_cu_seq_lens():
@@ -286,15 +498,57 @@ def test_models_with_sinks_or_masks_of_their_own_raise():
         model_of(qwen)(tokens_of(), attention_mask=torch.zeros(3, 1, 33, 33))
 
 
-def test_a_static_cache_raises():
-    model = model_of(qwen).eval()
+@pytest.mark.parametrize("config", [qwen, sliding])
+def test_a_cache_with_places_for_later_keys_raises(config):
+    model = model_of(config).eval()
     cache = transformers.StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(InputError, match="key caches of a fixed length"):
+    with pytest.raises(InputError, match="end at position 33, keys at 64: .* no cache with places for later"):
         model(tokens_of(), past_key_values=cache)
+
+
+STATIC = {"cache_implementation": "static", "disable_compile": True, "pad_token_id": 0, "do_sample": False}
+
+
+@pytest.mark.parametrize("length", [8, 33])
+@pytest.mark.parametrize("padded", [0, 3])
+def test_a_static_cache_that_the_prompt_fills(length, padded):
+    """``generate`` then makes the mask itself, and the model hands it to the mask function."""
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[1, :padded] = 0
+
+    def generated(implementation):
+        config = transformers.MistralConfig(**{**SMALL, "sliding_window": 8})
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        return model.eval().generate(tokens_of(2, length), attention_mask=mask, max_new_tokens=12, **STATIC)
+
+    assert torch.equal(generated("dash"), generated("eager"))
+
+
+def test_a_static_cache_that_the_prompt_does_not_fill_raises():
+    config = transformers.MistralConfig(**{**SMALL, "sliding_window": 8})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash").eval()
+    with pytest.raises(
+        InputError, match="end at position 5, keys at 8: .* no cache with places for later keys"
+    ):
+        model.generate(tokens_of(2, 5), attention_mask=torch.ones(2, 5), max_new_tokens=9, **STATIC)
+
+
+def test_a_mask_made_before_must_be_for_the_same_attention():
+    made = token_mask(2, 9, 9, mask_function=see_window(4), local_size=4)
+    assert token_mask(2, 9, 9, mask_function=see_window(4), attention_mask=made, local_size=4) is made
+    with pytest.raises(InputError, match=r"\(2, 9, 9\) and window 4, this layer has \(2, 9, 9\) and None"):
+        token_mask(2, 9, 9, attention_mask=made)
+    with pytest.raises(InputError, match=r"this layer has \(2, 1, 9\) and 4"):
+        token_mask(2, 1, 9, q_offset=8, attention_mask=made, local_size=4)
 
 
 def see_prefix(batch, head, row, column):
     return (column <= row) | (column < 5)
+
+
+def sees_all(batch, head, row, column):
+    return (column >= 0).expand_as(row)
 
 
 def see_window(size):

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import attention as registry
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn import attention
 from dash_attn.errors import InputError
 from dash_attn.integrations import sdpa
+from dash_attn.integrations.positions import Sizes, separate
 from dash_attn.testing import assert_same_bytes, same_bytes
 from dash_attn.tools import doctor
 from dash_attn.tools.cli import main
@@ -97,6 +99,17 @@ def test_sdpa_refuses_what_it_cannot_honour():
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
         with pytest.raises(InputError, match="head_dim 32"):
             F.scaled_dot_product_attention(q[..., :32], q[..., :32], q[..., :32])
+
+
+def test_sdpa_takes_lower_right_masks():
+    q, k, v = sdpa_leaves()
+    tensors = [q.detach()[:, :, :700].requires_grad_(), k, v]
+    expected = run(ours, tensors, causal=True)
+    mask = causal_lower_right(700, 1000)
+    with sdpa.enabled():
+        found = run(F.scaled_dot_product_attention, tensors, attn_mask=mask, enable_gqa=True)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected):
+        assert_same_bytes(a, b, name)
 
 
 @needs_registry
@@ -191,6 +204,30 @@ def test_models_agree_with_sdpa(transformers, config, side):
     for a, b in zip(found, expected):
         error = float((a.double() - b.double()).norm() / b.double().norm())
         assert error < 0.03, error
+
+
+@CONFIGS
+def test_packed_sequences_with_a_cache(transformers, config):
+    model, tokens = model_of(transformers, config, "dash").eval(), tokens_of()
+    positions = torch.cat([torch.arange(n) for n in (300, 1, 199)])[None].cuda()
+    with torch.no_grad():
+        found = model(tokens, position_ids=positions).logits
+        assert_same_bytes(found, model(tokens, position_ids=positions, use_cache=False).logits)
+        assert not same_bytes(found, model(tokens).logits)
+
+
+def test_positions_on_the_device_are_read_once_until_they_are_written():
+    positions, sizes = torch.arange(64, device="cuda")[None], Sizes(1, 64, 64)
+    assert separate(positions, None, sizes) is None
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert separate(positions, None, sizes) is None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    positions[0, 40:] -= 40
+    numbers = separate(positions, None, sizes)
+    assert numbers is not None
+    assert numbers[0].diff().nonzero().flatten().tolist() == [39]
 
 
 def trained(transformers, config, implementation, steps=4):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
 from .padding import Packing, packing_of
+from .positions import Sizes, separate
 
-__all__ = ["NotATensorError", "TokenMask", "token_mask"]
+__all__ = ["NotATensorError", "TokenMask", "isolate", "token_mask"]
 
 MaskFunction = Callable[..., Tensor]
 """(batch, head, row, column) index tensors to a bool tensor: the row sees the column."""
@@ -54,6 +56,8 @@ class TokenMask:
             unbounded where it hides nothing.
         padded: some token of ``attention_mask`` is padding.
         packing: rows and bounds without padding; None if every row is one sequence without any.
+        numbers: (batch, kv_length) integers on the device of the mask, 0 for padding, otherwise the number of
+            the key's sequence; None where ``packing`` is.
     """
 
     batch: int
@@ -64,6 +68,18 @@ class TokenMask:
     local_size: int | None
     padded: bool
     packing: Packing | None
+    numbers: Tensor | None = None
+
+    @property
+    def ndim(self) -> int:
+        """4, as of any mask that is ready for use: ``generate`` makes masks before it calls the model, and
+        transformers asks whether what the model gets is (batch, length) instead."""
+        return 4
+
+    @property
+    def sizes(self) -> Sizes:
+        """Rows of the batch, and queries and keys per row."""
+        return Sizes(self.batch, self.q_length, self.kv_length)
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(f".{name}")
@@ -96,7 +112,7 @@ def token_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | TokenMask | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
@@ -109,7 +125,8 @@ def token_mask(
         q_offset, kv_offset: positions of the first query and key.
         mask_function: which columns a row sees, padding aside; None: no later ones.
         attention_mask: (batch, length) bool, False for padding; column p is the key at position p. Columns
-            behind the last key are ignored.
+            behind the last key are ignored. Or the mask that an earlier call made for the same attention,
+            which is returned.
         local_size: size of the sliding window or of a chunk, None for neither.
         use_vmap: the mask function is a user's own.
         device: where masks belong.
@@ -120,12 +137,14 @@ def token_mask(
     """
     if use_vmap:
         raise InputError("or_mask_function and and_mask_function are not supported by 'dash' attention")
+    if isinstance(attention_mask, TokenMask):
+        return _made_before(attention_mask, Sizes(batch_size, q_length, kv_length), local_size)
     causal = _PLAIN.get(getattr(mask_function, "__name__", "")) if mask_function is not None else True
-    q_start = int(q_offset)
-    if causal is not False and q_start + q_length != kv_offset + kv_length:
+    q_end, kv_end = int(q_offset) + q_length, kv_offset + kv_length
+    if causal is not False and q_end != kv_end:
         raise InputError(
-            f"queries end at position {q_start + q_length}, keys at {kv_offset + kv_length}: key caches of a "
-            "fixed length are not supported by 'dash' attention"
+            f"queries end at position {q_end}, keys at {kv_end}: 'dash' attention "
+            "supports no cache with places for later keys, as static caches have them"
         )
     band, sequences = _Band(causal is not False), None
     if causal is None:
@@ -136,11 +155,74 @@ def token_mask(
     numbers = tokens if sequences is None else sequences if tokens is None else sequences * tokens
     packing = None
     if numbers is not None:
-        packing = packing_of(numbers, q_length, keep_queries=not band.causal and band.window == (-1, -1))
-        rows_q, rows_k = (rows.to(device) for rows in packing[:2])
-        packing = packing._replace(rows_q=rows_q, rows_k=rows_k)
+        keep_queries = not band.causal and band.window == (-1, -1)
+        packing, numbers = _packing(numbers, q_length, device, keep_queries=keep_queries)
     sizes = (batch_size, q_length, kv_length)
-    return TokenMask(*sizes, band.causal, band.window, local_size, tokens is not None, packing)
+    return TokenMask(*sizes, band.causal, band.window, local_size, tokens is not None, packing, numbers)
+
+
+class _Isolated(NamedTuple):
+    """What :func:`isolate` found for a mask; ``mask`` is None if that stands."""
+
+    positions: ref[Tensor]
+    version: int
+    mask: TokenMask | None
+
+
+_ISOLATED: WeakKeyDictionary[TokenMask, _Isolated] = WeakKeyDictionary()
+"""transformers makes masks anew for every forward, so an entry lives as long as a forward."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def isolate(mask: TokenMask, position_ids: Tensor) -> TokenMask:
+    """The mask with the sequences that ``position_ids`` tell apart, found once for all layers of a forward.
+
+    Args:
+        mask: what the queries see so far.
+        position_ids: (batch or 1, q_length) or (q_length,) integers.
+
+    Raises:
+        InputError: as :func:`.separate`; or the mask is bidirectional and has not all the sequences.
+    """
+    version = -1 if position_ids.is_inference() else position_ids._version
+    known = _ISOLATED.get(mask)
+    if known is None or known.version != version or known.positions() is not position_ids:
+        numbers = separate(position_ids, mask.numbers, mask.sizes)
+        found = None if numbers is None else _with_numbers(mask, numbers, position_ids.device)
+        known = _ISOLATED[mask] = _Isolated(ref(position_ids), version, found)
+    return mask if known.mask is None else known.mask
+
+
+def _with_numbers(mask: TokenMask, numbers: Tensor, device: torch.device) -> TokenMask:
+    """The mask for other sequences; a window that hides nothing of them is none."""
+    if not mask.causal:
+        raise InputError(
+            "position_ids pack several sequences into a row under a bidirectional mask: 'dash' attention "
+            "needs cu_seq_lens_q and cu_seq_lens_k for that"
+        )
+    packing, on_device = _packing(numbers, mask.q_length, device)
+    longest = int(packing.cu_seqlens_k.diff().max())
+    hides = mask.local_size is None or longest > mask.local_size
+    window = mask.window if hides else (-1, -1)
+    return replace(mask, window=window, packing=packing, numbers=on_device)
+
+
+def _packing(
+    numbers: Tensor, q_length: int, device: torch.device | str, *, keep_queries: bool = False
+) -> tuple[Packing, Tensor]:
+    """The packing of numbers on the CPU, and the numbers, for a device."""
+    packing = packing_of(numbers, q_length, keep_queries=keep_queries)
+    rows_q, rows_k = (rows.to(device) for rows in packing[:2])
+    return packing._replace(rows_q=rows_q, rows_k=rows_k), numbers.to(device)
+
+
+def _made_before(mask: TokenMask, sizes: Sizes, local_size: int | None) -> TokenMask:
+    if (mask.sizes, mask.local_size) != (sizes, local_size):
+        raise InputError(
+            f"attention_mask was made for (batch, queries, keys) {tuple(mask.sizes)} and window "
+            f"{mask.local_size}, this layer has {tuple(sizes)} and {local_size}"
+        )
+    return mask
 
 
 def _tokens(attention_mask: Tensor | None, batch: int, kv_offset: int, kv_length: int) -> Tensor | None:

@@ -10,8 +10,14 @@ their padding, so that a sequence's bytes do not depend on its neighbours. Every
 dimensions, mask functions of users, dropout, softcap, sinks, biases, attention weights as an output) raises,
 and so do models that do their own attention with the mask.
 
+Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
+``position_ids`` on to its attention. Most models do, but Llama 4 does not: give it ``use_cache=False``. A
+cache that holds several sequences per row cannot be continued: which key belongs to which sequence is not
+stored. A call that shows it by its ``position_ids`` raises.
+
 Under ``torch.compile`` there is a graph break where the mask is made: plans are made from lengths, which
-are read on the host.
+are read on the host. Sequences packed by ``position_ids`` then need ``use_cache=False``; with a cache the
+device checks that there are none.
 """
 
 from __future__ import annotations
@@ -26,7 +32,8 @@ from ..errors import InputError, UnavailableError
 from ..ops.lengths import host_lengths
 from . import OLDEST_TRANSFORMERS
 from .padding import Packing, packing_of
-from .token_masks import TokenMask, token_mask
+from .positions import Sizes, assert_separate, separate
+from .token_masks import TokenMask, isolate, token_mask
 
 __all__ = ["NAME", "attention_forward", "register"]
 
@@ -65,6 +72,7 @@ def attention_forward(
     is_causal: bool | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    position_ids: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the signature of transformers.
@@ -83,6 +91,9 @@ def attention_forward(
         is_causal: as ``module.is_causal``.
         cu_seq_lens_q, cu_seq_lens_k: int32 bounds of sequences packed into a batch of one; an error beside
             padding, or beside other sequences by ``position_ids``.
+        position_ids: (batch or 1, seqlen_q) or (seqlen_q,) integers. Where they do not count on from one
+            token to the next, another sequence begins. Ids with more dimensions name places in images, and
+            are not looked at.
 
     Returns:
         out: (batch, seqlen_q, heads, head_dim), zero in padded rows; and None for the weights.
@@ -92,14 +103,20 @@ def attention_forward(
     """
     _refuse(dropout, attention_mask, other)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if isinstance(attention_mask, TokenMask):
-        _check_sizes(attention_mask, q, k)
+        _check_sizes(attention_mask, sizes)
         _check_window(attention_mask, sliding_window)
+        if position_ids is not None and cu_seq_lens_q is None:
+            attention_mask = _isolated(attention_mask, position_ids)
         causal, window, packing = attention_mask.causal, attention_mask.window, attention_mask.packing
     else:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         window = _window(sliding_window, causal)
-        packing = _packing(attention_mask, q, k, keep_queries=not causal and window == (-1, -1))
+        numbers = _numbers(attention_mask, sizes)
+        if position_ids is not None and cu_seq_lens_q is None:
+            numbers = _separated(numbers, position_ids, sizes, causal)
+        packing = _packing(numbers, sizes, q.device, keep_queries=not causal and window == (-1, -1))
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
@@ -121,11 +138,11 @@ def attention_forward(
     return _unpadded(q, k, v, packing, how), None
 
 
-def _check_sizes(mask: TokenMask, q: Tensor, k: Tensor) -> None:
-    of_mask = (mask.batch, mask.q_length, mask.kv_length)
-    given = (q.shape[0], q.shape[1], k.shape[1])
-    if of_mask != given:
-        raise InputError(f"(batch, queries, keys) are {given}, the mask was made for {of_mask}")
+def _check_sizes(mask: TokenMask, given: Sizes) -> None:
+    if mask.sizes != given:
+        raise InputError(
+            f"(batch, queries, keys) are {tuple(given)}, the mask was made for {tuple(mask.sizes)}"
+        )
 
 
 def _check_window(mask: TokenMask, sliding_window: int | None) -> None:
@@ -147,17 +164,56 @@ def _check_window(mask: TokenMask, sliding_window: int | None) -> None:
         )
 
 
-def _packing(mask: Tensor | None, q: Tensor, k: Tensor, *, keep_queries: bool) -> Packing | None:
-    """The packing of a plain mask."""
-    if mask is None:
-        return None
-    if mask.shape != k.shape[:2]:
+def _isolated(mask: TokenMask, position_ids: Tensor) -> TokenMask:
+    """The mask with the sequences of ``position_ids``, or in compiled code a check that it has them."""
+    if not _of_tokens(position_ids, mask.sizes, mask.causal):
+        return mask
+    if torch.compiler.is_compiling():
+        assert_separate(position_ids, mask.numbers, mask.sizes)
+        return mask
+    isolated: TokenMask = isolate(mask, position_ids)
+    return isolated
+
+
+def _separated(numbers: Tensor | None, position_ids: Tensor, sizes: Sizes, causal: bool) -> Tensor | None:
+    """As :func:`_isolated`, for the numbers of a plain mask."""
+    if not _of_tokens(position_ids, sizes, causal):
+        return numbers
+    if torch.compiler.is_compiling():
+        assert_separate(position_ids, numbers, sizes)
+        return numbers
+    found: Tensor | None = separate(position_ids, numbers, sizes)
+    return numbers if found is None else found
+
+
+def _of_tokens(position_ids: Tensor, sizes: Sizes, causal: bool) -> bool:
+    """The ids number the queries, and these stand among the keys."""
+    if position_ids.ndim > 2 or (not causal and sizes.seqlen_q != sizes.seqlen_k):  # images, cross-attention
+        return False
+    shape = tuple(position_ids.shape)
+    fits = shape[-1:] == (sizes.seqlen_q,) and shape[:-1] in ((), (1,), (sizes.batch,))
+    if causal and not fits:
+        raise InputError(f"position_ids have shape {shape}, the queries (batch, seqlen_q) {tuple(sizes[:2])}")
+    return fits
+
+
+def _numbers(mask: Tensor | None, sizes: Sizes) -> Tensor | None:
+    """A plain mask, if there is one."""
+    keys = (sizes.batch, sizes.seqlen_k)
+    if mask is not None and tuple(mask.shape) != keys:
         raise InputError(
-            f"attention_mask has shape {tuple(mask.shape)}, the keys are (batch, seqlen_k) "
-            f"{tuple(k.shape[:2])}"
+            f"attention_mask has shape {tuple(mask.shape)}, the keys are (batch, seqlen_k) {keys}"
         )
-    packing: Packing = packing_of(mask, q.shape[1], keep_queries=keep_queries)
-    return packing
+    return mask
+
+
+def _packing(
+    numbers: Tensor | None, sizes: Sizes, device: torch.device, *, keep_queries: bool
+) -> Packing | None:
+    if numbers is None:
+        return None
+    packing: Packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep_queries)
+    return packing._replace(rows_q=packing.rows_q.to(device), rows_k=packing.rows_k.to(device))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
