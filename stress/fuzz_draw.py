@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_case
-from fuzz_case import LAYOUTS, FuzzCase
-
 from dash_attn.errors import DashError, UnsupportedMaskError
 from dash_attn.schedule import POLICIES
+from fuzz_case import LAYOUTS, FuzzCase
 
 LONGEST = (1, 40, 130, 300, 300, 700, 700, 1500, 5000)
 """Bounds of the lengths of a case; most are small, so that the oracle costs little."""

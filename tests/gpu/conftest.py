@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from fuzz_case import poisoned_memory
 
 HERE = Path(__file__).parent

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from gpu_cases import has_fa4
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +18,7 @@ from dash_attn.errors import InputError
 from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
 from dash_attn.testing import same_bytes
+from gpu_cases import has_fa4
 
 ENDS = [0, 300, 300, 301, 700, 1200]
 

@@ -6,7 +6,17 @@ import time
 
 import pytest
 import torch
+
+import dash_attn
 from broken_plans import broken_plan, released
+from dash_attn.api import apply_plan
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.launch import Debug
+from dash_attn.errors import HandOverError, InputError, PlanMismatchError, TooFewWorkersError
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import Plan, Shift, build_plan
+from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import (
     CAUSAL,
     FULL,
@@ -20,17 +30,10 @@ from gpu_cases import (
     grads,
     launch,
     make_case,
+    make_packed_case,
+    packed,
     relative_error,
 )
-
-import dash_attn
-from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import variants
-from dash_attn.backends.sm90.launch import Debug
-from dash_attn.errors import HandOverError, InputError, TooFewWorkersError
-from dash_attn.problem import Mask
-from dash_attn.schedule import Shift, build_plan
-from dash_attn.testing import assert_same_bytes, same_bytes
 
 BOTH_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 
@@ -80,6 +83,86 @@ def test_too_few_workers_are_refused_before_the_launch(monkeypatch):
     monkeypatch.setattr("dash_attn.backends.sm90.launch.program", lambda config: pytest.fail("launched"))
     with pytest.raises(TooFewWorkersError, match="needs 8 resident workers to be free of deadlock, got 7"):
         launch(plan, case, workers=7)
+
+
+# Plans that are not for these tensors
+
+
+def by_the_plan(plan: Plan, case: Case) -> None:
+    """Forward and backward as a user runs a plan of their own."""
+    leaves = [x.clone().requires_grad_() for x in case.inputs[1:4]]
+    out, _ = apply_plan(plan, *leaves, case.scale)
+    out.backward(case.inputs.dout)
+
+
+BY_THE_PLAN = pytest.mark.parametrize("run", [launch, by_the_plan], ids=["run_backward", "apply_plan"])
+
+
+def without_order(plan: Plan, case: Case) -> None:
+    launch(plan, case, ordered=False)
+
+
+@pytest.mark.parametrize("run", [launch, without_order, by_the_plan])
+def test_a_plan_with_other_tiles_is_refused(run):
+    """Its table counts other tiles than the kernel has."""
+    how = {"batch": 1, "heads": 4, "kv_heads": 2, "seqlen": 500, "head_dim": 128}
+    plan = auto_plan(Problem.dense(**how, tile_m=128, tile_n=128))
+    case = make_case(Problem.dense(**how))
+    with pytest.raises(PlanMismatchError, match="128"):
+        run(plan, case)
+    run(auto_plan(case.problem), case)
+
+
+DENSE = {"batch": 2, "heads": 4, "kv_heads": 2, "seqlen_q": 300, "seqlen_k": 300, "seqlen": None}
+
+
+@BY_THE_PLAN
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"batch": 1},
+        {"batch": 3},
+        {"seqlen_q": 301},
+        {"seqlen_k": 200},
+        {"heads": 8},
+        {"heads": 2},
+        {"kv_heads": 4},
+        {"kv_heads": 1},
+        {"head_dim": 64},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_a_plan_for_other_dense_tensors_is_refused(run, other):
+    case = make_case(dense(FULL, **DENSE))
+    with pytest.raises(PlanMismatchError):
+        run(auto_plan(dense(FULL, **DENSE | other)), case)
+    run(auto_plan(case.problem), case)
+
+
+@BY_THE_PLAN
+def test_a_plan_for_other_packed_tensors_is_refused(run):
+    """The tensors have more rows than the plan, so that no forward reads what is not there."""
+    pytest.importorskip("flash_attn.cute", reason="packed tensors need FlashAttention-4's forward")
+    case = make_packed_case(packed(300, 200))
+    for lengths in ((300, 100), ((300, 300), (200, 150)), (400,)):
+        with pytest.raises(PlanMismatchError):
+            run(auto_plan(packed(*lengths)), case)
+    run(auto_plan(case.problem), case)
+
+
+def test_a_plan_for_a_ragged_batch_takes_no_dense_tensors():
+    case = make_case(dense(FULL, batch=2, seqlen=300))
+    with pytest.raises(PlanMismatchError):
+        launch(auto_plan(packed(400, 200, mask=FULL)), case)
+
+
+@pytest.mark.parametrize("which", ["dout", "out", "lse"])
+def test_each_tensor_of_the_backward_is_checked(which):
+    case = make_case(dense(seqlen=300))
+    wrong = getattr(case.inputs, which)[:, :-1]
+    with pytest.raises(PlanMismatchError, match=f"{which} has shape"):
+        launch(auto_plan(case.problem), Case(case.problem, case.inputs._replace(**{which: wrong}), 1.0, {}))
 
 
 # Inputs

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 
 import pytest
+
 from litmus import FORMS, LOADS, PROMISED, SHAPES, run
 
 ROUNDS = int(float(os.environ.get("DASH_ATTN_LITMUS_ROUNDS", "4e5")))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzz_case import How, Tensors, hopper
-from gpu_cases import CAUSAL, FULL, auto_plan, dense, random_tensors
-from numerics import MASKS, POISONS, UNUSUAL, assert_as_plain_attention, assert_shows, problem
 
 import dash_attn
 from dash_attn.testing import assert_same_bytes
+from fuzz_case import How, Tensors, hopper
+from gpu_cases import CAUSAL, FULL, auto_plan, dense, random_tensors
+from numerics import MASKS, POISONS, UNUSUAL, assert_as_plain_attention, assert_shows, problem
 
 BOTH_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 EVERY_MASK = pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
