@@ -101,6 +101,14 @@ def test_packed_sequences_by_position_ids(config):
     assert_close_to_sdpa(config, tokens_of(), position_ids=positions)
 
 
+def test_a_window_that_hides_nothing_of_a_packed_sequence_is_none():
+    """As in the masks that transformers makes without a cache, so that the plans, and the bytes, are theirs."""
+    for size, window in ((24, (-1, -1)), (20, (-1, -1)), (19, (18, 0))):
+        made = token_mask(1, 33, 33, mask_function=see_window(size), local_size=size)
+        assert made.window == (size - 1, 0)
+        assert isolate(made, PACKED).window == window
+
+
 LENGTHS = (20, 1, 12)
 PACKED = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 
