@@ -102,7 +102,7 @@ def test_packed_sequences_by_position_ids(config):
 
 
 def test_a_window_that_hides_nothing_of_a_packed_sequence_is_none():
-    """As in the masks that transformers makes without a cache, so that the plans, and the bytes, are theirs."""
+    """As in the masks that transformers makes without a cache: the same plans, the same bytes."""
     for size, window in ((24, (-1, -1)), (20, (-1, -1)), (19, (18, 0))):
         made = token_mask(1, 33, 33, mask_function=see_window(size), local_size=size)
         assert made.window == (size - 1, 0)
