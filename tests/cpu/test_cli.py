@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dash_attn.model import closed_form
+from dash_attn.problem import Mask
 from dash_attn.schedule import POLICIES
 from dash_attn.tools.cli import main
 
@@ -22,6 +23,7 @@ def as_json(capsys: Run, line: str) -> dict[str, Any]:
     return facts
 
 
+MASKS = {"full": Mask.full(), "causal": Mask.causal()}
 SIMULATE = (
     "simulate --mask {} --policy {} --tiles {} --heads {} --workers {} "
     "--compute {} --reduce {} --latency 0 --json"
@@ -34,7 +36,7 @@ def test_closed_forms_from_the_command_line(capsys: Run, mask: str, policy: str)
     compared = 0
     for n in range(2, 33):
         for m in range(1, 9):
-            expected = closed_form(policy, mask, n, m, 7, 3)
+            expected = closed_form(policy, MASKS[mask], n, m, 7, 3)
             if expected is not None:
                 facts = as_json(capsys, SIMULATE.format(mask, policy, n, m, n, 7, 3))
                 assert facts["makespan"] == expected, (n, m)

@@ -64,7 +64,7 @@ def test_kernel_cache(monkeypatch, tmp_path):
     assert doctor._kernel_cache().endswith("none (made by the first kernel)")
     monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path))
     (tmp_path / "a.program").write_bytes(b"1234")
-    assert doctor._kernel_cache() == f"{tmp_path} (1 programs, 4 bytes)"
+    assert doctor._kernel_cache() == f"{tmp_path} (1 program, 4 bytes)"
     tmp_path.chmod(0o777)
     assert doctor._kernel_cache().endswith(
         "(not used: " + f"{tmp_path} can be written by others (mode 0777))"

@@ -63,7 +63,7 @@ def test_text_gantt_shows_waits_and_idle_exactly() -> None:
         "0 |00+00+00+  |",
         "1 |00....+00+ |",
         "2 |00........+|",
-        "makespan 11, 1 cycle a character; compute: kv head 0, reduce +, wait ., idle blank",
+        "makespan 11, 1 cycle per character; compute: kv head 0, reduce +, wait ., idle blank",
     ]
 
 

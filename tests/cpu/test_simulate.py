@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from strategies import plans
 
 from dash_attn.errors import CostError, TooFewWorkersError
+from dash_attn.machine import L2_BYTES
 from dash_attn.model import H200, H200_WORKERS, Costs, Timeline, closed_form, lower_bounds, simulate
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
@@ -26,7 +27,6 @@ from dash_attn.schedule import (
 )
 from dash_attn.schedule.head_groups import default_head_groups
 from dash_attn.schedule.interleave import item_tasks
-from dash_attn.schedule.placement.lpt import L2_BYTES
 
 costs = st.builds(
     Costs,
@@ -108,7 +108,7 @@ def test_closed_forms(policy: object, mask: Mask, c: float, r: float) -> None:
     compared = 0
     for n in range(2, 33):
         for m in range(1, 9):
-            expected = closed_form(policy.name, mask.name, n, m, c, r)
+            expected = closed_form(policy.name, mask, n, m, c, r)
             if expected is not None:
                 plan = build_plan(Problem.dense(heads=m, seqlen=128 * n, head_dim=64, mask=mask), policy)
                 assert simulate(plan, Costs(c, r), n).makespan == expected, (n, m)

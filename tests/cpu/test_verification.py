@@ -195,7 +195,7 @@ def test_errors_name_the_value_and_end_with_two(capsys, line, message):
         ("{", "is not JSON"),
         ("[]", "has no shapes"),
         ("[3]", "a shape must be a JSON object, got 3"),
-        ('{"seqlen": 4, "hats": 2}', "unknown field 'hats'; known: batch, seqlen,"),
+        ('{"seqlen": 4, "hats": 2}', "unknown key 'hats'; known: batch, seqlen,"),
         ('{"seqlens": 4}', "seqlens must be a list of integers, got 4"),
         ('{"seqlen": 4, "heads": "2"}', "heads must be an integer, got '2'"),
         ('{"seqlen": "4"}', "seqlen must be an integer, got '4'"),

@@ -18,21 +18,13 @@ from ..schedule.build import build_plan
 from ..schedule.graph import dependency_graph
 from ..schedule.numerics import policy_by_name
 from .bounds import closed_form
-from .charts import (
-    IDLE,
-    PALETTE,
-    PictureError,
-    draw_legend,
-    draw_timeline,
-    lighter,
-    new_figure,
-    plotting,
-    save_figure,
-)
+from .charts import IDLE, PALETTE, lighter, new_figure, plotting, save_figure
 from .graph_chart import RED, Node, draw_arrow, draw_graph, draw_graph_legend
+from .output import FORMATS, PictureError, prepare_folder
 from .render import PAPER_COSTS
 from .segments import task_heads, task_tiles, task_workers
 from .simulate import Timeline, simulate
+from .timeline_chart import draw_legend, draw_timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +50,7 @@ def _verdict(t: Timeline) -> str:
     """Our makespan beside the paper's, for a timeline of ``_simulated``."""
     p, policy = t.plan.problem, t.plan.policy.partition("(")[0]
     c, r = PAPER_COSTS.compute, PAPER_COSTS.reduce
-    paper = closed_form(policy, p.mask.name, p.grid(0).kv_tiles, p.heads, c, r)
+    paper = closed_form(policy, p.mask, p.grid(0).kv_tiles, p.heads, c, r)
     return f"makespan {t.makespan:g} simulated; paper: {FORMULAS[policy]} = {paper:g}"
 
 
@@ -119,7 +111,7 @@ def figure_2() -> Figure:
 
 
 def _edge_names(timeline: Timeline) -> dict[Node, str]:
-    """C(i,j) and R(i,j) for the chain edges, by the node they lead to; one item a worker."""
+    """C(i,j) and R(i,j) for the chain edges, by the node they lead to; one item per worker."""
     kv, q = (array.tolist() for array in task_tiles(timeline))
     names: dict[Node, str] = {}
     for worker, (item,) in enumerate(timeline.items_of_workers()):
@@ -271,14 +263,13 @@ def draw_figures(folder: str | Path, formats: Sequence[str] = ("svg",)) -> list[
         The paths written, figure by figure.
 
     Raises:
-        PictureError: another format.
+        PictureError: another format, or a file that cannot be written; found before anything is drawn.
         PlotsMissingError: Matplotlib is not installed.
     """
     for kind in formats:
-        if kind not in ("svg", "png"):
+        if kind not in FORMATS:
             raise PictureError(f"figures are written as svg or png, got {kind!r}")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = prepare_folder(folder, [f"{name}.{kind}" for name in _FIGURES for kind in formats])
     paths = []
     for name, draw in _FIGURES.items():
         figure = draw()

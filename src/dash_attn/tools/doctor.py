@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from importlib import import_module
@@ -147,19 +146,20 @@ def _support(
 
 
 def _kernel_cache() -> str:
-    from ..backends.cuda.cache import cache_folder, why_unsafe
+    """The folder, and what the next kernel would do with it."""
+    from ..backends.cuda.cache import cache_folder, examine_folder
 
     folder = cache_folder()
-    if not folder.is_dir():
-        usable = "made by the first kernel"
-    elif reason := why_unsafe(folder.resolve()):
-        usable = f"not used: {reason}"
-    elif not os.access(folder, os.W_OK):
-        usable = "cannot be written"
+    used, reason = examine_folder(folder)
+    if not used:
+        found = f"not used: {reason}"
+    elif not folder.exists():
+        found = "made by the first kernel"
     else:
-        entries = list(folder.glob("*.program"))
-        usable = f"{len(entries)} programs, {sum(entry.stat().st_size for entry in entries):,} bytes"
-    return f"{folder} ({usable})"
+        sizes = [entry.stat().st_size for entry in folder.glob("*.program")]
+        found = f"{len(sizes)} program{'s' * (len(sizes) != 1)}, {sum(sizes):,} bytes"
+        found += f"; new ones are not kept: {reason}" if reason else ""
+    return f"{folder} ({found})"
 
 
 def _sdpa_hook() -> str:

@@ -1,4 +1,4 @@
-"""The shapes that a user asks about, from flags or a JSON file, and random tensors of them."""
+"""The shapes that a user asks about, from flags or a JSON file."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..errors import InputError, ProblemError
 from ..problem import Mask, Problem
 
-__all__ = ["Shape", "chosen_device", "chosen_shapes", "read_shapes"]
+__all__ = ["KEYS", "Shape", "chosen_device", "chosen_shapes", "read_shapes"]
 
 
 @dataclass(frozen=True)
@@ -127,19 +125,32 @@ class Shape:
 
     @classmethod
     def from_json(cls, facts: Any) -> Shape:
-        """A shape from a JSON object.
+        """A shape from a JSON object with keys of ``KEYS``. "mask" is another way to say "causal".
 
         Raises:
-            InputError: not an object, an unknown field, or a value out of range.
+            InputError: not an object, an unknown key, or a value out of range.
         """
         if not isinstance(facts, dict):
             raise InputError(f"a shape must be a JSON object, got {facts!r:.60}")
-        known = [field.name for field in fields(cls)]
-        if unknown := [name for name in facts if name not in known]:
-            raise InputError(f"unknown field {unknown[0]!r}; known: {', '.join(known)}")
+        if unknown := [name for name in facts if name not in KEYS]:
+            raise InputError(f"unknown key {unknown[0]!r}; known: {', '.join(KEYS)}")
         if {"batch", "seqlens"} <= facts.keys():
             raise InputError(f"batch {facts['batch']} belongs to seqlen, not to seqlens")
-        return cls(**facts)
+        if "mask" not in facts:
+            return cls(**facts)
+        facts = dict(facts)
+        mask = facts.pop("mask")
+        if mask not in MASKS:
+            raise InputError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
+        if "causal" in facts:
+            raise InputError(f"give either mask or causal, got {mask!r} and {facts['causal']!r}")
+        return cls(causal=mask == "causal", **facts)
+
+
+MASKS = ("full", "causal")
+
+KEYS = (*(field.name for field in fields(Shape)), "mask")
+"""Keys of a shape in JSON: the fields of :class:`Shape`, and "mask"."""
 
 
 def read_shapes(path: Path) -> Sequence[Shape]:
@@ -166,13 +177,11 @@ def chosen_shapes(flags: Mapping[str, Any], device: str) -> Sequence[Shape]:
         InputError: a value is out of range, or there are both a file and a shape.
         OSError: the file cannot be read.
     """
-    names = [field.name for field in fields(Shape)]
-    given = {name: flags[name] for name in names if flags.get(name) is not None}
-    if flags["mask"] == "causal":
-        given["causal"] = True
+    given = {name: flags[name] for name in KEYS if flags.get(name) is not None}
     if flags["shapes"] is not None:
         if given:
-            raise InputError(f"--shapes {flags['shapes']} and {', '.join(sorted(given))}: give one of them")
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(given))
+            raise InputError(f"--shapes {flags['shapes']} and {named}: give one of them")
         return read_shapes(flags["shapes"])
     if given:
         return [Shape.from_json(given)]
@@ -193,6 +202,8 @@ def chosen_device(name: str | None) -> str:
     Raises:
         InputError: "cuda", and PyTorch sees no GPU.
     """
+    import torch
+
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda, but PyTorch sees no CUDA device")
     if name is not None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from ...errors import CompilationError, DashError
 
-__all__ = ["KernelCache", "cache_folder", "why_unsafe"]
+__all__ = ["KernelCache", "cache_folder", "examine_folder", "why_unsafe"]
 
 _FUNCTION = "dash_attn_program"
 _SUFFIX = ".program"
@@ -43,13 +43,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dash-attn"
 
 
-def why_unsafe(folder: Path) -> str:
+def why_unsafe(folder: Path, *, exists: bool = True) -> str:
     """Why somebody else could change what lies in a folder, or replace it; empty if nobody can.
 
     Whoever owns the root folder is trusted like root: in a user namespace root's folders show another owner.
 
     Args:
         folder: absolute, without symbolic links.
+        exists: if not, the question is about a folder that would be made below this one.
 
     Raises:
         OSError: the folder, or one above it, cannot be examined.
@@ -59,14 +60,46 @@ def why_unsafe(folder: Path) -> str:
     for place in (folder, *folder.parents):
         facts = place.lstat()
         mode = stat.S_IMODE(facts.st_mode)
+        ours = exists and place == folder
         if not stat.S_ISDIR(facts.st_mode):
             return f"{place} is not a folder"
-        if facts.st_uid not in ({me} if place == folder else trusted):
+        if facts.st_uid not in ({me} if ours else trusted):
             return f"{place} belongs to user {facts.st_uid}"
         # In a sticky folder such as /tmp only the owner of an entry can rename it.
-        if mode & _WRITABLE_BY_OTHERS and (place == folder or not mode & stat.S_ISVTX):
+        if mode & _WRITABLE_BY_OTHERS and (ours or not mode & stat.S_ISVTX):
             return f"{place} can be written by others (mode {mode:04o})"
     return ""
+
+
+def examine_folder(folder: Path) -> tuple[bool, str]:
+    """What a kernel would do with a folder. Leaves everything as it is.
+
+    Args:
+        folder: need not exist; a kernel would make it, and those above it.
+
+    Returns:
+        Whether it would use the folder, and why it could not keep a new program there, empty if it could.
+    """
+    folder = folder.absolute()
+    place = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    try:
+        place = place.resolve(strict=True)
+        exists = place == folder.resolve()
+        if reason := why_unsafe(place, exists=exists):
+            return False, reason
+    except OSError as error:
+        return False, str(error)
+    try:
+        with tempfile.TemporaryDirectory(dir=place):
+            return True, ""
+    except OSError as error:
+        return exists, f"{place} cannot be written: {error.strerror}"
+
+
+def _make(folder: Path) -> None:
+    """Make a folder, and those above it that do not exist, for the user alone, whatever the umask."""
+    for place in (*reversed(folder.parents), folder):
+        place.mkdir(mode=0o700, exist_ok=True)
 
 
 class KernelCache:
@@ -122,7 +155,7 @@ class KernelCache:
     def _usable_folder(self) -> Path | None:
         folder = cache_folder() if self._folder is None else self._folder
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make(folder)
             folder = folder.resolve(strict=True)
             reason = why_unsafe(folder)
         except OSError as error:

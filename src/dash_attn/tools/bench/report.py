@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...model.charts import PALETTE, check_path, lighter, new_figure, plotting, save_figure
+from ...model.charts import PALETTE, lighter, new_figure, plotting, save_figure
+from ...model.output import check_path
 from .run import Result, Row
 
 __all__ = ["save_chart", "table"]
@@ -14,7 +15,7 @@ _OURS, _PEER = PALETTE[6], PALETTE[1]
 
 
 def table(result: Result) -> str:
-    """One line a row, fastest first; rows without figures last, with their reason."""
+    """One line per row, fastest first; rows without figures last, with their reason."""
     first = result.rows[0]
     head = f"{'implementation':<46}{'mode':<8}{'ms':>9}{'spread':>8}{'TFLOP/s':>9}{'ratio':>7}  repeats"
     lines = [f"{result.shape} on {result.gpu}", head]
@@ -39,7 +40,7 @@ def _name(row: Row) -> str:
 
 @plotting
 def save_chart(results: Sequence[Result], path: str | Path) -> Path:
-    """Bars of TFLOP/s, a panel a shape, full colour for deterministic modes, pale for the others.
+    """Bars of TFLOP/s, one panel per shape, full colour for deterministic modes, pale for the others.
 
     Args:
         results: one or more shapes; rows without figures are left out.

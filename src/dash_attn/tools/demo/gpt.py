@@ -68,7 +68,7 @@ class GPT(nn.Module):
                 nn.init.normal_(weight, std=std, generator=generator)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy (nats a byte) of targets after tokens, both (batch, seqlen) int64."""
+        """Mean cross entropy (nats per byte) of targets after tokens, both (batch, seqlen) int64."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)

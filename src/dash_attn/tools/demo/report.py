@@ -56,7 +56,7 @@ def draw_drift(
 
     Args:
         path: ends in .svg or .png.
-        losses, shuffled_losses: nats a byte, one a step.
+        losses, shuffled_losses: nats per byte, one per step.
         drift: step -> largest absolute difference of a weight.
         caption: stands below.
 
@@ -68,7 +68,7 @@ def draw_drift(
     steps = range(1, len(losses) + 1)
     top.plot(steps, losses, color="#444444", linewidth=2.2, label="summed in the order of the plan")
     top.plot(steps, shuffled_losses, color="#D55E00", linewidth=1.0, label="summed in no fixed order")
-    top.set_ylabel("loss (nats a byte)")
+    top.set_ylabel("loss (nats per byte)")
     top.legend(frameon=False)
     shown = {step: value for step, value in drift.items() if value > 0}
     if shown:

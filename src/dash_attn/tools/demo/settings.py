@@ -23,7 +23,7 @@ class DemoSettings:
 
     Attributes:
         steps: optimizer steps of each run, >= 1.
-        batch: sequences a step.
+        batch: sequences per step.
         shape: size of the model.
         dtype: "float32" or "bfloat16", of the tensors that go into attention; on a GPU of all products.
         learning_rate: the highest one, reached after ``warm_up`` steps.

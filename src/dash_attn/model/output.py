@@ -1,0 +1,95 @@
+"""Files that pictures are written to: their formats, and whether they can be written.
+
+A command may work for minutes before it draws. So it checks its targets first.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import DashError
+
+__all__ = [
+    "FORMATS",
+    "PictureError",
+    "PlotsMissingError",
+    "check_path",
+    "prepare_folder",
+    "require_matplotlib",
+    "require_writable",
+]
+
+FORMATS = ("svg", "png")
+
+
+class PictureError(DashError, ValueError):
+    """A picture was asked for in a format, in a place, or of a timeline, that cannot be drawn."""
+
+
+class PlotsMissingError(DashError, ImportError):
+    """Matplotlib is not installed."""
+
+
+def require_matplotlib() -> None:
+    """Raise PlotsMissingError unless Matplotlib can be imported."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        message = "pictures need Matplotlib, which is not installed: pip install 'dash-attn[plots]'"
+        raise PlotsMissingError(message) from error
+
+
+def check_path(path: str | Path) -> Path:
+    """The path, if its suffix is a format of pictures.
+
+    Raises:
+        PictureError: another suffix.
+    """
+    path = Path(path)
+    if path.suffix.lower().removeprefix(".") not in FORMATS:
+        raise PictureError(
+            f"a picture is written as .svg or .png, got suffix {path.suffix!r} of {path.name!r}"
+        )
+    return path
+
+
+def require_writable(path: str | Path) -> Path:
+    """Check before any work that a picture can be written. A file that exists keeps its bytes.
+
+    Raises:
+        PictureError: another suffix, or the file cannot be written.
+        PlotsMissingError: Matplotlib is not installed.
+    """
+    path = check_path(path)
+    require_matplotlib()
+    try:
+        if path.exists():
+            with path.open("ab"):
+                return path
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise PictureError(f"cannot write {path}: {error.strerror}") from error
+
+
+def prepare_folder(folder: str | Path, names: Sequence[str]) -> Path:
+    """Make a folder if need be, and check before any work that its pictures can be written.
+
+    Args:
+        folder: where the pictures go.
+        names: of the files.
+
+    Raises:
+        PictureError: the folder cannot be made, or a file in it cannot be written.
+        PlotsMissingError: Matplotlib is not installed.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PictureError(f"cannot make the folder {folder}: {error.strerror}") from error
+    for name in names:
+        require_writable(folder / name)
+    return folder
