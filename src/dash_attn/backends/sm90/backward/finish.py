@@ -6,12 +6,15 @@ the tiles into the shared memory that items no longer need, their MMA warps conv
 do not enter the liveness argument of the plan. Each element is converted once and alone: who does it decides no bit.
 """
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from ....schedule.layout import HEADER
 from ..device import plan_view, ptx, registers
+from ..device.ring import arrive_together
 from .config import (
     CONTROL_WORDS,
     FINISH_STAGES,
@@ -28,24 +31,24 @@ PLACE_WORDS, PLACE_STRIDE = 5, 8
 FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py
 
 
-def queue(mControl, mPlan):
+def queue(control, table):
     """Where the keys of complete tiles are, or will be, in the order in which they were completed; -1: not yet."""
-    tiles = mPlan[HEADER.q_tile_total] * mPlan[HEADER.heads]
-    return mControl.iterator + (CONTROL_WORDS + tiles)
+    tiles = table[HEADER.q_tile_total] * table[HEADER.heads]
+    return control.iterator + (CONTROL_WORDS + tiles)
 
 
 @cute.jit
-def clear(mControl, mPlan, position: Int32) -> None:
+def clear(control, table, position: Int32) -> None:
     """Make a queue entry empty, before the main kernel."""
-    entry = cute.make_tensor(queue(mControl, mPlan) + position, cute.make_layout(1))
+    entry = cute.make_tensor(queue(control, table) + position, cute.make_layout(1))
     entry[0] = Int32(-1)
 
 
 @cute.jit
-def put(mControl, mPlan, key: Int32) -> None:
+def put(control, table, key: Int32) -> None:
     """Queue a tile whose last contribution has been performed: what reads the entry with acquire sees all of them."""
-    position = ptx.add(mControl.iterator + FINISHED)
-    ptx.store_release(queue(mControl, mPlan) + position, key)
+    position = ptx.add(control.iterator + FINISHED)
+    ptx.store_release(queue(control, table) + position, key)
 
 
 def stages_of(n_item: Int32) -> Int32:
@@ -53,65 +56,58 @@ def stages_of(n_item: Int32) -> Int32:
     return cutlass.select_(n_item == 0, Int32(FINISH_STAGES), Int32(FINISH_STAGES_BEHIND_ITEMS))
 
 
-def tile_place(bars):
-    """Where the tiles in shared memory belong, (word, stage), see `store_piece`; batch -1: there are no more."""
-    return cute.make_tensor(
-        bars.tile_place, cute.make_layout((PLACE_WORDS, FINISH_STAGES), stride=(1, PLACE_STRIDE))
-    )
-
-
 @cute.jit
-def load_role(
-    config: cutlass.Constexpr, mPlan, mControl, mErrors, mdQacc, mdQ, sTiles, bars, n_item: Int32, complete: Int32
-):  # fmt: skip
-    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a lane of its own."""
-    places, q_map, size = tile_place(bars), mPlan[HEADER.q_map_offset], 4 * config.dq_elements
+def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, complete: Int32) -> None:
+    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a
+    lane of its own. Where a tile belongs is put beside it; batch -1: there are no more."""
+    places, q_map, size = shared.tile_place, memory.table[HEADER.q_map_offset], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
+    ring = replace(rings.tile, stages=stages)
     # While the MMA warps are not here, other blocks can take the tiles.
-    cute.arch.mbarrier_wait(bars.tile_empty, 0)
-    first = cute.arch.shuffle_sync(_take(mControl), 0)
+    cute.arch.mbarrier_wait(ring.empty, 0)
+    first = cute.arch.shuffle_sync(_take(memory), 0)
     while first < end:
-        following = _take(mControl)
+        following = _take(memory)
         place = first + lane
         mine = (lane < AHEAD) & (place < end)
-        key = _find(config, mControl, queue(mControl, mPlan), mErrors, place, mine, end)
+        key = _find(config, memory, queue(memory.control, memory.table), place, mine, end)
         if cute.arch.shuffle_sync(key, 0) < 0:
             end = Int32(-1)
-        tile, where = locate(config, mPlan, q_map, key, mdQ)
+        tile, where = locate(config, memory.table, q_map, key, memory.dq)
         # The entries were read through the generic proxy, the copy engine reads the tiles through the async one.
         ptx.fence_proxy_async()
         for i in cutlass.range_constexpr(AHEAD):
             if first + i < end:
-                stage = n % stages
-                cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+                stage = ring.stage(n)
+                ring.wait_empty(n)
                 if lane == i:
                     for word, value in enumerate(where):
                         places[word, stage] = value
-                    cute.arch.mbarrier_arrive_and_expect_tx(bars.tile_full + stage, size)
-                    source = mdQacc.iterator + Int64(tile) * config.dq_elements
-                    ptx.bulk_load(sTiles[None, stage].iterator, source, size, bars.tile_full + stage)
+                    cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, size)
+                    source = memory.dq_acc.iterator + Int64(tile) * config.dq_elements
+                    ptx.bulk_load(shared.complete[None, stage].iterator, source, size, ring.full + stage)
                 n += 1
         first = cute.arch.shuffle_sync(following, 0)
     for _ in cutlass.range_constexpr(MMA_WARPGROUPS):  # a sign to stop for each
-        stage = n % stages
-        cute.arch.mbarrier_wait(bars.tile_empty + stage, (n // stages) & 1)
+        stage = ring.stage(n)
+        ring.wait_empty(n)
         with cute.arch.elect_one():
             places[0, stage] = Int32(-1)
-            cute.arch.mbarrier_arrive(bars.tile_full + stage)
+            cute.arch.mbarrier_arrive(ring.full + stage)
         n += 1
 
 
 @cute.jit
-def _take(mControl) -> Int32:
+def _take(memory) -> Int32:
     """The first of the next AHEAD places of the queue, for a warp; in lane 0, so that nobody waits for it yet."""
     first = Int32(0)
     if cute.arch.lane_idx() == 0:
-        first = ptx.add(mControl.iterator + TAKEN, AHEAD)
+        first = ptx.add(memory.control.iterator + TAKEN, AHEAD)
     return first
 
 
 @cute.jit
-def _find(config: cutlass.Constexpr, mControl, entries, mErrors, place: Int32, mine, end: Int32) -> Int32:
+def _find(config: cutlass.Constexpr, memory, entries, place: Int32, mine, end: Int32) -> Int32:
     """The keys at the places that are `mine`, once all of them are there; -1 in every lane where a bounded wait gave up,
     since for so long no tile at all was completed."""
     key, spins, finished = _look(entries, place, mine, Int32(-1)), Int32(0), Int32(0)
@@ -119,14 +115,14 @@ def _find(config: cutlass.Constexpr, mControl, entries, mErrors, place: Int32, m
         ptx.sleep()
         key = _look(entries, place, mine, key)
         if const_expr(config.spin_limit > 0):
-            now = cute.arch.shuffle_sync(ptx.load_acquire(mControl.iterator + FINISHED), 0)
+            now = cute.arch.shuffle_sync(ptx.load_acquire(memory.control.iterator + FINISHED), 0)
             spins = spins + 1 if now == finished else Int32(0)
             finished = now
     if const_expr(config.spin_limit > 0):
         if _missing(key, mine):
             key = Int32(-1)
             if cute.arch.lane_idx() == 0:
-                report(mErrors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), end, finished))
+                report(memory.errors, (Int32(-1), Int32(-1), Int32(-1), Int32(-1), end, finished))
     return key
 
 
@@ -149,55 +145,48 @@ def _missing(key: Int32, mine):
 
 
 @cute.jit
-def convert_role(config: cutlass.Constexpr, mdQ, sTiles, bars, n_item: Int32, scale: Float32) -> None:
+def convert_role(config: cutlass.Constexpr, mdQ, shared, rings, n_item: Int32, scale: Float32) -> None:
     """MMA warp: convert two pieces of every second tile that the load warp brings; the other warpgroup has the tiles between.
 
     The number of stages is even, so that every stage belongs to one warpgroup, which sees all phases of its barriers.
     """
-    places, stages = tile_place(bars), stages_of(n_item)
+    places, ring = shared.tile_place, replace(rings.tile, stages=stages_of(n_item))
     warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
     n = warp // 4
     # Behind this, no item needs shared memory any more.
     cute.arch.barrier(barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS)
     for first in cutlass.range_constexpr(0, FINISH_STAGES, MMA_WARPGROUPS):
-        _arrive(bars.tile_empty + first + n)
-    cute.arch.mbarrier_wait(bars.tile_full + n, 0)
-    while places[0, n % stages] >= 0:
-        stage = n % stages
+        arrive_together(ring.empty + first + n)
+    cute.arch.mbarrier_wait(ring.full + n, 0)
+    while places[0, ring.stage(n)] >= 0:
+        stage = ring.stage(n)
         where = tuple(places[word, stage] for word in range(PLACE_WORDS))
         pieces = (warp % 4, warp % 4 + MMA_WARPS // 2)
-        values = [load_piece(config, sTiles[None, stage].iterator, piece) for piece in pieces]
-        _arrive(bars.tile_empty + stage)
+        values = [load_piece(config, shared.complete[None, stage].iterator, piece) for piece in pieces]
+        arrive_together(ring.empty + stage)
         for piece, value in zip(pieces, values):
             store_piece(config, value, mdQ, where, piece, scale)
         n += MMA_WARPGROUPS
-        cute.arch.mbarrier_wait(bars.tile_full + n % stages, (n // stages) & 1)
+        ring.wait_full(n)
 
 
 @cute.jit
-def _arrive(barrier) -> None:
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(barrier)
-
-
-@cute.jit
-def report(mErrors: cute.Tensor, values) -> None:
+def report(errors: cute.Tensor, values) -> None:
     """First failure wins: [1, sequence, q_head, kv_tile, q_tile, expected, seen]; sequence -1: dQ tiles that were never complete."""
-    if ptx.compare_and_swap(mErrors.iterator, Int32(0), Int32(1)) == 0:
+    if ptx.compare_and_swap(errors.iterator, Int32(0), Int32(1)) == 0:
         for i, value in enumerate(values):
-            mErrors[1 + i] = value
+            errors[1 + i] = value
 
 
 @cute.jit
-def contributions(mPlan, index: Int32) -> Int32:
+def contributions(table, index: Int32) -> Int32:
     """How many contributions q tile `index`, counted over all sequences, gets."""
-    _, seq = plan_view.sequence_of_tile(mPlan, HEADER.q_map_offset, index)
-    return mPlan[seq.total_first + index - seq.q_tile_first]
+    _, seq = plan_view.sequence_of_tile(table, HEADER.q_map_offset, index)
+    return table[seq.total_first + index - seq.q_tile_first]
 
 
 @cute.jit
-def locate(config: cutlass.Constexpr, mPlan, q_map: Int32, key: Int32, tensor):
+def locate(config: cutlass.Constexpr, table, q_map: Int32, key: Int32, tensor):
     """The dQ tile of a key, q tile * heads + q head with q tiles counted over all sequences, and its place, see `store_piece`.
 
     `q_map`: word of the table where the map of q tiles begins; `tensor`: (B, Sq, H, D). A key of -1 is read like 0.
@@ -210,7 +199,7 @@ def locate(config: cutlass.Constexpr, mPlan, q_map: Int32, key: Int32, tensor):
     batch = index // cutlass.max(tiles, 1)
     tile_first = batch * tiles
     if tensor.shape[0] == 1:
-        seq = plan_view.read_sequence(mPlan, mPlan[HEADER.sequence_offset], mPlan[q_map + index])
+        seq = plan_view.read_sequence(table, table[HEADER.sequence_offset], table[q_map + index])
         seqlen_q, row_first, tiles, tile_first = (
             seq.seqlen_q,
             seq.q_row_first,

@@ -1,14 +1,12 @@
 """The backward kernel: persistent, warp specialised, told what to do by the plan table.
 
-Roles of a block of 384 threads: warp 0 loads, claims items, and stores dK and dV (load.py), warp 1 adds dQ partials to global memory, warp 2
-hands finished contributions over, warp 3 walks the plan and waits for tickets (reduce.py), two warpgroups multiply (mma.py), and
-convert complete dQ tiles when there are no items left (finish.py).
+Roles of a block of 384 threads: warp 0 loads, claims items, and stores dK and dV (load.py). Warp 1 adds contributions to dQ in
+global memory, warp 2 hands them over, warp 3 walks the plan and waits for tickets (reduce.py). Two warpgroups multiply (mma.py),
+and convert complete dQ tiles when there are no items left (finish.py).
 
 The fp32 dQ tile, in shared and global memory, is kept in the order of the accumulator registers: value (row, col) of
 warpgroup g, thread t sits at ((g * tile_m*head_dim/1024 + v) * 128 + t) * 4 + e; `launch._accumulator_order` inverts it.
 """
-
-from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
@@ -18,8 +16,11 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from ..device import plan_view
+from ..device.ring import Ring
 from . import finish, load, mma, reduce
+from .arguments import Copies, Copy, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import FINISH_STAGES, MMA_WARPS, SLOTS, THREADS, BackwardConfig
+from .rings import Rings
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
 MAX_INT32 = (1 << 31) - 1
@@ -33,15 +34,10 @@ def tile_layout(dtype, rows: int, columns: int, stages: int):
 
 
 class Backward:
-    """dQ, dK and dV of one plan.
+    """dQ, dK and dV of one plan; see arguments.py for what it is given.
 
-    Tensors: q, do (B, Sq, H, D), k, v (B, Sk, Hkv, D), any strides with D contiguous and rows of 16-byte multiples; with B = 1 the
-    sequences of the plan lie one after the other, otherwise one a batch. lse2 and
-    delta fp32, tile_m values a dQ tile, in tile-index order (base-2 LSE, +inf for rows without keys; -rowsum(O dO));
-    dq_acc fp32, tile_m*D values a dQ tile; parts fp32, 2*tile_n*D values an item that owns one of several head groups (dK, dV,
-    in accumulator order, unscaled); control int32, counters, tickets and queue as Preprocess leaves them. dq, dk, dv as q, k, v.
-    Guarantee: for one plan the bits of dQ, dK and dV do not depend on timing, grid size or neighbours (ordered=True; without
-    order, Convert makes dq of dq_acc).
+    Guarantee: for one plan the bits of dQ, dK and dV do not depend on timing, grid size or neighbours. Without order
+    (`BackwardConfig.accumulation`) those of dQ do, and Convert makes dQ of dq_acc.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -49,7 +45,7 @@ class Backward:
         self.dtype = DTYPES[config.dtype]
         self.load_role, self.mma_role = load.LoadRole(config), mma.MmaRole(config, self.dtype)
 
-    def _tiled_mmas(self):
+    def _tiled_mmas(self) -> Products:
         c = self.config
         major = cute.nvgpu.OperandMajorMode
         source = warpgroup.OperandSource
@@ -63,7 +59,7 @@ class Backward:
         grads = make(major.K, major.MN, (2, 1, 1), c.head_dim, source.RMEM)
         dq_split = (1, 2, 1) if c.tile_m == 64 else (2, 1, 1)
         dq = make(major.K, major.MN, dq_split, c.head_dim // dq_split[1])
-        return scores, grads, dq
+        return Products(scores, grads, dq)
 
     def _storage(self):
         c, dtype = self.config, self.dtype
@@ -75,8 +71,8 @@ class Backward:
         class Storage:
             q_full: cute.struct.MemRange[Int64, c.q_stages]
             q_empty: cute.struct.MemRange[Int64, c.q_stages]
-            do_full: cute.struct.MemRange[Int64, c.do_stages]
-            do_empty: cute.struct.MemRange[Int64, c.do_stages]
+            dout_full: cute.struct.MemRange[Int64, c.do_stages]
+            dout_empty: cute.struct.MemRange[Int64, c.do_stages]
             k_full: cute.struct.MemRange[Int64, 1]
             k_empty: cute.struct.MemRange[Int64, 1]
             v_full: cute.struct.MemRange[Int64, 1]
@@ -96,7 +92,7 @@ class Backward:
             tile_full: cute.struct.MemRange[Int64, FINISH_STAGES]
             tile_empty: cute.struct.MemRange[Int64, FINISH_STAGES]
             slots: cute.struct.Align[cute.struct.MemRange[Int32, reduce.SLOT_WORDS * SLOTS], 16]
-            item: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
+            mailbox: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
             grads_place: cute.struct.Align[cute.struct.MemRange[Int32, load.GRADS_PLACE_WORDS], 16]
             tile_place: cute.struct.Align[
@@ -105,7 +101,7 @@ class Backward:
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
             q: tile(c.tile_m, c.head_dim, c.q_stages)
-            do: tile(c.tile_m, c.head_dim, c.do_stages)
+            dout: tile(c.tile_m, c.head_dim, c.do_stages)
             k: tile(c.tile_n, c.head_dim, 1)
             v: tile(c.tile_n, c.head_dim, 1)
             ds: tile(c.tile_m, c.tile_n, c.ds_stages)
@@ -114,7 +110,7 @@ class Backward:
         return Storage
 
     @cute.jit
-    def _tma(self, op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]):
+    def _copy(self, op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
         """Copy-engine operation on (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
         batch_stride, row_stride, head_stride, _ = tensor.stride
         row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
@@ -125,104 +121,59 @@ class Backward:
         shape = (row_extent, self.config.head_dim, tensor.shape[2], batches, shifts)
         stride = (row_stride, 1, head_stride, batch_stride, row_stride)
         view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        return cpasync.make_tiled_tma_atom(
-            op, view, cute.select(layout, [0, 1]), (rows, self.config.head_dim)
-        )
+        tile = (rows, self.config.head_dim)
+        return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), tile))
 
     @cute.jit
-    def __call__(
-        self,
-        q,
-        k,
-        v,
-        do,
-        lse2,
-        delta,
-        dq_acc,
-        dq,
-        dk,
-        dv,
-        parts,
-        plan,
-        control,
-        errors,
-        partials,
-        trace,
-        scale,
-        grid,
-        workers,
-        complete,
-        stream,
-    ):
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
         c = self.config
-        layouts = SimpleNamespace(
+        layouts = Layouts(
             q=tile_layout(self.dtype, c.tile_m, c.head_dim, c.q_stages),
-            do=tile_layout(self.dtype, c.tile_m, c.head_dim, c.do_stages),
+            dout=tile_layout(self.dtype, c.tile_m, c.head_dim, c.do_stages),
             kv=tile_layout(self.dtype, c.tile_n, c.head_dim, 1),
             ds=tile_layout(self.dtype, c.tile_m, c.tile_n, c.ds_stages),
             dk=tile_layout(self.dtype, c.tile_n, c.head_dim, 2 * c.dk_stages),
         )
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        atom_q, tma_q = self._tma(fetch, q, layouts.q, c.tile_m)
-        atom_do, tma_do = self._tma(fetch, do, layouts.do, c.tile_m)
-        atom_k, tma_k = self._tma(fetch, k, layouts.kv, c.tile_n)
-        atom_v, tma_v = self._tma(fetch, v, layouts.kv, c.tile_n)
-        atom_dk, tma_dk = self._tma(store, dk, layouts.kv, c.tile_n)
-        atom_dv, tma_dv = self._tma(store, dv, layouts.kv, c.tile_n)
-        self.kernel(
-            atom_q, tma_q, atom_do, tma_do, atom_k, tma_k, atom_v, tma_v, atom_dk, tma_dk, atom_dv, tma_dv,
-            layouts.q, layouts.do, layouts.kv, layouts.ds, layouts.dk, *self._tiled_mmas(),
-            lse2, delta, dq_acc, dq, dk, dv, parts, plan, control, errors, partials, trace, scale, workers, complete,
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True)  # fmt: skip
+        copies = Copies(
+            q=self._copy(fetch, tensors.q, layouts.q, c.tile_m),
+            dout=self._copy(fetch, tensors.dout, layouts.dout, c.tile_m),
+            k=self._copy(fetch, tensors.k, layouts.kv, c.tile_n),
+            v=self._copy(fetch, tensors.v, layouts.kv, c.tile_n),
+            dk=self._copy(store, tensors.dk, layouts.kv, c.tile_n),
+            dv=self._copy(store, tensors.dv, layouts.kv, c.tile_n),
+        )
+        named = tensors._asdict() | workspace._asdict()
+        memory = Memory(*[named[name] for name in Memory._fields])
+        numbers = Numbers(launch.scale, launch.workers, launch.complete)
+        self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
+            grid=(launch.grid, 1, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
 
     @cute.kernel
     def kernel(
-        self, atom_q: cute.CopyAtom, mQ: cute.Tensor, atom_do: cute.CopyAtom, mdO: cute.Tensor, atom_k: cute.CopyAtom,
-        mK: cute.Tensor, atom_v: cute.CopyAtom, mV: cute.Tensor, atom_dk: cute.CopyAtom, tma_dK: cute.Tensor,
-        atom_dv: cute.CopyAtom, tma_dV: cute.Tensor, q_layout: cute.ComposedLayout,
-        do_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout, ds_layout: cute.ComposedLayout, dk_layout: cute.ComposedLayout,
-        mma_scores: cute.TiledMma, mma_grads: cute.TiledMma, mma_dq: cute.TiledMma, mLse2: cute.Tensor, mDelta: cute.Tensor,
-        mdQacc: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor, mParts: cute.Tensor, mPlan: cute.Tensor,
-        mControl: cute.Tensor, mErrors: cute.Tensor, mPartials: cute.Tensor, mTrace: cute.Tensor, scale: Float32,
-        workers: Int32, complete: Int32,
-    ):  # fmt: skip
+        self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers: Numbers
+    ) -> None:
         c = self.config
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == LOAD_WARP:
-            for atom in (atom_q, atom_do, atom_k, atom_v, atom_dk, atom_dv):
-                cpasync.prefetch_descriptor(atom)
+            for each in copies:
+                cpasync.prefetch_descriptor(each.atom)
         storage = SmemAllocator().allocate(self._storage())
-        bars = SimpleNamespace(
-            **{n: getattr(storage, n).data_ptr() for n in self._barrier_counts()},
-            item=storage.item.data_ptr(),
-            q_info=storage.q_info.data_ptr(),
-            slots=storage.slots.data_ptr(),
-            grads_place=storage.grads_place.data_ptr(),
-            tile_place=storage.tile_place.data_ptr(),
-        )
-        grads_place = self.load_role.grads_place(bars)
+        barriers = {name: getattr(storage, name).data_ptr() for name in self._barrier_counts()}
+        rings, shared = self._rings(barriers), self._shared(storage, layouts)
+        grads_place = shared.grads_place
         if warp_idx == LOAD_WARP:
             with cute.arch.elect_one():
                 for name, (stages, count) in self._barrier_counts().items():
                     for stage in range(stages):
-                        cute.arch.mbarrier_init(getattr(bars, name) + stage, count)
+                        cute.arch.mbarrier_init(barriers[name] + stage, count)
                 grads_place[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
-        sQ = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        sdO = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
-        sK = storage.k.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        sV = storage.v.get_tensor(kv_layout.outer, swizzle=kv_layout.inner)
-        sdS = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
-        sLse2 = storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.q_stages)))
-        sDelta = storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages)))
-        sdQ = storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages)))
-        leaving = storage.ds if const_expr(c.delayed_dq) else storage.dq
-        sdK = leaving.get_tensor(dk_layout.outer, swizzle=dk_layout.inner, dtype=self.dtype)
-        # Finishing needs what items no longer need, from Q on.
-        sTiles = cute.make_tensor(
-            cute.recast_ptr(storage.q.data_ptr(), dtype=Float32),
-            cute.make_layout((c.dq_elements, FINISH_STAGES)),
-        )
         cute.arch.sync_threads()
         # Tickets, claim counter, LSE and delta come from the preprocessing kernel.
         cute.arch.griddepcontrol_wait()
@@ -230,61 +181,80 @@ class Backward:
         if warp_idx < FIRST_MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers.other)
             if warp_idx == LOAD_WARP:
-                tma = (atom_q, mQ, sQ, atom_do, mdO, sdO, atom_k, mK, sK, atom_v, mV, sV)
-                tma += (atom_dk, tma_dK, sdK, atom_dv, tma_dV)
-                self.load_role.run(
-                    tma,
-                    mLse2,
-                    mDelta,
-                    sLse2,
-                    sDelta,
-                    mPlan,
-                    mControl,
-                    mErrors,
-                    mdQacc,
-                    mdQ,
-                    sTiles,
-                    bars,
-                    workers,
-                    complete,
-                )
+                self.load_role.run(copies, memory, shared, rings, numbers)
             if warp_idx == REDUCE_WARP:
-                reduce.reduce_role(c, mdQacc, mPartials, mTrace, sdQ, bars)
+                reduce.reduce_role(c, memory, shared, rings)
             if const_expr(c.ordered):
                 if warp_idx == RELEASE_WARP:
-                    reduce.release_role(mPlan, mControl, bars)
+                    reduce.release_role(memory, shared, rings)
             if warp_idx == TICKET_WARP:
-                reduce.ticket_role(c, mPlan, mControl, mErrors, bars)
+                reduce.ticket_role(c, memory, shared, rings)
         else:
             cute.arch.setmaxregister_increase(c.registers.mma)
-            n_item = self.mma_role.run(
-                mma_scores,
-                mma_grads,
-                mma_dq,
-                sQ,
-                sdO,
-                sK,
-                sV,
-                sdS,
-                sLse2,
-                sDelta,
-                sdQ,
-                sdK,
-                mdK,
-                mdV,
-                mParts,
-                scale,
-                bars,
-            )
+            n_item = self.mma_role.run(products, memory, shared, rings, numbers.scale)
             if const_expr(c.ordered):
-                finish.convert_role(c, mdQ, sTiles, bars, n_item, scale)
+                finish.convert_role(c, memory.dq, shared, rings, n_item, numbers.scale)
+
+    def _shared(self, storage, layouts: Layouts) -> Shared:
+        c = self.config
+        leaving = storage.ds if c.delayed_dq else storage.dq
+        # Finishing needs what items no longer need, from Q on.
+        complete = cute.recast_ptr(storage.q.data_ptr(), dtype=Float32)
+        words = (
+            (storage.mailbox, (plan_view.MAILBOX_WORDS, 2)),
+            (storage.slots, (reduce.SLOT_WORDS, SLOTS)),
+            (storage.q_info, (4, c.q_stages)),
+            (storage.grads_place, (load.GRADS_PLACE_WORDS,)),
+            (storage.tile_place, (finish.PLACE_STRIDE, FINISH_STAGES)),
+        )
+        mailbox, slots, q_info, grads_place, tile_place = (
+            place.get_tensor(cute.make_layout(shape)) for place, shape in words
+        )
+        return Shared(
+            q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
+            dout=storage.dout.get_tensor(layouts.dout.outer, swizzle=layouts.dout.inner),
+            k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            ds=storage.ds.get_tensor(layouts.ds.outer, swizzle=layouts.ds.inner),
+            lse2=storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
+            delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
+            dq=storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages))),
+            dk=leaving.get_tensor(layouts.dk.outer, swizzle=layouts.dk.inner, dtype=self.dtype),
+            complete=cute.make_tensor(complete, cute.make_layout((c.dq_elements, FINISH_STAGES))),
+            mailbox=mailbox,
+            slots=slots,
+            q_info=q_info,
+            grads_place=grads_place,
+            tile_place=tile_place,
+        )
+
+    def _rings(self, barriers) -> Rings:
+        c = self.config
+
+        def ring(name: str, stages: int = 1) -> Ring:
+            return Ring(barriers[f"{name}_full"], barriers[f"{name}_empty"], stages)
+
+        return Rings(
+            q=ring("q", c.q_stages),
+            dout=ring("dout", c.do_stages),
+            k=ring("k"),
+            v=ring("v"),
+            dk=Ring(barriers["dk_full"], barriers["dk_empty"], starts_empty=False),
+            ds=ring("ds", c.ds_stages),
+            dq=ring("dq", c.dq_stages),
+            item=ring("item", 2),
+            granted=Ring(barriers["granted"], barriers["slot_empty"], SLOTS),
+            performed=Ring(barriers["performed"], barriers["slot_empty"], SLOTS),
+            item_granted=Ring(barriers["item_granted"], None),
+            tile=Ring(barriers["tile_full"], barriers["tile_empty"], FINISH_STAGES, starts_empty=False),
+        )
 
     def _barrier_counts(self):
-        """Barrier name -> (stages, arrivals a phase)."""
+        """Barrier name -> (stages, arrivals per phase)."""
         c = self.config
         return {
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, MMA_WARPS),
-            "do_full": (c.do_stages, 1), "do_empty": (c.do_stages, MMA_WARPS),
+            "dout_full": (c.do_stages, 1), "dout_empty": (c.do_stages, MMA_WARPS),
             "k_full": (1, 1), "k_empty": (1, MMA_WARPS), "v_full": (1, 1), "v_empty": (1, MMA_WARPS),
             "dk_full": (1, MMA_WARPS), "dk_empty": (1, 1),
             "ds_full": (c.ds_stages, MMA_WARPS), "ds_empty": (c.ds_stages, MMA_WARPS),

@@ -14,9 +14,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import plan_view, ptx
+from ..device.ring import arrive
 from . import reduce
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
-from .load import q_info
 
 DS_BARRIER, V_BARRIER = 1, 2  # named barriers; V_BARRIER one a warpgroup
 
@@ -60,77 +60,76 @@ class MmaRole:
         self.config, self.dtype = config, dtype
 
     @cute.jit
-    def run(
-        self, mma_scores, mma_grads, mma_dq, sQ, sdO, sK, sV, sdS, sLse2, sDelta, sdQ, sdK, mdK, mdV, mParts, scale, bars
-    ):  # fmt: skip
-        """MMA warpgroups: all five products of every task of an item, then dK and dV of the item; returns how many items there were."""
+    def run(self, products, memory, shared, rings, scale):
+        """MMA warpgroups: all five products of every task of an item, then dK and dV of the item; returns how many items there
+        were."""
         c = self.config
         tidx = cute.arch.thread_idx()[0] - 128 * (THREADS // 128 - MMA_WARPGROUPS)
         group = cute.arch.make_warp_uniform(tidx // 128)
         lane = cute.arch.lane_idx()
-        wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in (mma_scores, mma_grads, mma_dq))
-        sdSt = transposed(sdS)
+        wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in products)
+        sdSt = transposed(shared.ds)
         acc_S = cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, c.tile_m)), Float32)
         acc_dK, acc_dV = (
             cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32)
             for _ in range(2)
         )
         store_ds = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), mma_scores
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), products.scores
         ).get_slice(tidx)
         t = SimpleNamespace(
-            sV=sV, sdK=sdK,
-            scores=mma_scores, grads=mma_grads, dq=mma_dq, group=group, scale_log2=scale * math.log2(math.e),
-            tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(sK)),
-            tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(sQ)),
-            tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(sV)),
-            tPrdO=wg_scores.make_fragment_B(wg_scores.partition_B(sdO)),
-            tVrdO=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(sdO))),
-            tKrQ=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(sQ))),
-            tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(sdS)),
-            tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(sK))),
-            store_ds=store_ds, tSsdS=store_ds.partition_D(sdSt), tdQsdQ=self._dq_view(sdQ, tidx),
-            lse2=self._column_view(sLse2, lane), delta=self._column_view(sDelta, lane),
+            sV=shared.v, sdK=shared.dk,
+            scores=products.scores, grads=products.grads, dq=products.dq, group=group, scale_log2=scale * math.log2(math.e),
+            tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(shared.k)),
+            tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(shared.q)),
+            tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(shared.v)),
+            tPrdO=wg_scores.make_fragment_B(wg_scores.partition_B(shared.dout)),
+            tVrdO=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.dout))),
+            tKrQ=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.q))),
+            tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(shared.ds)),
+            tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(shared.k))),
+            store_ds=store_ds, tSsdS=store_ds.partition_D(sdSt), tdQsdQ=self._dq_view(shared.dq, tidx),
+            lse2=self._column_view(shared.lse2, lane), delta=self._column_view(shared.delta, lane),
             acc_S=acc_S, acc_dK=acc_dK, acc_dV=acc_dV,
-            info=q_info(self.config, bars),
+            info=shared.q_info,
         )  # fmt: skip
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
-        slot = reduce.wait_item(bars, n_item)
+        slot = reduce.wait_item(shared, rings, n_item)
         while plan_view.mailbox_item(slot).index >= 0:
             tasks = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
             for acc in (acc_dK, acc_dV, *((acc_S,) if c.head_dim == 128 else ())):
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
-                cute.arch.mbarrier_wait(bars.k_full, n_kv & 1)
-                self.start_s(t, n_task, bars)
+                rings.k.wait_full(n_kv)
+                self.start_s(t, n_task, rings)
                 warpgroup.wait_group(0)
                 if const_expr(c.delayed_dq):
-                    self.probabilities(t, 0, n_task % c.q_stages)
-                cute.arch.mbarrier_wait(bars.v_full, n_kv & 1)
-                cute.arch.mbarrier_wait(bars.dk_empty, n_kv & 1)
+                    self.probabilities(t, 0, rings.q.stage(n_task))
+                rings.v.wait_full(n_kv)
+                rings.dk.wait_empty(n_kv)
                 if const_expr(c.delayed_dq):
                     first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
-                        self.wide_task(t, n_task, first, bars, False)
+                        self.wide_task(t, n_task, first, rings, False)
                         n_task += 1
-                    self.wide_task(t, n_task, first, bars, True)
-                    self.last_dq(t, n_task, slot, bars)
+                    self.wide_task(t, n_task, first, rings, True)
+                    self.last_dq(t, n_task, slot, rings)
                 else:
                     for _ in cutlass.range(tasks - 1, unroll=1):
-                        self.task(t, n_task, bars, slot, False)
+                        self.task(t, n_task, rings, slot, False)
                         n_task += 1
-                    self.task(t, n_task, bars, slot, True)
+                    self.task(t, n_task, rings, slot, True)
                 n_task += 1
                 n_kv += 1
-                self.put_dk(t, n_task, slot, scale, bars)
+                self.put_dk(t, n_task, slot, scale, rings)
             if plan_view.mailbox_item(slot).group_sum >= 0:
-                self.store_partial_grads(t, mParts, plan_view.mailbox_item(slot).group_sum)
+                self.store_group_sums(t, memory.group_sums, plan_view.mailbox_item(slot).group_sum)
             elif tasks == 0:
-                for target in (mdK, mdV):
+                for target in (memory.dk, memory.dv):
                     self.store_zeros(target, plan_view.mailbox_item(slot))
-            reduce.release_item(bars, n_item)
+            reduce.release_item(rings, n_item)
             n_item += 1
-            slot = reduce.wait_item(bars, n_item)
+            slot = reduce.wait_item(shared, rings, n_item)
         return n_item
 
     def _dq_view(self, sdQ, tidx):
@@ -149,16 +148,15 @@ class MmaRole:
         return cute.make_tensor(stat.iterator, layout)[None, lane % 4, None, None]
 
     @cute.jit
-    def task(self, t, n_task: Int32, bars, slot, is_last: cutlass.Constexpr[bool]):
+    def task(self, t, n_task: Int32, rings, slot, is_last: cutlass.Constexpr[bool]):
         """One (kv tile, q tile) with 64 query rows: expects S^T in acc_S, and leaves the next task's there unless it is the last.
 
         Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS beside dV, its trip through shared memory beside the next
         S, the dQ write-out beside dK.
         """
-        c = self.config
-        q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
-        ds_stage, dq_stage = n_task % c.ds_stages, n_task % c.dq_stages
-        cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
+        q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
+        ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
+        rings.dout.wait_full(n_task)
         acc_dP = self.start_dp(t, do_stage)
         self.probabilities(t, 0, q_stage)
         rP = as_operand_a(t.acc_S, self.dtype)
@@ -169,32 +167,32 @@ class MmaRole:
         for i in cutlass.range_constexpr(cute.size(acc_dP)):
             acc_dP[i] = t.acc_S[i] * acc_dP[i]
         warpgroup.wait_group(0)
-        self._arrive(t, bars.do_empty + do_stage)
+        arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
-            self.start_s(t, n_task + 1, bars)
+            self.start_s(t, n_task + 1, rings)
         rdS = as_operand_a(acc_dP, self.dtype)
-        cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
+        rings.ds.wait_empty(n_task)
         self.store_ds(t, rdS, acc_dP.layout, ds_stage)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
         acc_dQ = self.start_dq(t, ds_stage)
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
         if const_expr(is_last):
-            self.put_dv(t, slot, bars)
-        cute.arch.mbarrier_wait(bars.dq_empty + dq_stage, ((n_task // c.dq_stages) & 1) ^ 1)
+            self.put_dv(t, slot, rings)
+        rings.dq.wait_empty(n_task)
         warpgroup.wait_group(1)
-        self._arrive(t, bars.ds_empty + ds_stage)
+        arrive(rings.ds.empty_of(n_task))
         if const_expr(is_last):
-            self._arrive(t, bars.k_empty)
+            arrive(rings.k.empty)
         self.store_dq(t, acc_dQ, dq_stage)
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        self._arrive(t, bars.dq_full + dq_stage)
+        arrive(rings.dq.full_of(n_task))
         warpgroup.wait_group(0)
-        self._arrive(t, bars.q_empty + q_stage)
+        arrive(rings.q.empty_of(n_task))
 
     @cute.jit
-    def wide_task(self, t, n_task: Int32, first: Int32, bars, is_last: cutlass.Constexpr[bool]):
+    def wide_task(self, t, n_task: Int32, first: Int32, rings, is_last: cutlass.Constexpr[bool]):
         """One (kv tile, q tile) with 128 query rows: expects S^T in acc_S with exp2 done for its first 64 columns, and
         leaves the next task's like that unless it is the last.
 
@@ -204,15 +202,14 @@ class MmaRole:
         next S, dQ of the task before, dK; one half of exp2 beside dP, the other, of the next task, beside dQ and dK.
         """
         c = self.config
-        q_stage, do_stage = n_task % c.q_stages, n_task % c.do_stages
-        ds_stage = n_task % c.ds_stages
-        cute.arch.mbarrier_wait(bars.do_full + do_stage, (n_task // c.do_stages) & 1)
+        q_stage, do_stage, ds_stage = (ring.stage(n_task) for ring in (rings.q, rings.dout, rings.ds))
+        rings.dout.wait_full(n_task)
         acc_dP = self.start_dp(t, do_stage)
         rP = as_operand_a(part(t.acc_S, 0), self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
         self.probabilities(t, 1, q_stage)
         # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up behind dP.
-        cute.arch.mbarrier_wait(bars.ds_empty + ds_stage, ((n_task // c.ds_stages) & 1) ^ 1)
+        rings.ds.wait_empty(n_task)
         warpgroup.wait_group(0)  # so that the operands of both products can share registers
         rP = as_operand_a(part(t.acc_S, 1), self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4)
@@ -221,50 +218,49 @@ class MmaRole:
         rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
         rdS = as_operand_a(rdS, self.dtype)
         if const_expr(not is_last):
-            self.start_s(t, n_task + 1, bars)
+            self.start_s(t, n_task + 1, rings)
         self.store_ds(t, rdS, acc_dP.layout, ds_stage)
 
         # Before the first task there is no dQ: the product is computed from old values, put into the buffer that the first
         # task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas serialise the products.
         last, before = n_task - 1, n_task + c.ds_stages - 1  # the same stage, and `before` is not negative
-        cute.arch.mbarrier_wait(bars.ds_full + before % c.ds_stages, ((before // c.ds_stages) & 1) ^ 1)
-        acc_dQ = self.start_dq(t, before % c.ds_stages)
+        rings.ds.wait_full_before(n_task)
+        acc_dQ = self.start_dq(t, rings.ds.stage(before))
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
         warpgroup.wait_group(2)
-        self._arrive(t, bars.do_empty + do_stage)
+        arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
-            self.probabilities(t, 0, (n_task + 1) % c.q_stages)
+            self.probabilities(t, 0, rings.q.stage(n_task + 1))
         into = cutlass.max(last, first)
-        cute.arch.mbarrier_wait(bars.dq_empty + into % c.dq_stages, ((into // c.dq_stages) & 1) ^ 1)
+        rings.dq.wait_empty(into)
         warpgroup.wait_group(1)
-        self.store_dq(t, acc_dQ, into % c.dq_stages)
+        self.store_dq(t, acc_dQ, rings.dq.stage(into))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        self._arrive(t, bars.ds_full + ds_stage)
+        arrive(rings.ds.full_of(n_task))
         if last >= first:
-            self._arrive(t, bars.ds_empty + before % c.ds_stages)
-            self._arrive(t, bars.dq_full + last % c.dq_stages)
+            arrive(rings.ds.empty_of(before))
+            arrive(rings.dq.full_of(last))
         warpgroup.wait_group(0)
-        self._arrive(t, bars.q_empty + q_stage)
+        arrive(rings.q.empty_of(n_task))
 
     @cute.jit
-    def last_dq(self, t, last: Int32, slot, bars):
+    def last_dq(self, t, last: Int32, slot, rings):
         """dQ of the last task of an item, when K is needed for the last time; dV leaves beside it."""
-        c = self.config
-        cute.arch.mbarrier_wait(bars.ds_full + last % c.ds_stages, (last // c.ds_stages) & 1)
-        acc_dQ = self.start_dq(t, last % c.ds_stages)
-        self.put_dv(t, slot, bars)
-        cute.arch.mbarrier_wait(bars.dq_empty + last % c.dq_stages, ((last // c.dq_stages) & 1) ^ 1)
+        rings.ds.wait_full(last)
+        acc_dQ = self.start_dq(t, rings.ds.stage(last))
+        self.put_dv(t, slot, rings)
+        rings.dq.wait_empty(last)
         warpgroup.wait_group(0)
-        for barrier in (bars.ds_empty + last % c.ds_stages, bars.k_empty):
-            self._arrive(t, barrier)
-        self.store_dq(t, acc_dQ, last % c.dq_stages)
+        for barrier in (rings.ds.empty_of(last), rings.k.empty):
+            arrive(barrier)
+        self.store_dq(t, acc_dQ, rings.dq.stage(last))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
-        self._arrive(t, bars.dq_full + last % c.dq_stages)
+        arrive(rings.dq.full_of(last))
 
     @cute.jit
-    def put_dv(self, t, slot, bars):
+    def put_dv(self, t, slot, rings):
         """V of an item is no longer needed: put the finished dV into its buffer, for the load warp to store, if the item owns its kv head.
 
         A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so.
@@ -272,17 +268,17 @@ class MmaRole:
         if plan_view.mailbox_item(slot).group_sum < 0:
             cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
             self._put(t, t.acc_dV, None, t.sV[None, None, 0])
-        self._arrive(t, bars.v_empty)
+        arrive(rings.v.empty)
 
     @cute.jit
-    def put_dk(self, t, following: Int32, slot, scale, bars):
+    def put_dk(self, t, following: Int32, slot, scale, rings):
         """Put dK into the buffer that the task after this item will use, once that is free, for the load warp to store."""
         c = self.config
         if plan_view.mailbox_item(slot).group_sum < 0:
-            empty, stages = (bars.ds_empty, c.ds_stages) if c.delayed_dq else (bars.dq_empty, c.dq_stages)
-            cute.arch.mbarrier_wait(empty + following % stages, ((following // stages) & 1) ^ 1)
-            self._put(t, t.acc_dK, scale, t.sdK[None, None, following % stages * c.dk_stages])
-        self._arrive(t, bars.dk_full)
+            ring = rings.ds if c.delayed_dq else rings.dq
+            ring.wait_empty(following)
+            self._put(t, t.acc_dK, scale, t.sdK[None, None, ring.stage(following) * c.dk_stages])
+        arrive(rings.dk.full)
 
     @cute.jit
     def _put(self, t, acc, factor, shared):
@@ -318,10 +314,10 @@ class MmaRole:
         cute.copy(t.store_ds, t.store_ds.retile(flat), t.tSsdS[None, None, None, stage])
 
     @cute.jit
-    def start_s(self, t, n_task: Int32, bars):
+    def start_s(self, t, n_task: Int32, rings):
         """Issue S^T of a task as soon as its Q has arrived."""
-        stage = n_task % self.config.q_stages
-        cute.arch.mbarrier_wait(bars.q_full + stage, (n_task // self.config.q_stages) & 1)
+        stage = rings.q.stage(n_task)
+        rings.q.wait_full(n_task)
         multiply(t.scores, t.acc_S, t.tSrK[None, None, None, 0], t.tSrQ[None, None, None, stage], False)
 
     def start_dp(self, t, stage):
@@ -354,11 +350,6 @@ class MmaRole:
                 acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
         if const_expr(not c.delayed_dq):
             self._mask_if_cut(t, acc, h, stage, 0.0)
-
-    @cute.jit
-    def _arrive(self, t, barrier):
-        with cute.arch.elect_one():  # comparing the lane would keep it in a register
-            cute.arch.mbarrier_arrive(barrier)
 
     def _mma_thread(self):
         """This thread's index among those of the MMA warpgroups, read here: it takes no register before."""
@@ -403,7 +394,7 @@ class MmaRole:
                 chunk.store(cute.zeros_like(chunk))
 
     @cute.jit
-    def store_partial_grads(self, t, mParts, slot: Int32):
+    def store_group_sums(self, t, group_sums, slot: Int32):
         """Write this thread's fp32 dK (unscaled) and dV, for an item that owns one of several head groups, kept like the dQ tile."""
         c = self.config
         size = c.tile_n * c.head_dim
@@ -413,5 +404,5 @@ class MmaRole:
         place = tidx // 128 * (512 * vectors) + tidx % 128 * 4
         for which, acc in ((0, t.acc_dK), (1, t.acc_dV)):
             start = (Int64(slot) * 2 + which) * size + place
-            target = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
+            target = cute.make_tensor(group_sums.iterator + cute.assume(start, divby=4), layout)
             cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, vectors))), target)

@@ -9,6 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from ....schedule.layout import HEADER
 from ..device import plan_view, registers
 from . import finish
+from .arguments import AfterMemory, BeforeMemory, Launch, Tensors, Workspace
 from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardConfig
 
 THREADS = 256
@@ -17,38 +18,38 @@ THREADS = 256
 class Preprocess:
     """delta = -rowsum(O dO) (the value dP starts from), base-2 LSE; counters, tickets and queue as the main kernel expects them.
 
-    Tensors: o, do (B, Sq, H, D); lse (B, H, Sq) fp32, natural logarithm; B = 1: sequences one after the other; lse2, delta fp32,
-    tile_m values a dQ tile, in tile-index order. One block a q tile and head. Zeroes dQ where nobody contributes (`everywhere`: there is no such tile); without order, fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
+    One block per q tile and head. Zeroes dQ where nobody contributes (`everywhere`: there is no such tile). Without order, zeroes
+    fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
     """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
 
     @cute.jit
-    def __call__(self, o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, complete, stream):
-        everywhere = complete == q_tiles * o.shape[2]
-        self.kernel(o, do, lse, lse2, delta, dq_acc, dq, plan, control, everywhere).launch(
-            grid=(q_tiles, o.shape[2], 1), block=(THREADS, 1, 1), stream=stream
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
+        heads = tensors.out.shape[2]
+        everywhere = launch.complete == launch.q_tiles * heads
+        named = tensors._asdict() | workspace._asdict()
+        self.kernel(BeforeMemory(*[named[name] for name in BeforeMemory._fields]), everywhere).launch(
+            grid=(launch.q_tiles, heads, 1), block=(THREADS, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(
-        self, mO: cute.Tensor, mdO: cute.Tensor, mLse: cute.Tensor, mLse2: cute.Tensor, mDelta: cute.Tensor,
-        mdQacc: cute.Tensor, mdQ: cute.Tensor, mPlan: cute.Tensor, mControl: cute.Tensor,
-        everywhere: Boolean,
-    ):  # fmt: skip
-        c = self.config
+    def kernel(self, memory: BeforeMemory, everywhere: Boolean) -> None:
+        c, table = self.config, memory.table
+        mO, mdO, mLse, mLse2, mDelta = memory.out, memory.dout, memory.lse, memory.lse2, memory.delta
+        mdQ, control = memory.dq, memory.control
         index, q_head, _ = cute.arch.block_idx()
         tidx = cute.arch.thread_idx()[0]
         if (tidx == 0) & (index + q_head == 0):
             for counter in (CLAIMED, ARRIVED, FINISHED, TAKEN):
-                mControl[counter] = Int32(0)
+                control[counter] = Int32(0)
         key = index * mO.shape[2] + q_head
-        tile, where = finish.locate(c, mPlan, mPlan[HEADER.q_map_offset], key, mO)
+        tile, where = finish.locate(c, table, table[HEADER.q_map_offset], key, mO)
         batch, first, seqlen_q, q_tile, _ = where
         if tidx == 0:
-            mControl[CONTROL_WORDS + tile] = Int32(0)
-            finish.clear(mControl, mPlan, tile)
+            control[CONTROL_WORDS + tile] = Int32(0)
+            finish.clear(control, table, tile)
         stat = Int64(tile) * c.tile_m
         if tidx < c.tile_m:
             row = q_tile * c.tile_m + tidx
@@ -58,7 +59,7 @@ class Preprocess:
                 if natural != -Float32.inf:
                     value = natural * math.log2(math.e)
             mLse2[stat + tidx] = value
-        lanes = c.head_dim // 8  # threads a row, 16 bytes each
+        lanes = c.head_dim // 8  # threads per row, 16 bytes each
         rows = THREADS // lanes
         # All loads first, so that a block has them in flight together; rows beyond the sequence repeat its last one.
         left, right = [], []
@@ -78,7 +79,7 @@ class Preprocess:
         if const_expr(c.ordered):
             here = everywhere
             if not everywhere:
-                here = finish.contributions(mPlan, index) > 0
+                here = finish.contributions(table, index) > 0
             if not here:
                 # Nobody will write, queue or convert this tile.
                 for n in cutlass.range_constexpr(c.tile_m // rows):
@@ -88,7 +89,7 @@ class Preprocess:
                         line.store(cute.zeros_like(line))
         else:
             acc = cute.make_tensor(
-                mdQacc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
+                memory.dq_acc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
             )
             for n in cutlass.range_constexpr(c.dq_elements // THREADS):
                 acc[n * THREADS + tidx] = Float32(0.0)
@@ -100,48 +101,51 @@ class Preprocess:
 class Convert:
     """What is left after the main kernel.
 
-    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block a q tile and head. Where kv heads have
-    several head groups, `kv_tiles` more blocks a head sum the groups' dK and dV of a kv tile, in ascending order, and finish
-    them (dV unscaled).
+    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile and head (`q_tiles` of a head). Where kv
+    heads have several head groups, `kv_tiles` more blocks per head add the groups' sums of dK and dV of a kv tile, in ascending
+    order, and finish them (dV unscaled).
     """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
 
     @cute.jit
-    def __call__(self, dq_acc, parts, dq, dk, dv, plan, scale, q_tiles, kv_tiles, stream):
-        self.kernel(dq_acc, parts, dq, dk, dv, plan, scale, q_tiles).launch(
-            grid=(q_tiles + kv_tiles, dq.shape[2], 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, q_tiles, stream):
+        named = tensors._asdict() | workspace._asdict()
+        memory = AfterMemory(*[named[name] for name in AfterMemory._fields])
+        self.kernel(memory, launch.scale, q_tiles).launch(
+            grid=(q_tiles + launch.kv_tiles, tensors.dq.shape[2], 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(
-        self, mdQacc: cute.Tensor, mParts: cute.Tensor, mdQ: cute.Tensor, mdK: cute.Tensor, mdV: cute.Tensor,
-        mPlan: cute.Tensor, scale: Float32, q_tiles: Int32,
-    ):  # fmt: skip
+    def kernel(self, memory: AfterMemory, scale: Float32, q_tiles: Int32) -> None:
+        mdQ, table = memory.dq, memory.table
         index, y, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_wait()
         if index < q_tiles:
             key = index * mdQ.shape[2] + y
-            tile, where = finish.locate(self.config, mPlan, mPlan[HEADER.q_map_offset], key, mdQ)
+            tile, where = finish.locate(self.config, table, table[HEADER.q_map_offset], key, mdQ)
             piece = cute.arch.warp_idx()
             start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
-            values = finish.load_piece(self.config, mdQacc.iterator + start, piece)
+            values = finish.load_piece(self.config, memory.dq_acc.iterator + start, piece)
             finish.store_piece(self.config, values, mdQ, where, piece, scale)
-        elif y // 2 < mdK.shape[2]:  # a kv head of two head groups has two q heads at least
+        elif y // 2 < memory.dk.shape[2]:  # a kv head of two head groups has two q heads at least
             if y % 2 == 0:
-                self.sum_parts(mParts, 0, mdK, mPlan, scale, index - q_tiles, y // 2)
+                self.add_groups(memory, 0, scale, index - q_tiles, y // 2)
             else:
-                self.sum_parts(mParts, 1, mdV, mPlan, Float32(1.0), index - q_tiles, y // 2)
+                self.add_groups(memory, 1, Float32(1.0), index - q_tiles, y // 2)
 
     @cute.jit
-    def sum_parts(
-        self, mParts, which: cutlass.Constexpr[int], mdX, mPlan, scale: Float32, index: Int32, kv_head: Int32
-    ):
-        """dK (`which` 0) or dV (1) of one kv tile: the sum of its parts, 32 columns at a time."""
-        c = self.config
+    def add_groups(
+        self, memory, which: cutlass.Constexpr[int], scale: Float32, index: Int32, kv_head: Int32
+    ) -> None:
+        """dK (`which` 0) or dV (1) of one kv tile: its groups' sums added up, 32 columns at a time."""
+        c, table, mdX = self.config, memory.table, (memory.dk, memory.dv)[which]
         tidx = cute.arch.thread_idx()[0]
-        sequence, seq = plan_view.sequence_of_tile(mPlan, HEADER.kv_map_offset, index)
+        sequence, seq = plan_view.sequence_of_tile(table, HEADER.kv_map_offset, index)
         batch, first_row = plan_view.first_k_row(seq, sequence, mdX.shape[0])
         if seq.head_groups > 1:
             kv_tile = index - seq.kv_tile_first
@@ -154,9 +158,14 @@ class Convert:
             for chunk in cutlass.range(vectors // 4, unroll=1):
                 total = cute.make_rmem_tensor((4, 4), Float32)
                 added = cute.make_rmem_tensor((4, 4), Float32)
-                self._load_part(mParts, layout, start + chunk * 2048, total)
-                for p in cutlass.range(1, seq.head_groups, unroll=1):
-                    self._load_part(mParts, layout, start + chunk * 2048 + Int64(p) * (2 * size), added)
+                self._load_sum(memory.group_sums, layout, start + chunk * 2048, total)
+                for group_index in cutlass.range(1, seq.head_groups, unroll=1):
+                    self._load_sum(
+                        memory.group_sums,
+                        layout,
+                        start + chunk * 2048 + Int64(group_index) * (2 * size),
+                        added,
+                    )
                     total.store(total.load() + added.load())
                 pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, 4)))
                 for half in cutlass.range_constexpr(2):
@@ -166,6 +175,6 @@ class Convert:
                     line = cute.local_tile(mdX[batch, first_row + row, kv_head, None], (32,), (chunk,))
                     registers.store_rows(values, line, lane, row < seq.seqlen_k)
 
-    def _load_part(self, mParts, layout, start: Int64, values) -> None:
-        source = cute.make_tensor(mParts.iterator + cute.assume(start, divby=4), layout)
+    def _load_sum(self, group_sums, layout, start: Int64, values) -> None:
+        source = cute.make_tensor(group_sums.iterator + cute.assume(start, divby=4), layout)
         cute.autovec_copy(source, values)

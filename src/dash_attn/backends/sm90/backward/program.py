@@ -1,9 +1,10 @@
-"""One compiled callable a configuration: preprocessing, main kernel and, where there is any, the rest behind one host call."""
+"""One compiled callable per configuration: the kernels before, the main one and, where needed, the one after."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
+from .arguments import Launch, Tensors, Workspace, regrouped
 from .config import BackwardConfig
 from .kernel import DTYPES, Backward
 from .preprocess import Convert, Preprocess
@@ -17,43 +18,18 @@ class Program:
         self.preprocess, self.backward, self.convert = Preprocess(config), Backward(config), Convert(config)
 
     @cute.jit
-    def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, do: cute.Tensor, lse: cute.Tensor,
-        dq: cute.Tensor, dk: cute.Tensor, dv: cute.Tensor, plan: cute.Tensor, lse2: cute.Tensor, delta: cute.Tensor,
-        dq_acc: cute.Tensor, parts: cute.Tensor, control: cute.Tensor, errors: cute.Tensor, partials: cute.Tensor,
-        trace: cute.Tensor, scale: Float32, q_tiles: Int32, kv_tiles: Int32, grid: Int32, workers: Int32,
-        complete: Int32, stream,
-    ):  # fmt: skip
-        """`q_tiles`: of one head over all sequences; `kv_tiles` likewise, 0 where every kv head is one head group. The first
-        `workers` of `grid` blocks to arrive execute the plan, all convert dQ if there is an order; `complete`: dQ tiles of all heads with contributions.
+    def __call__(self, *arguments):
+        """Called with ``(*Tensors, *Workspace, *Launch)``, see arguments.py; traced with a stream behind them.
+
+        The call is flat: what calls the compiled function builds no containers.
         """
-        self.preprocess(o, do, lse, lse2, delta, dq_acc, dq, plan, control, q_tiles, complete, stream)
-        self.backward(
-            q,
-            k,
-            v,
-            do,
-            lse2,
-            delta,
-            dq_acc,
-            dq,
-            dk,
-            dv,
-            parts,
-            plan,
-            control,
-            errors,
-            partials,
-            trace,
-            scale,
-            grid,
-            workers,
-            complete,
-            stream,
-        )
-        converted = 0 if const_expr(self.config.ordered) else q_tiles
-        if converted + kv_tiles > 0:
-            self.convert(dq_acc, parts, dq, dk, dv, plan, scale, converted, kv_tiles, stream)
+        stream = arguments[-1]
+        tensors, workspace, launch = regrouped(arguments[:-1])
+        self.preprocess(tensors, workspace, launch, stream)
+        self.backward(tensors, workspace, launch, stream)
+        converted = 0 if const_expr(self.config.ordered) else launch.q_tiles
+        if converted + launch.kv_tiles > 0:
+            self.convert(tensors, workspace, launch, converted, stream)
 
 
 def fake_arguments(config: BackwardConfig, env_stream: bool):
@@ -68,7 +44,7 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
     def vector(element, align):
         return make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=align)
 
-    def table(element):
+    def rows(element):
         return make_fake_tensor(
             element, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=16
         )
@@ -79,9 +55,27 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
         (cute.sym_int64(), cute.sym_int64(), 1),
         assumed_align=4,
     )
-    matrices = [matrix() for _ in range(5)]
-    return [
-        *matrices, lse, matrix(), matrix(), matrix(), vector(Int32, 16), vector(Float32, 128), vector(Float32, 128),
-        vector(Float32, 128), vector(Float32, 128), vector(Int32, 128), vector(Int32, 16), table(Float32), table(Int64),
-        Float32(1.0), Int32(1), Int32(0), *[Int32(1)] * 3, make_fake_stream(use_tvm_ffi_env_stream=env_stream),
-    ]  # fmt: skip
+    tensors = Tensors(
+        q=matrix(), k=matrix(), v=matrix(), out=matrix(), dout=matrix(), lse=lse,
+        dq=matrix(), dk=matrix(), dv=matrix(),
+    )  # fmt: skip
+    workspace = Workspace(
+        table=vector(Int32, 16),
+        lse2=vector(Float32, 128),
+        delta=vector(Float32, 128),
+        dq_acc=vector(Float32, 128),
+        group_sums=vector(Float32, 128),
+        control=vector(Int32, 128),
+        errors=vector(Int32, 16),
+        dq_contributions=rows(Float32),
+        trace=rows(Int64),
+    )
+    launch = Launch(
+        scale=Float32(1.0),
+        q_tiles=Int32(1),
+        kv_tiles=Int32(0),
+        grid=Int32(1),
+        workers=Int32(1),
+        complete=Int32(1),
+    )
+    return [*tensors, *workspace, *launch, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

@@ -1,7 +1,7 @@
-"""The ordered reduction: roles that wait for tickets, add dQ partials in ticket order and hand over, and the claiming of items.
+"""The ordered reduction: roles that wait for tickets, add contributions in their order and hand over, and the claiming of items.
 
 A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The reduce thread
-stores (ticket 0) or adds its partial with one bulk operation, waits until the *global* writes are performed
+stores (ticket 0) or adds its contribution with one bulk operation, waits until the *global* writes are performed
 (cp.async.bulk.wait_group without .read: with .read only the shared-memory source is known to be free), and only then is the
 tile handed over.
 
@@ -27,107 +27,100 @@ from cutlass import Int32, Int64, const_expr
 from ....schedule.layout import HEADER
 from ..device import plan_view, ptx
 from . import finish
-from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS, SLOTS
+from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS
 
 TRACE_WORDS = 4
 SLOT_WORDS = 4  # dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution or else -1
 
 
 @cute.jit
-def wait_item(bars, n_item: Int32):
+def wait_item(shared, rings, n_item: Int32):
     """Wait for the `n_item`-th item of this block; returns its mailbox slot, valid until `release_item`."""
-    cute.arch.mbarrier_wait(bars.item_full + n_item % 2, (n_item // 2) & 1)
-    return _mailbox(bars)[None, n_item % 2]
+    rings.item.wait_full(n_item)
+    return shared.mailbox[None, rings.item.stage(n_item)]
 
 
 @cute.jit
-def release_item(bars, n_item: Int32) -> None:
+def release_item(rings, n_item: Int32) -> None:
     """A warp has read the slot for the last time."""
     cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
-
-
-def _mailbox(bars):
-    return cute.make_tensor(bars.item, cute.make_layout((plan_view.MAILBOX_WORDS, 2)))
+    with cute.arch.elect_one():  # one lane computes the address, unlike in `arrive_together`
+        cute.arch.mbarrier_arrive(rings.item.empty_of(n_item))
 
 
 @cute.jit
-def claim_first_item(mPlan, mControl, bars, batches: Int32, workers: Int32):
+def claim_first_item(memory, shared, rings, batches: Int32, workers: Int32):
     """`claim_item` for the first time: blocks that arrive after the first `workers` get no items, and convert dQ tiles."""
     index = Int32(plan_view.NO_ITEM)
     if cute.arch.lane_idx() == 0:
-        if ptx.add(mControl.iterator + ARRIVED) < workers:
-            index = ptx.add(mControl.iterator + CLAIMED)
-    return _put_item(mPlan, bars, index, Int32(0), batches)
+        if ptx.add(memory.control.iterator + ARRIVED) < workers:
+            index = ptx.add(memory.control.iterator + CLAIMED)
+    return _put_item(memory.table, shared, rings, index, Int32(0), batches)
 
 
 @cute.jit
-def claim_item(mPlan: cute.Tensor, mControl: cute.Tensor, bars, n_item: Int32, batches: Int32):
+def claim_item(memory, shared, rings, n_item: Int32, batches: Int32):
     """Claim the next item and put it into the mailbox, by one warp; returns its slot, where the index is -1 at the end."""
     index = Int32(0)
     if cute.arch.lane_idx() == 0:
-        index = ptx.add(mControl.iterator + CLAIMED)
-    return _put_item(mPlan, bars, index, n_item, batches)
+        index = ptx.add(memory.control.iterator + CLAIMED)
+    return _put_item(memory.table, shared, rings, index, n_item, batches)
 
 
 @cute.jit
-def _put_item(mPlan, bars, index: Int32, n_item: Int32, batches: Int32):
+def _put_item(table, shared, rings, index: Int32, n_item: Int32, batches: Int32):
     index = cute.arch.shuffle_sync(index, 0)
-    cute.arch.mbarrier_wait(bars.item_empty + n_item % 2, ((n_item // 2) & 1) ^ 1)
-    slot = _mailbox(bars)[None, n_item % 2]
-    plan_view.put_item(mPlan, index, batches, slot)
-    cute.arch.mbarrier_arrive(bars.item_full + n_item % 2)  # every lane for what it has written
+    rings.item.wait_empty(n_item)
+    slot = shared.mailbox[None, rings.item.stage(n_item)]
+    plan_view.put_item(table, index, batches, slot)
+    cute.arch.mbarrier_arrive(rings.item.full_of(n_item))  # every lane for what it has written
     cute.arch.sync_warp()  # this warp reads the slot, too
     return slot
 
 
 @cute.jit
-def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, mErrors) -> Int32:
-    """Wait until the tile's counter equals `expected`; returns the last value seen. Another one: a bounded wait gave up, here or elsewhere."""
+def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, errors) -> Int32:
+    """Wait until the tile's counter equals `expected`; returns the last value seen. Another one: a bounded wait gave up,
+    here or elsewhere."""
     seen = ptx.load_acquire(pointer)
     spins = Int32(0)
     while (seen != expected) & (spins <= config.spin_limit):
         seen = ptx.load_acquire(pointer)
         if const_expr(config.spin_limit > 0):
             spins += 1
-            if mErrors[0] != 0:
+            if errors[0] != 0:
                 spins = Int32(config.spin_limit + 1)
     return seen
 
 
 @cute.jit
-def pass_on(mControl, mPlan, slot) -> None:
+def pass_on(memory, slot) -> None:
     """A contribution has been performed: let the next one follow, or queue the complete tile for conversion."""
     if slot[2] < 0:
-        ptx.add_release(counter_of(mControl, slot[0]))
+        ptx.add_release(counter_of(memory, slot[0]))
     else:
-        finish.put(mControl, mPlan, slot[2])
-
-
-def _slots(bars):
-    return cute.make_tensor(bars.slots, cute.make_layout((SLOT_WORDS, SLOTS)))
+        finish.put(memory.control, memory.table, slot[2])
 
 
 @cute.jit
-def publish(bars, n_task: Int32, tile: Int32, ticket: Int32, key: Int32) -> None:
+def publish(shared, rings, n_task: Int32, tile: Int32, ticket: Int32, key: Int32) -> None:
     """Put the `n_task`-th contribution of this block into the ring; its slot must be empty."""
-    slot = _slots(bars)[None, n_task % SLOTS]
+    slot = shared.slots[None, rings.granted.stage(n_task)]
     slot[0] = tile
     slot[1] = ticket
     slot[2] = key
-    cute.arch.mbarrier_arrive(bars.granted + n_task % SLOTS)
+    cute.arch.mbarrier_arrive(rings.granted.full_of(n_task))
 
 
 @cute.jit
-def wait_slot(barrier, bars, n_task: Int32):
-    """Wait on `barrier` (one a slot) for the `n_task`-th contribution; returns its slot."""
-    cute.arch.mbarrier_wait(barrier + n_task % SLOTS, (n_task // SLOTS) & 1)
-    return _slots(bars)[None, n_task % SLOTS]
+def wait_slot(ring, shared, n_task: Int32):
+    """Wait until the `n_task`-th contribution is granted, or performed, as the ring says; returns its slot."""
+    ring.wait_full(n_task)
+    return shared.slots[None, ring.stage(n_task)]
 
 
 @cute.jit
-def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
+def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
     """Ticket warp, one thread: goes through the tasks of every item and waits for the ticket of each.
 
     The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
@@ -135,14 +128,14 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
     """
     if cute.arch.lane_idx() == 0:
         n_item, n_task = Int32(0), Int32(0)
-        slot = wait_item(bars, n_item)
+        slot = wait_item(shared, rings, n_item)
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
             left = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
             claim_at = cutlass.min(CLAIM_AHEAD, left - 1)  # not before the first grant
             r = Int32(0)
             while r < plan_view.mailbox_item(slot).run_count:
-                run = plan_view.read_run(mPlan, slot, r)
+                run = plan_view.read_run(memory.table, slot, r)
                 ticket, held = run.t_first, Int32(0)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
@@ -152,97 +145,96 @@ def ticket_role(config: cutlass.Constexpr, mPlan, mControl, mErrors, bars):
                         tile = plan_view.first_tile_of(item, q_head) + q_tile
                         key = Int32(-1)
                         if const_expr(config.ordered):
-                            if ticket + 1 == mPlan[item.total_first + q_tile]:
-                                key = item.q_tile_first + q_tile * mPlan[HEADER.heads] + q_head
-                        cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
+                            if ticket + 1 == memory.table[item.total_first + q_tile]:
+                                key = item.q_tile_first + q_tile * memory.table[HEADER.heads] + q_head
+                        rings.granted.wait_empty(n_task)
                         if const_expr(config.ordered):
                             if ticket > 0:
-                                seen = wait_ticket(config, counter_of(mControl, tile), ticket, mErrors)
+                                seen = wait_ticket(config, counter_of(memory, tile), ticket, memory.errors)
                                 if const_expr(config.spin_limit > 0):
                                     if seen != ticket:
                                         item = plan_view.mailbox_item(slot)
                                         where = (item.sequence, q_head, item.kv_tile, q_tile, ticket, seen)
-                                        finish.report(mErrors, where)
-                        publish(bars, n_task, tile, ticket, key)
+                                        finish.report(memory.errors, where)
+                        publish(shared, rings, n_task, tile, ticket, key)
                         n_task += 1
                         left -= 1
                         if left == claim_at:
                             claim_at = Int32(-1)
                             if left > 0:
-                                if (
-                                    ptx.load_acquire(mControl.iterator + CLAIMED)
-                                    <= plan_view.mailbox_item(slot).needs
-                                ):
+                                claimed = ptx.load_acquire(memory.control.iterator + CLAIMED)
+                                if claimed <= plan_view.mailbox_item(slot).needs:
                                     claim_at = Int32(0)
                             if claim_at < 0:
-                                cute.arch.mbarrier_arrive(bars.item_granted)
+                                cute.arch.mbarrier_arrive(rings.item_granted.full)
                     held += 1
                     if held == run.t_hold:
                         held = Int32(0)
                         ticket += run.t_step
                 r += 1
-            cute.arch.mbarrier_arrive(bars.item_empty + n_item % 2)
+            cute.arch.mbarrier_arrive(rings.item.empty_of(n_item))
             n_item += 1
-            slot = wait_item(bars, n_item)
-        cute.arch.mbarrier_wait(bars.slot_empty + n_task % SLOTS, ((n_task // SLOTS) & 1) ^ 1)
-        publish(bars, n_task, Int32(-1), Int32(0), Int32(-1))
+            slot = wait_item(shared, rings, n_item)
+        rings.granted.wait_empty(n_task)
+        publish(shared, rings, n_task, Int32(-1), Int32(0), Int32(-1))
 
 
-def counter_of(mControl, tile: Int32):
+def counter_of(memory, tile: Int32):
     """The ticket counter of a dQ tile."""
-    return mControl.iterator + (CONTROL_WORDS + tile)
+    return memory.control.iterator + (CONTROL_WORDS + tile)
 
 
 @cute.jit
-def reduce_role(config: cutlass.Constexpr, mdQacc, mPartials, mTrace, sdQ, bars):
-    """Reduce warp, one thread: performs the granted contributions in the order of the ring."""
+def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
+    """Reduce warp, one thread: performs the granted contributions in the order of the ring.
+
+    Words of a trace record, int64: nanoseconds at which the ticket was granted, the contribution was ready, and it was performed,
+    and the multiprocessor.
+    """
+    dumped, trace = memory.dq_contributions, memory.trace
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
-        slot = wait_slot(bars.granted, bars, n_task)
+        slot = wait_slot(rings.granted, shared, n_task)
         while slot[0] >= 0:
             tile, ticket = slot[0], slot[1]
             granted_at, ready_at = Int64(0), Int64(0)
             if const_expr(config.trace):
                 granted_at = ptx.nanoseconds()
-            stage = n_task % config.dq_stages
-            cute.arch.mbarrier_wait(bars.dq_full + stage, (n_task // config.dq_stages) & 1)
+            rings.dq.wait_full(n_task)
             if const_expr(config.trace):
                 ready_at = ptx.nanoseconds()
-            add_partial(config, mdQacc, sdQ, tile, ticket, stage)
+            source = shared.dq[None, rings.dq.stage(n_task)].iterator
+            add_contribution(config, memory.dq_acc, source, tile, ticket)
             if const_expr(config.dump_contributions):
-                place = Int64(tile) * (mPartials.shape[1] // config.dq_elements) + ticket
-                ptx.bulk_store(
-                    sdQ[None, stage].iterator,
-                    mPartials.iterator + place * config.dq_elements,
-                    4 * config.dq_elements,
-                )
+                place = Int64(tile) * (dumped.shape[1] // config.dq_elements) + ticket
+                target = dumped.iterator + place * config.dq_elements
+                ptx.bulk_store(source, target, 4 * config.dq_elements)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.mbarrier_arrive(bars.dq_empty + stage)
+            cute.arch.mbarrier_arrive(rings.dq.empty_of(n_task))
             if const_expr(config.ordered):
                 cute.arch.cp_async_bulk_wait_group(0)
             if const_expr(config.trace):
-                record = Int64(tile) * mTrace.shape[1] + ticket * TRACE_WORDS
-                line = cute.make_tensor(mTrace.iterator + record, cute.make_layout(TRACE_WORDS))
+                record = Int64(tile) * trace.shape[1] + ticket * TRACE_WORDS
+                line = cute.make_tensor(trace.iterator + record, cute.make_layout(TRACE_WORDS))
                 for k, value in enumerate((granted_at, ready_at, ptx.nanoseconds(), ptx.multiprocessor())):
                     line[k] = Int64(value)
             if const_expr(config.ordered):
-                cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
+                cute.arch.mbarrier_arrive(rings.performed.full_of(n_task))
             else:
-                cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
+                cute.arch.mbarrier_arrive(rings.granted.empty_of(n_task))
             n_task += 1
-            slot = wait_slot(bars.granted, bars, n_task)
+            slot = wait_slot(rings.granted, shared, n_task)
         if const_expr(config.ordered):
-            cute.arch.mbarrier_arrive(bars.performed + n_task % SLOTS)
+            cute.arch.mbarrier_arrive(rings.performed.full_of(n_task))
         cute.arch.cp_async_bulk_wait_group(0)
 
 
 @cute.jit
-def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int32, stage: Int32) -> None:
-    """Start the bulk operation of one partial: the first contribution is stored, so nobody zeroes the tile."""
+def add_contribution(config: cutlass.Constexpr, dq_acc, source, tile: Int32, ticket: Int32) -> None:
+    """Start the bulk operation of one contribution: the first one is stored, so nobody zeroes the tile."""
     size = 4 * config.dq_elements
-    source = sdQ[None, stage].iterator
-    target = mdQacc.iterator + Int64(tile) * config.dq_elements
+    target = dq_acc.iterator + Int64(tile) * config.dq_elements
     if const_expr(config.ordered):
         # The ticket was read through the generic proxy, the reduction goes through the async proxy.
         ptx.fence_proxy_async()
@@ -255,13 +247,13 @@ def add_partial(config: cutlass.Constexpr, mdQacc, sdQ, tile: Int32, ticket: Int
 
 
 @cute.jit
-def release_role(mPlan, mControl, bars):
+def release_role(memory, shared, rings) -> None:
     """Release warp, one thread: follows the reduce warp along the ring and hands finished contributions over."""
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
-        slot = wait_slot(bars.performed, bars, n_task)
+        slot = wait_slot(rings.performed, shared, n_task)
         while slot[0] >= 0:
-            pass_on(mControl, mPlan, slot)
-            cute.arch.mbarrier_arrive(bars.slot_empty + n_task % SLOTS)
+            pass_on(memory, slot)
+            cute.arch.mbarrier_arrive(rings.granted.empty_of(n_task))
             n_task += 1
-            slot = wait_slot(bars.performed, bars, n_task)
+            slot = wait_slot(rings.performed, shared, n_task)

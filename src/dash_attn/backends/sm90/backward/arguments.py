@@ -1,0 +1,203 @@
+"""What the kernels of a backward pass are given, by name.
+
+The host passes torch tensors, and the code that is traced sees them as CuTe tensors, hence no closer types. The order
+of the fields is the order of the compiled function's arguments, and of the kernels' parameters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tensors(NamedTuple):
+    """Inputs and gradients of one call.
+
+    With batch extent 1, the sequences of the plan lie one after the other. Otherwise each batch is a sequence.
+
+    Attributes:
+        q, out, dout, dq: (B, Sq, H, D), bf16 or fp16. D contiguous, rows of 16-byte multiples.
+        k, v, dk, dv: (B, Sk, Hkv, D), likewise.
+        lse: (B, H, Sq) fp32, natural logarithm.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any
+    lse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Workspace(NamedTuple):
+    """What the kernels leave for each other, and the plan. Nothing has to be initialised but errors and trace.
+
+    Attributes:
+        table: the plan table, int32, see schedule/layout.py.
+        lse2: base-2 LSE, fp32, tile_m values per dQ tile; +inf for rows without keys.
+        delta: -rowsum(O dO), fp32, tile_m values per dQ tile.
+        dq_acc: sums of contributions, fp32, tile_m * D values per dQ tile, in accumulator order.
+        group_sums: dK and dV of one head group, fp32, unscaled, in accumulator order: 2 * tile_n * D values
+            per item that owns one of several head groups.
+        control: int32, see config.py.
+        errors: int32, 8 words, 0: the first failure of a bounded wait, see `finish.report`.
+        dq_contributions: fp32, (dQ tiles, tickets * tile_m * D): every contribution to dQ, by ticket.
+        trace: int64, (dQ tiles, 4 * tickets), see `reduce.reduce_role`.
+    """
+
+    table: Any
+    lse2: Any
+    delta: Any
+    dq_acc: Any
+    group_sums: Any
+    control: Any
+    errors: Any
+    dq_contributions: Any
+    trace: Any
+
+
+class Launch(NamedTuple):
+    """The numbers of one call.
+
+    Attributes:
+        scale: softmax scale, fp32. All others are int32.
+        q_tiles: q tiles of one head, over all sequences.
+        kv_tiles: kv tiles of one head, over all sequences; 0 where every kv head is one head group.
+        grid: blocks of the main kernel.
+        workers: so many of them, the first to arrive, execute the plan. All convert dQ if there is an order.
+        complete: dQ tiles of all heads that get contributions.
+    """
+
+    scale: Any
+    q_tiles: Any
+    kv_tiles: Any
+    grid: Any
+    workers: Any
+    complete: Any
+
+
+def regrouped(flat: tuple[Any, ...]) -> tuple[Tensors, Workspace, Launch]:
+    """The arguments of the compiled function, ``(*Tensors, *Workspace, *Launch)``, by name again."""
+    first, second = len(Tensors._fields), len(Tensors._fields) + len(Workspace._fields)
+    return Tensors(*flat[:first]), Workspace(*flat[first:second]), Launch(*flat[second:])
+
+
+class Copy(NamedTuple):
+    """An operation of the copy engine."""
+
+    atom: Any
+    tensor: Any  # in global memory, as `plan_view.tma_rows` says
+
+
+class Copies(NamedTuple):
+    """What the copy engine loads (q, dout, k, v) and stores (dk, dv)."""
+
+    q: Copy
+    dout: Copy
+    k: Copy
+    v: Copy
+    dk: Copy
+    dv: Copy
+
+
+class Layouts(NamedTuple):
+    """Layouts of tiles in shared memory, (rows, columns, stages)."""
+
+    q: Any
+    dout: Any
+    kv: Any
+    ds: Any
+    dk: Any
+
+
+class Products(NamedTuple):
+    """Tiled MMAs: of S^T and dP^T, of dV and dK, of dQ."""
+
+    scores: Any
+    grads: Any
+    dq: Any
+
+
+class Memory(NamedTuple):
+    """Global memory of the main kernel, but for what the copy engine loads and stores; see Tensors and Workspace."""
+
+    lse2: Any
+    delta: Any
+    dq_acc: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    group_sums: Any
+    table: Any
+    control: Any
+    errors: Any
+    dq_contributions: Any
+    trace: Any
+
+
+class Numbers(NamedTuple):
+    """Numbers of the main kernel, see Launch."""
+
+    scale: Any
+    workers: Any
+    complete: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory of the main kernel, as tensors.
+
+    Attributes:
+        q, dout, k, v, ds: tiles of 16-bit values, (rows, columns, stages).
+        lse2, delta: (tile_m, stages), beside Q and dO.
+        dq: fp32 dQ tiles, (values, stages), in accumulator order.
+        dk: dK on its way out, (rows, columns, stages), where dS or dQ is.
+        complete: complete dQ tiles to be converted, (values, stages), from Q on.
+        mailbox: items, (words, 2), see `plan_view.Item`.
+        slots: granted contributions, (words, SLOTS), see reduce.py.
+        q_info: what the mask hides of a task, (4, stages), see `LoadRole._put_q_info`.
+        grads_place: where dK and dV belong that leave next, see `LoadRole._put_grads_place`.
+        tile_place: where complete tiles belong, (words, stages), see `finish.store_piece`.
+    """
+
+    q: Any
+    dout: Any
+    k: Any
+    v: Any
+    ds: Any
+    lse2: Any
+    delta: Any
+    dq: Any
+    dk: Any
+    complete: Any
+    mailbox: Any
+    slots: Any
+    q_info: Any
+    grads_place: Any
+    tile_place: Any
+
+
+class BeforeMemory(NamedTuple):
+    """Global memory of the kernel before the main one."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    lse2: Any
+    delta: Any
+    dq_acc: Any
+    dq: Any
+    table: Any
+    control: Any
+
+
+class AfterMemory(NamedTuple):
+    """Global memory of the kernel after the main one."""
+
+    dq_acc: Any
+    group_sums: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    table: Any
