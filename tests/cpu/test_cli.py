@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from dash_attn.model import closed_form
-from dash_attn.problem import Mask
+from dash_attn.model import H200, closed_form, simulate
+from dash_attn.problem import Mask, default_tiles
 from dash_attn.schedule import POLICIES
+from dash_attn.tools import limits
 from dash_attn.tools.cli import main
 
 Run = pytest.CaptureFixture[str]
@@ -78,7 +81,52 @@ def test_bounds(capsys: Run) -> None:
     assert facts["policies"]["symmetric_shift"] == {"makespan": 63.0, "of_bound": 1.0, "closed_form": 63.0}
     assert "UnsupportedMaskError" in facts["policies"]["shift"]["error"]
     assert main(["bounds", "--mask", "full", "--tiles", "8"]) == 0
-    assert "closed form" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "closed form" in printed
+    assert "lower bounds for plans with 1 head group per kv head:" in printed
+
+
+def test_bounds_name_the_head_groups_they_hold_for(capsys: Run) -> None:
+    line = "bounds --mask causal --seqlen 1024 --heads 16 --kv-heads 1"
+    groups = as_json(capsys, f"{line} --json")["head_groups"]
+    plan = as_json(capsys, "plan --mask causal --seqlen 1024 --heads 16 --kv-heads 1 --json")
+    assert groups == plan["head_groups"] > 1
+    assert main(line.split()) == 0
+    assert f"lower bounds for plans with {groups} head groups per kv head:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "--window 300 0 --tiles 8 --heads 2",
+        "--window 300 300 --tiles 8 --heads 2",
+        "--mask causal --window 300 0 --tiles 8 --heads 2",
+        "--mask causal --seqlen 1000 --seqlen-k 1020 --heads 2 --head-dim 64",
+        "--mask causal --seqlen 1000 --seqlen-k 1200 --heads 2 --head-dim 64",
+        "--mask causal --seqlen 1024 --heads 2 --head-dim 128",
+        "--mask full --tiles 8 --heads 2 --kv-heads 1",
+        "--mask full --tiles 8 --heads 2 --workers 9",
+        "--mask full --tiles 8 --heads 2 --latency 1",
+    ],
+)
+def test_no_closed_form_outside_the_papers_model(capsys: Run, shape: str) -> None:
+    facts = as_json(capsys, f"bounds {shape} --compute 5 --reduce 2 --json")
+    assert [row.get("closed_form") for row in facts["policies"].values()] == [None] * len(POLICIES)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("costs", [(5, 2), (1, 3)])
+def test_closed_forms_that_are_printed_hold(capsys: Run, mask: str, costs: tuple[int, int]) -> None:
+    compared = 0
+    for shape in ("--tiles 6 --batch 2 --heads 3", "--tiles 5 --heads 2", "--seqlen 1000 --head-dim 64"):
+        facts = as_json(
+            capsys, f"bounds --mask {mask} {shape} --compute {costs[0]} --reduce {costs[1]} --json"
+        )
+        for row in facts["policies"].values():
+            if row.get("closed_form") is not None:
+                assert row["closed_form"] == row["makespan"]
+                compared += 1
+    assert compared >= 4
 
 
 def test_doctor(capsys: Run) -> None:
@@ -105,6 +153,15 @@ def test_doctor(capsys: Run) -> None:
         ("plan --seqlen -4", "seqlen_q of sequence 0 must be an integer >= 0, got -4"),
         ("plan --tiles 4 --window -2 0", "mask left must be None or an integer >= 0, got -2"),
         ("plan --tiles 4 --save plan.jpeg", ".jpeg"),
+        ("plan --tiles 100000", "10,000,000,000 tasks of one head, the limit is 1,073,741,824"),
+        ("simulate --tiles 100000", "10,000,000,000 tasks of one head, the limit is 1,073,741,824"),
+        ("bounds --tiles 100000", "10,000,000,000 tasks of one head, the limit is 1,073,741,824"),
+        ("simulate --tiles 5000", "25,000,000 tasks to simulate, the limit is 20,000,000"),
+        ("bounds --tiles 5000", "25,000,000 tasks to simulate, the limit is 20,000,000"),
+        ("plan --tiles 5000 --save plan.svg", "25,000,000 tasks to simulate, the limit is 20,000,000"),
+        ("plan --tiles 3000000 --window 0 0 --heads 2", "6,000,000 q tiles of all heads, the limit is"),
+        ("plan --tiles 1 --batch 2000000000", "2,000,000,000 heads of all sequences, the limit is 4,194,304"),
+        ("simulate --tiles 4 --workers 2000000", "2,000,000 workers, the limit is 1,048,576"),
     ],
 )
 def test_errors_name_the_value_and_end_with_two(capsys: Run, line: str, message: str) -> None:
@@ -137,6 +194,99 @@ def test_help_has_an_example_that_runs(
     if command not in ("demo", "trace", "figures", "kernels", "bench"):
         monkeypatch.chdir(tmp_path)
         assert main(example[1:]) == 0
+
+
+def never(*args: Any, **how: Any) -> Any:
+    raise AssertionError("the work began before the target was checked")
+
+
+@pytest.mark.parametrize(
+    ("line", "work"),
+    [
+        ("plan --tiles 4 --save", "tools.schedules.plan_of"),
+        ("simulate --tiles 4 --save", "tools.schedules.plan_of"),
+        ("trace --tiles 4 --save", "tools.schedules.plan_of"),
+        ("bench --seqlen 512 --save", "tools.bench.require_hopper"),
+    ],
+)
+def test_targets_are_checked_before_the_work(
+    capsys: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, work: str
+) -> None:
+    monkeypatch.setattr(f"dash_attn.{work}", never)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.svg").mkdir()
+    for target in ("missing/a.svg", "file/a.svg", "folder.svg"):
+        assert main([*line.split(), str(tmp_path / target)]) == 2
+        assert f"cannot write {tmp_path / target}: " in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*line.split(), str(tmp_path / "a.svg")]) == 2
+    assert "pip install 'dash-attn[plots]'" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.svg"]
+
+
+def test_folders_of_pictures_are_checked_before_the_work(
+    capsys: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from dash_attn.model import figures
+    from dash_attn.tools import demo
+
+    monkeypatch.setattr(figures, "_FIGURES", dict.fromkeys(figures._FIGURES, never))
+    monkeypatch.setattr(demo, "train", never)
+    (tmp_path / "file").touch()
+    (tmp_path / "full" / "fig7.svg").mkdir(parents=True)
+    (tmp_path / "full" / "drift.png").mkdir()
+    for line in ("figures", "demo --device cpu --output"):
+        assert main([*line.split(), str(tmp_path / "file")]) == 2
+        assert f"cannot make the folder {tmp_path / 'file'}: File exists" in capsys.readouterr().err
+        assert main([*line.split(), str(tmp_path / "full")]) == 2
+        assert f"cannot write {tmp_path / 'full'}/" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["plan --tiles 4", "bounds --tiles 4", "simulate --tiles 4"])
+def test_long_work_is_announced_on_standard_error(
+    capsys: Run, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    assert main([*line.split(), "--json"]) == 0
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(limits, "LONG_HEAD_TASKS", 15)
+    monkeypatch.setattr(limits, "LONG_SIMULATED_TASKS", 15)
+    assert main([*line.split(), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)
+    announced = printed.err.splitlines()
+    assert announced[0] == "planning 16 tasks per head ..."
+    assert len(announced) == {"plan": 1, "bounds": 1 + len(POLICIES), "simulate": 2}[line.split()[0]]
+    assert all("simulating 16 tasks" in text for text in announced[1:])
+
+
+def test_an_interrupt_ends_with_one_line_and_130(capsys: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dash_attn.tools.doctor.examine", interrupted)
+    try:
+        code = main(["doctor"])
+    except KeyboardInterrupt:
+        pytest.fail("the interrupt was not caught")
+    assert code == 130
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "\ndash-attn doctor: interrupted\n")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_trace_has_the_tiles_of_the_kernel(
+    capsys: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, head_dim: int
+) -> None:
+    """The recorded plan is simulated in place of running: there is no GPU."""
+    measure = ModuleType("dash_attn.tools.measure")
+    measure.simulated_and_measured = lambda plan: (simulate(plan, H200, 8),) * 2  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dash_attn.tools.measure", measure)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    facts = as_json(
+        capsys, f"trace --tiles 8 --mask causal --head-dim {head_dim} --json --save {tmp_path / 'a.svg'}"
+    )
+    assert (facts["tile_m"], facts["tile_n"]) == default_tiles(head_dim)
+    assert facts["tiles"] == 8
 
 
 def test_as_a_module() -> None:

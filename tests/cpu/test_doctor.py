@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+import tempfile
+import warnings
 from importlib.metadata import version
 
 import pytest
 import torch
 
+from dash_attn.backends.cuda.cache import KernelCache
 from dash_attn.tools import doctor
 from dash_attn.tools.cli import main
 
@@ -59,16 +63,61 @@ def test_unsupported_calls_say_why(monkeypatch):
     assert reason == "no: heads (4) must be a multiple of kv_heads (3)"
 
 
+def cache_at(monkeypatch, folder):
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(folder))
+    text = doctor._kernel_cache()
+    assert text.startswith(f"{folder} (")
+    return text.removeprefix(f"{folder} (").removesuffix(")")
+
+
+def really_used(folder):
+    """What the cache itself does with the folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return KernelCache(None, None, folder)._usable_folder() is not None
+
+
 def test_kernel_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "none"))
-    assert doctor._kernel_cache().endswith("none (made by the first kernel)")
-    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path))
-    (tmp_path / "a.program").write_bytes(b"1234")
-    assert doctor._kernel_cache() == f"{tmp_path} (1 program, 4 bytes)"
-    tmp_path.chmod(0o777)
-    assert doctor._kernel_cache().endswith(
-        "(not used: " + f"{tmp_path} can be written by others (mode 0777))"
-    )
+    folder = tmp_path / "some" / "folder"
+    assert cache_at(monkeypatch, folder) == "made by the first kernel"
+    assert not list(tmp_path.iterdir())
+    assert really_used(folder)
+    (folder / "a.program").write_bytes(b"1234")
+    assert cache_at(monkeypatch, folder) == "1 program, 4 bytes"
+
+
+def test_unsafe_kernel_caches(monkeypatch, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(0o777)
+    reason = f"not used: {folder} can be written by others (mode 0777)"
+    for place in (folder, folder / "new", folder / "new" / "newer"):
+        assert cache_at(monkeypatch, place) == reason
+        assert not really_used(place)
+    folder.chmod(0o1777)  # nobody else can replace what the user makes in it
+    assert cache_at(monkeypatch, folder / "other") == "made by the first kernel"
+    assert really_used(folder / "other")
+
+
+def test_kernel_caches_that_are_no_folders(monkeypatch, tmp_path):
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.touch()
+    link.symlink_to(tmp_path / "nothing")
+    for place in (file, file / "new"):
+        assert cache_at(monkeypatch, place) == f"not used: {file} is not a folder"
+        assert not really_used(place)
+    assert cache_at(monkeypatch, link).startswith("not used: [Errno 2] No such file or directory")
+    assert not really_used(link)
+
+
+def test_kernel_caches_that_cannot_be_written(monkeypatch, tmp_path):
+    def refuse(*args, **how):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
+    reason = f"{tmp_path} cannot be written: Permission denied"
+    assert cache_at(monkeypatch, tmp_path / "new") == f"not used: {reason}"
+    assert cache_at(monkeypatch, tmp_path) == f"0 programs, 0 bytes; new ones are not kept: {reason}"
 
 
 @pytest.mark.parametrize(("found", "answer"), [("missing", "no: pip"), ("5.3.0", "no: "), ("5.4.0", "yes")])

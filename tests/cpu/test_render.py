@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from dash_attn.errors import DashError
-from dash_attn.model import H200, Costs, Timeline, simulate
+from dash_attn.model import H200, Costs, Timeline, simulate, timeline_chart
+from dash_attn.model.output import require_writable
+from dash_attn.model.pixels import pixels, shares
 from dash_attn.model.render import (
     PAPER_COSTS,
     PictureError,
@@ -22,6 +24,7 @@ from dash_attn.model.render import (
     text_gantt,
     text_plan,
 )
+from dash_attn.model.segments import Segments
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, POLICIES, Descending, Plan, Policy, Shift, SymmetricShift, build_plan
 from dash_attn.schedule.graph import ChainGraph, Edge
@@ -103,6 +106,23 @@ def test_text_plan_takes_the_sequence_asked_for() -> None:
     assert text_plan(plan, 2).splitlines()[1] == "   0"
 
 
+def test_text_plan_of_many_tiles_is_abridged() -> None:
+    plan = make_plan(FA3(), Mask.causal(), 9, 1)
+    whole, part = text_plan(plan).splitlines(), text_plan(plan, most=4).splitlines()
+    assert len(whole) == 10
+    assert part[:5] == [line[: len(part[0])] for line in whole[:5]]
+    assert part[5:] == ["the first 4 of 9 q tiles, 4 of 9 kv tiles"]
+    assert len(text_plan(make_plan(FA3(), Mask.full(), 300, 1)).splitlines()) == 66
+
+
+def test_text_gantt_of_many_workers_is_abridged() -> None:
+    timeline = make_timeline(FA3(), Mask.causal(), 9, 1, PAPER_COSTS, 9)
+    whole, part = text_gantt(timeline).splitlines(), text_gantt(timeline, most=4).splitlines()
+    assert part == [*whole[:4], "… and 5 more workers", whole[-1]]
+    many = make_timeline(FA3(), Mask.full(), 100, 1, PAPER_COSTS, 100)
+    assert len(text_gantt(many).splitlines()) == 66
+
+
 # Charts
 
 
@@ -171,6 +191,50 @@ def test_many_tasks_become_pixels_in_a_light_svg(tmp_path: Path) -> None:
     path = save_gantt(timeline, tmp_path / "a.svg")
     assert len(list(ET.parse(path).iter(f"{SVG}image"))) == 1
     assert path.stat().st_size < 150_000
+
+
+def test_more_tasks_become_one_image_of_averages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_chart, "_PIXELS_ABOVE", 100)
+    monkeypatch.setattr(timeline_chart, "_add_boxes", None)  # a box per task would take too long
+    for n, costs in ((24, H200), (11, Costs(0, 0))):
+        timeline = make_timeline(Descending(), Mask.causal(), n, 4, costs, 20)
+        path = save_gantt([("one", timeline), ("two", timeline)], tmp_path / "a.svg")
+        names = [e.get("id", "") for e in ET.parse(path).iter(f"{SVG}image")]
+        assert len(names) == 2
+        assert boxes(path, "compute") == {}
+        assert path.stat().st_size < 150_000
+
+
+@pytest.mark.parametrize(("workers", "rows"), [(1, 1), (7, 7), (7, 4), (7, 2), (7, 1)])
+def test_shares_are_the_time_covered_in_each_pixel(workers: int, rows: int) -> None:
+    rng = np.random.default_rng(workers * rows)
+    columns, span, per_row = 9, 40.0, -(-workers // rows)
+    rows = -(-workers // per_row)
+    worker = np.repeat(np.arange(workers), 6)
+    times = np.sort(rng.uniform(0, span, (workers, 12)), axis=1)
+    times[0, 0], times[0, -1] = 0.0, span
+    start, end = times[:, ::2].ravel(), times[:, 1::2].ravel()
+    edges = np.linspace(0, span, columns + 1)
+    expected = np.zeros((rows, columns))
+    for row in range(rows):
+        members = range(row * per_row, min((row + 1) * per_row, workers))
+        for k in np.flatnonzero(np.isin(worker, members)):
+            overlap = np.minimum(end[k], edges[1:]) - np.maximum(start[k], edges[:-1])
+            expected[row] += np.maximum(overlap, 0) / (span / columns) / len(members)
+    found = shares(Segments(worker, start, end), workers, span, rows, columns)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_pixels_mix_colours_by_time() -> None:
+    one = np.array([0])
+    half = Segments(one, np.array([0.0]), np.array([50.0]))
+    whole = Segments(one, np.array([0.0]), np.array([75.0]))
+    image = pixels([(half, "#FF0000"), (whole, "#0000FF")], 1, 100.0, "#FFFFFF")
+    columns = image.shape[1]
+    assert image.shape == (1, columns, 3)
+    expected = [(255, 0, 0)] * (columns // 2) + [(0, 0, 255)] * (columns // 4)
+    assert image[0].tolist() == [list(c) for c in [*expected, *[(255, 255, 255)] * (columns // 4)]]
+    assert pixels([(whole, "#000000")], 1000, 100.0, "#FFFFFF").shape[0] <= 400
 
 
 def test_svg_just_below_the_pixel_limit_is_light(tmp_path: Path) -> None:
@@ -257,6 +321,15 @@ def test_save_plan_with_empty_items_among_others(tmp_path: Path) -> None:
     plan = build_plan(problem, FA3())
     assert sum(boxes(save_plan(plan, tmp_path / "a.svg"), "compute").values()) == plan.problem.tasks
     assert len(plan.items) > plan.problem.tasks
+
+
+def test_a_target_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    target = tmp_path / "a.svg"
+    assert require_writable(target) == target
+    assert not list(tmp_path.iterdir())
+    target.write_bytes(b"1234")
+    assert require_writable(target) == target
+    assert target.read_bytes() == b"1234"
 
 
 # The paper's figures

@@ -16,6 +16,7 @@ from dash_attn.model import H200, H200_WORKERS, Costs, Timeline, closed_form, lo
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
     FA3,
+    POLICIES,
     SPT,
     Descending,
     Plan,
@@ -76,8 +77,12 @@ def by_relaxation(plan: Plan, costs: Costs, timeline: Timeline) -> np.ndarray:
 def test_against_relaxation(plan: Plan, costs: Costs, spare: int) -> None:
     timeline = simulate(plan, costs, plan.min_workers + spare)
     assert np.array_equal(timeline.reduce_end, by_relaxation(plan, costs, timeline))
-    if all(p.head_groups == default_head_groups(plan.problem.group, p.grid) for p in plan.patterns.values()):
-        assert timeline.makespan >= max(lower_bounds(plan.problem, costs, timeline.workers).values()) - 1e-9
+    patterns = plan.patterns.values()
+    groups = {pattern.head_groups for pattern in patterns}
+    by_default = all(p.head_groups == default_head_groups(plan.problem.group, p.grid) for p in patterns)
+    if by_default or len(groups) == 1:
+        bounds = lower_bounds(plan.problem, costs, timeline.workers, None if by_default else groups.pop())
+        assert timeline.makespan >= max(bounds.values()) - 1e-9
     assert 0 <= timeline.utilization <= 1 + 1e-12
     # Items are claimed in list order.
     assert (np.diff(timeline.item_start) >= 0).all()
@@ -94,6 +99,22 @@ def test_every_cycle_is_accounted_for(plan: Plan, compute: int, reduce: int, spa
     assert (waits >= 0).all()
     assert timeline.stalls["ticket"] == waits.sum()
     assert timeline.stalls["reduce"] == 0
+
+
+def test_other_head_groups_have_other_bounds() -> None:
+    """Items that own fewer q heads are shorter: such a plan beats the bound of the default head groups."""
+    problem = Problem.dense(heads=16, kv_heads=1, seqlen=1024, head_dim=64, mask=Mask.causal())
+    costs, workers = Costs(5, 2), 64
+    plan = build_plan(problem, Descending(), head_groups=16)
+    makespan = simulate(plan, costs, workers).makespan
+    assert max(lower_bounds(problem, costs, workers, head_groups=16).values()) <= makespan
+    assert makespan < max(lower_bounds(problem, costs, workers).values())
+
+
+def test_no_closed_form_for_windows() -> None:
+    for policy in POLICIES:
+        for mask in (Mask.window(128, 0), Mask.window(0, 128), Mask(None, 128)):
+            assert closed_form(policy, mask, 8, 2, 5, 2) is None
 
 
 CLOSED_FORMS = [

@@ -181,7 +181,8 @@ def test_a_failure_ends_with_one(capsys, monkeypatch):
         ("--seqlen 0", "seqlen must be >= 1, got 0"),
         (f"--seqlen 4 --seed {2**64}", f"seed must be an integer of 64 bits, got {2**64}"),
         ("--shapes missing.json", "missing.json"),
-        ("--shapes missing.json --seqlen 4", "give one of them"),
+        ("--shapes missing.json --kv-heads 4", "--shapes missing.json and --kv-heads: give one of them"),
+        ("--shapes missing.json --mask full", "--shapes missing.json and --mask: give one of them"),
     ],
 )
 def test_errors_name_the_value_and_end_with_two(capsys, line, message):
@@ -200,6 +201,12 @@ def test_errors_name_the_value_and_end_with_two(capsys, line, message):
         ('{"seqlen": 4, "heads": "2"}', "heads must be an integer, got '2'"),
         ('{"seqlen": "4"}', "seqlen must be an integer, got '4'"),
         ('{"seqlen": 4, "causal": 1}', "causal must be true or false, got 1"),
+        ('{"seqlen": 4, "mask": "window"}', "mask must be one of full, causal, got 'window'"),
+        ('{"seqlen": 4, "mask": ["causal"]}', r"mask must be one of full, causal, got \['causal'\]"),
+        (
+            '{"seqlen": 4, "mask": "full", "causal": false}',
+            "give either mask or causal, got 'full' and False",
+        ),
     ],
 )
 def test_bad_files(tmp_path, text, message):
@@ -207,6 +214,23 @@ def test_bad_files(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         read_shapes(path)
+
+
+def test_a_file_may_name_the_mask_as_the_flags_do(tmp_path):
+    path = tmp_path / "shapes.json"
+    path.write_text('[{"seqlen": 4, "mask": "causal", "window": [2, -1]}, {"seqlen": 4, "mask": "full"}]')
+    assert read_shapes(path) == [Shape(seqlen=4, causal=True, window=(2, -1)), Shape(seqlen=4)]
+
+
+def test_the_help_names_the_keys_of_a_file(capsys):
+    values = {**Shape(seqlen=4).as_json(), "seqlen_k": 4, "kv_heads": 2, "window": [1, 1]}
+    for command in ("verify", "bench"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        listed = text.split("with the keys ")[1].split(";")[0].split(", ")
+        assert {*values, "mask", "seqlens", "seqlens_k"} == set(listed)
+    assert Shape.from_json(values).as_json() == {**values, "window": (1, 1)}
 
 
 def test_a_file_that_is_no_text(capsys, tmp_path):
