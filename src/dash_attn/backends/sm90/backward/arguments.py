@@ -1,7 +1,7 @@
 """What the kernels of a backward pass are given, by name.
 
-The host passes torch tensors, and the code that is traced sees them as CuTe tensors, hence no closer types. The order
-of the fields is the order of the compiled function's arguments, and of the kernels' parameters.
+The host passes torch tensors, and the code that is traced sees them as CuTe tensors, hence no closer types.
+The order of the fields is the order of the compiled function's arguments, and of the kernels' parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 class Tensors(NamedTuple):
     """Inputs and gradients of one call.
 
-    With batch extent 1, the sequences of the plan lie one after the other. Otherwise each batch is a sequence.
+    With batch extent 1, the sequences of the plan lie one after the other. Otherwise a batch is a sequence.
 
     Attributes:
         q, out, dout, dq: (B, Sq, H, D), bf16 or fp16. D contiguous, rows of 16-byte multiples.
@@ -32,7 +32,7 @@ class Tensors(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What the kernels leave for each other, and the plan. Nothing has to be initialised but errors and trace.
+    """The plan, and what the kernels leave for each other. Only errors and trace need initial values.
 
     Attributes:
         table: the plan table, int32, see schedule/layout.py.
@@ -121,7 +121,7 @@ class Products(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Global memory of the main kernel, but for what the copy engine loads and stores; see Tensors and Workspace."""
+    """Global memory of the main kernel, without what Copies has; see Tensors and Workspace."""
 
     lse2: Any
     delta: Any

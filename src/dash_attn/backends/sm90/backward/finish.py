@@ -1,9 +1,10 @@
 """Finishing: fp32 dQ tiles, scaled and converted to the output dtype as soon as they are complete.
 
-Whoever performs the last contribution to a tile puts the tile into a queue. Blocks without items take tiles from it, in the order
-in which they were completed: a few blocks all the time, and every block at the end. Their load warp lets the copy engine bring
-the tiles into the shared memory that items no longer need, their MMA warps convert them. Nobody waits for these blocks, so they
-do not enter the liveness argument of the plan. Each element is converted once and alone: who does it decides no bit.
+Whoever performs the last contribution to a tile puts the tile into a queue. Blocks without items take tiles
+from it, in the order in which they were completed: a few blocks all the time, and every block at the end.
+Their load warp lets the copy engine bring the tiles into the shared memory that items no longer need, their
+MMA warps convert them. Nobody waits for these blocks, so they do not enter the liveness argument of the plan.
+Each element is converted once and alone: who does it decides no bit.
 """
 
 from dataclasses import replace
@@ -32,7 +33,7 @@ FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py
 
 
 def queue(control, table):
-    """Where the keys of complete tiles are, or will be, in the order in which they were completed; -1: not yet."""
+    """Where the keys of complete tiles are, or will be, in the order of their completion; -1: not yet."""
     tiles = table[HEADER.q_tile_total] * table[HEADER.heads]
     return control.iterator + (CONTROL_WORDS + tiles)
 
@@ -46,7 +47,7 @@ def clear(control, table, position: Int32) -> None:
 
 @cute.jit
 def put(control, table, key: Int32) -> None:
-    """Queue a tile whose last contribution has been performed: what reads the entry with acquire sees all of them."""
+    """Queue a tile whose last contribution has been performed: who reads the entry with acquire sees all."""
     position = ptx.add(control.iterator + FINISHED)
     ptx.store_release(queue(control, table) + position, key)
 
@@ -58,8 +59,8 @@ def stages_of(n_item: Int32) -> Int32:
 
 @cute.jit
 def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, complete: Int32) -> None:
-    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time, each found by a
-    lane of its own. Where a tile belongs is put beside it; batch -1: there are no more."""
+    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time,
+    each found by a lane of its own. Where a tile belongs is put beside it; batch -1: there are no more."""
     places, q_map, size = shared.tile_place, memory.table[HEADER.q_map_offset], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
     ring = replace(rings.tile, stages=stages)
@@ -74,7 +75,7 @@ def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, c
         if cute.arch.shuffle_sync(key, 0) < 0:
             end = Int32(-1)
         tile, where = locate(config, memory.table, q_map, key, memory.dq)
-        # The entries were read through the generic proxy, the copy engine reads the tiles through the async one.
+        # Entries were read through the generic proxy, the copy engine reads tiles through the async one.
         ptx.fence_proxy_async()
         for i in cutlass.range_constexpr(AHEAD):
             if first + i < end:
@@ -99,7 +100,7 @@ def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, c
 
 @cute.jit
 def _take(memory) -> Int32:
-    """The first of the next AHEAD places of the queue, for a warp; in lane 0, so that nobody waits for it yet."""
+    """The first of the next AHEAD places of the queue; in lane 0 only, so that nobody waits for it yet."""
     first = Int32(0)
     if cute.arch.lane_idx() == 0:
         first = ptx.add(memory.control.iterator + TAKEN, AHEAD)
@@ -108,8 +109,8 @@ def _take(memory) -> Int32:
 
 @cute.jit
 def _find(config: cutlass.Constexpr, memory, entries, place: Int32, mine, end: Int32) -> Int32:
-    """The keys at the places that are `mine`, once all of them are there; -1 in every lane where a bounded wait gave up,
-    since for so long no tile at all was completed."""
+    """The keys at the places that are `mine`, once all of them are there; -1 in every lane where a bounded
+    wait gave up, since for so long no tile at all was completed."""
     key, spins, finished = _look(entries, place, mine, Int32(-1)), Int32(0), Int32(0)
     while _missing(key, mine) & (spins <= config.spin_limit):
         ptx.sleep()
@@ -146,9 +147,10 @@ def _missing(key: Int32, mine):
 
 @cute.jit
 def convert_role(config: cutlass.Constexpr, mdQ, shared, rings, n_item: Int32, scale: Float32) -> None:
-    """MMA warp: convert two pieces of every second tile that the load warp brings; the other warpgroup has the tiles between.
+    """MMA warp: convert two pieces of every second tile that the load warp brings.
 
-    The number of stages is even, so that every stage belongs to one warpgroup, which sees all phases of its barriers.
+    The other warpgroup has the tiles between. The number of stages is even, so that every stage belongs to
+    one warpgroup, which sees all phases of its barriers.
     """
     places, ring = shared.tile_place, replace(rings.tile, stages=stages_of(n_item))
     warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
@@ -172,7 +174,10 @@ def convert_role(config: cutlass.Constexpr, mdQ, shared, rings, n_item: Int32, s
 
 @cute.jit
 def report(errors: cute.Tensor, values) -> None:
-    """First failure wins: [1, sequence, q_head, kv_tile, q_tile, expected, seen]; sequence -1: dQ tiles that were never complete."""
+    """Keep the first failure: [1, sequence, q_head, kv_tile, q_tile, expected, seen].
+
+    Sequence -1: `seen` of `expected` dQ tiles were complete.
+    """
     if ptx.compare_and_swap(errors.iterator, Int32(0), Int32(1)) == 0:
         for i, value in enumerate(values):
             errors[1 + i] = value
@@ -187,9 +192,10 @@ def contributions(table, index: Int32) -> Int32:
 
 @cute.jit
 def locate(config: cutlass.Constexpr, table, q_map: Int32, key: Int32, tensor):
-    """The dQ tile of a key, q tile * heads + q head with q tiles counted over all sequences, and its place, see `store_piece`.
+    """The dQ tile of a key, and its place, see `store_piece`.
 
-    `q_map`: word of the table where the map of q tiles begins; `tensor`: (B, Sq, H, D). A key of -1 is read like 0.
+    `key`: q tile * heads + q head, with q tiles counted over all sequences; -1 is read like 0. `q_map`: word
+    of the table where the map of q tiles begins. `tensor`: (B, Sq, H, D).
     """
     heads = tensor.shape[2]
     index, q_head = cutlass.max(key, 0) // heads, cutlass.max(key, 0) % heads
@@ -213,7 +219,10 @@ def locate(config: cutlass.Constexpr, table, q_map: Int32, key: Int32, tensor):
 
 @cute.jit
 def load_piece(config: cutlass.Constexpr, tile, piece: Int32):
-    """What one of the eight MMA warps held of the dQ tile at a pointer, in the same lanes: (2 columns, 2 rows, 8-column steps)."""
+    """What one of the eight MMA warps held of the dQ tile at a pointer, in the same lanes.
+
+    Returns (2 columns, 2 rows, 8-column steps) fp32.
+    """
     vectors = config.dq_elements // 1024
     layout = cute.make_layout((4, 128, vectors, 2), stride=(1, 4, 512, 512 * vectors))
     acc = cute.make_tensor(tile, layout)
@@ -226,7 +235,10 @@ def load_piece(config: cutlass.Constexpr, tile, piece: Int32):
 
 @cute.jit
 def store_piece(config: cutlass.Constexpr, values, mdQ, where, piece: Int32, scale: Float32) -> None:
-    """Scale, convert and store what `load_piece` loaded; `where`: (batch, first row of the sequence, its rows, q tile, q head)."""
+    """Scale, convert and store what `load_piece` loaded.
+
+    `where`: (batch, first row of the sequence, its rows, q tile, q head).
+    """
     c = config
     batch, first_row, seqlen_q, q_tile, q_head = where
     vectors, lane = c.dq_elements // 1024, cute.arch.lane_idx()

@@ -1,11 +1,13 @@
 """The backward kernel: persistent, warp specialised, told what to do by the plan table.
 
-Roles of a block of 384 threads: warp 0 loads, claims items, and stores dK and dV (load.py). Warp 1 adds contributions to dQ in
-global memory, warp 2 hands them over, warp 3 walks the plan and waits for tickets (reduce.py). Two warpgroups multiply (mma.py),
-and convert complete dQ tiles when there are no items left (finish.py).
+Roles of a block of 384 threads: warp 0 loads, claims items, and stores dK and dV (load.py). Warp 1 adds
+contributions to dQ in global memory, warp 2 hands them over, warp 3 walks the plan and waits for tickets
+(reduce.py). Two warpgroups multiply (mma.py), and convert complete dQ tiles when there are no items left
+(finish.py).
 
-The fp32 dQ tile, in shared and global memory, is kept in the order of the accumulator registers: value (row, col) of
-warpgroup g, thread t sits at ((g * tile_m*head_dim/1024 + v) * 128 + t) * 4 + e; `launch._accumulator_order` inverts it.
+The fp32 dQ tile, in shared and global memory, is kept in the order of the accumulator registers. Value
+(row, col) of warpgroup g, thread t sits at ((g * tile_m*head_dim/1024 + v) * 128 + t) * 4 + e;
+`launch._accumulator_order` inverts it.
 """
 
 import cutlass
@@ -36,8 +38,8 @@ def tile_layout(dtype, rows: int, columns: int, stages: int):
 class Backward:
     """dQ, dK and dV of one plan; see arguments.py for what it is given.
 
-    Guarantee: for one plan the bits of dQ, dK and dV do not depend on timing, grid size or neighbours. Without order
-    (`BackwardConfig.accumulation`) those of dQ do, and Convert makes dQ of dq_acc.
+    Guarantee: for one plan the bits of dQ, dK and dV do not depend on timing, grid size or neighbours.
+    Without order (`BackwardConfig.accumulation`) those of dQ do, and Convert makes dQ of dq_acc.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -111,7 +113,7 @@ class Backward:
 
     @cute.jit
     def _copy(self, op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
-        """Copy-engine operation on (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
+        """Copies of (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
         batch_stride, row_stride, head_stride, _ = tensor.stride
         row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
         if tensor.shape[0] == 1:
@@ -260,6 +262,7 @@ class Backward:
             "ds_full": (c.ds_stages, MMA_WARPS), "ds_empty": (c.ds_stages, MMA_WARPS),
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 32), "item_empty": (2, 1 + MMA_WARPS),
-            "item_granted": (1, 1), "tile_full": (FINISH_STAGES, 1), "tile_empty": (FINISH_STAGES, MMA_WARPS // 2),
+            "item_granted": (1, 1),
+            "tile_full": (FINISH_STAGES, 1), "tile_empty": (FINISH_STAGES, MMA_WARPS // 2),
             "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
         }  # fmt: skip

@@ -1,17 +1,30 @@
 """The load warp: claims items, loads their tiles by the copy engine, and stores their dK and dV."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..device import plan_view, ptx
-from ..device.ring import arrive_together
+from ..device.ring import Ring, arrive_together
 from . import finish, reduce
+from .arguments import Copy
 from .config import BackwardConfig
 
 GRADS_PLACE_WORDS = 8
 UNREAD = 2  # an item has its K and V, and dK of the one before is still being read from shared memory
+
+
+class Rows(NamedTuple):
+    """Where Q with LSE, or dO with delta, comes from and goes to."""
+
+    ring: Ring
+    copy: Copy
+    tiles: cute.Tensor  # shared memory, (rows, columns, stages)
+    stats: cute.Tensor  # global memory
+    stats_here: cute.Tensor  # shared memory, (tile_m, stages)
 
 
 class LoadRole:
@@ -22,11 +35,10 @@ class LoadRole:
 
     @cute.jit
     def run(self, copies, memory, shared, rings, numbers) -> None:
-        """Load warp: claims items; K and V once per item; Q with LSE and dO with delta once per task, in the order of the item's
-        runs."""
+        """Load warp: claims items; loads K and V per item, Q with LSE and dO with delta per task."""
         c, batches = self.config, memory.dq.shape[0]
-        tile_bytes = 2 * c.tile_m * c.head_dim + 4 * c.tile_m
-        kv_bytes = 2 * c.tile_n * c.head_dim
+        q = Rows(rings.q, copies.q, shared.q, memory.lse2, shared.lse2)
+        dout = Rows(rings.dout, copies.dout, shared.dout, memory.delta, shared.delta)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         slot = reduce.claim_first_item(memory, shared, rings, batches, numbers.workers)
         while slot[0] >= 0:
@@ -34,8 +46,8 @@ class LoadRole:
             fresh = Int32(1)
             if plan_view.mailbox_item(slot).run_count > 0:
                 # Their buffers may not be free for a while: until then K and V can come as far as L2.
-                for each, tile in ((copies.k, shared.k), (copies.v, shared.v)):
-                    self._prefetch_kv(each, tile, plan_view.mailbox_item(slot))
+                for copy, tile in ((copies.k, shared.k), (copies.v, shared.v)):
+                    self._prefetch_kv(copy, tile, plan_view.mailbox_item(slot))
             for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
                 run = plan_view.read_run(memory.table, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
@@ -43,50 +55,14 @@ class LoadRole:
                     for h in cutlass.range(plan_view.mailbox_item(slot).q_head_count, unroll=1):
                         item = plan_view.mailbox_item(slot)
                         q_head = item.q_head_first + h
-                        stat = Int64(plan_view.first_tile_of(item, q_head) + q_tile) * c.tile_m
-                        rows = (item.q_tma_row, item.tma_batch, item.q_tma_shift)
-                        stage, phase = rings.q.stage(n_task), rings.q.phase(n_task)
-                        cute.arch.mbarrier_wait(rings.q.empty + stage, phase ^ 1)
-                        full = rings.q.full + stage
-                        with cute.arch.elect_one():
-                            self._put_q_info(shared, stage, item, q_tile)
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                            target = shared.lse2[None, stage].iterator
-                            ptx.bulk_load(target, memory.lse2.iterator + stat, 4 * c.tile_m, full)
-                        target = shared.q[None, None, stage]
-                        self._load_tile(copies.q, target, rows, q_tile, q_head, full)
-                        stage, phase = rings.dout.stage(n_task), rings.dout.phase(n_task)
-                        cute.arch.mbarrier_wait(rings.dout.empty + stage, phase ^ 1)
-                        full = rings.dout.full + stage
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(full, tile_bytes)
-                            target = shared.delta[None, stage].iterator
-                            ptx.bulk_load(target, memory.delta.iterator + stat, 4 * c.tile_m, full)
-                        target = shared.dout[None, None, stage]
-                        self._load_tile(copies.dout, target, rows, q_tile, q_head, full)
+                        self._load_rows(q, item, (n_task, q_tile, q_head), shared.q_info)
+                        self._load_rows(dout, item, (n_task, q_tile, q_head), None)
                         if fresh == UNREAD:
                             self._release_dk(rings)
                             fresh = Int32(0)
                         # K and V last: their buffers are the last ones the previous item lets go.
                         if fresh == 1:
-                            rings.v.wait_empty(n_kv)
-                            self._store(copies.dv, shared.v[None, None, 0], shared)
-                            rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
-                            rings.k.wait_empty(n_kv)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(rings.k.full, kv_bytes)
-                            tile = shared.k[None, None, 0]
-                            self._load_tile(copies.k, tile, rows, item.kv_tile, item.kv_head, rings.k.full)
-                            cute.arch.cp_async_bulk_wait_group(0, read=True)
-                            cute.arch.sync_warp()
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(rings.v.full, kv_bytes)
-                            tile = shared.v[None, None, 0]
-                            self._load_tile(copies.v, tile, rows, item.kv_tile, item.kv_head, rings.v.full)
-                            self._store_dk(copies.dk, shared, rings, n_task, n_kv)
-                            cute.arch.sync_warp()  # every lane has read where that dK belongs
-                            with cute.arch.elect_one():
-                                self._put_grads_place(shared.grads_place, item)
+                            self._exchange_kv(copies, shared, rings, item, n_task, n_kv)
                             n_kv += 1
                             fresh = Int32(UNREAD)
                         n_task += 1
@@ -94,7 +70,7 @@ class LoadRole:
             if fresh == UNREAD:
                 self._release_dk(rings)
             if fresh != 1:
-                # Only an item whose tickets are granted no longer depends on other blocks: see reduce.py, Claiming.
+                # Only an item whose tickets are granted depends on no other block: see reduce.py, Claiming.
                 rings.item_granted.wait_full_before(n_kv)
             slot = reduce.claim_item(memory, shared, rings, n_item, batches)
         rings.v.wait_empty(n_kv)
@@ -106,9 +82,54 @@ class LoadRole:
             finish.load_role(c, memory, shared, rings, n_item, numbers.complete)
         cute.arch.cp_async_bulk_wait_group(0)
 
+    @cute.jit
+    def _load_rows(self, rows: Rows, item, task, info) -> None:
+        """Load the rows of a task, (its number in this block, q tile, q head), with their statistics.
+
+        `info`: where to tell the MMA warps about its mask, None: it is not to be told.
+        """
+        c = self.config
+        n_task, q_tile, q_head = task
+        stat = Int64(plan_view.first_tile_of(item, q_head) + q_tile) * c.tile_m
+        place = (item.q_tma_row, item.tma_batch, item.q_tma_shift)
+        stage, phase = rows.ring.stage(n_task), rows.ring.phase(n_task)
+        cute.arch.mbarrier_wait(rows.ring.empty + stage, phase ^ 1)
+        full = rows.ring.full + stage
+        with cute.arch.elect_one():
+            if const_expr(info is not None):
+                self._put_q_info(info, stage, item, q_tile)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_m * c.head_dim + 4 * c.tile_m)
+            target = rows.stats_here[None, stage].iterator
+            ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, full)
+        self._load_tile(rows.copy, rows.tiles[None, None, stage], place, q_tile, q_head, full)
+
+    @cute.jit
+    def _exchange_kv(self, copies, shared, rings, item, n_task: Int32, n_kv: Int32) -> None:
+        """Store dV of the item before and load K and V of this one; begin to store dK of the item before."""
+        kv_bytes = 2 * self.config.tile_n * self.config.head_dim
+        rings.v.wait_empty(n_kv)
+        self._store(copies.dv, shared.v[None, None, 0], shared)
+        place = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
+        rings.k.wait_empty(n_kv)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(rings.k.full, kv_bytes)
+        tile = shared.k[None, None, 0]
+        self._load_tile(copies.k, tile, place, item.kv_tile, item.kv_head, rings.k.full)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(rings.v.full, kv_bytes)
+        tile = shared.v[None, None, 0]
+        self._load_tile(copies.v, tile, place, item.kv_tile, item.kv_head, rings.v.full)
+        self._store_dk(copies.dk, shared, rings, n_task, n_kv)
+        cute.arch.sync_warp()  # every lane has read where that dK belongs
+        with cute.arch.elect_one():
+            self._put_grads_place(shared.grads_place, item)
+
     def _put_grads_place(self, place, item) -> None:
-        """Remember where dK and dV of an item that gets its V now will belong: [they are stored from here, kv tile, kv head, row,
-        batch, shift], the last three as `plan_view.tma_rows` defines them. Sums of head groups are stored elsewhere."""
+        """Remember where dK and dV of an item that gets its V now will belong: [they are stored from here, kv
+        tile, kv head, row, batch, shift], the last three as `plan_view.tma_rows` defines them. Sums of head
+        groups are stored elsewhere."""
         words = (
             Int32(item.group_sum < 0),
             item.kv_tile,
@@ -122,7 +143,7 @@ class LoadRole:
 
     @cute.jit
     def _store_dk(self, copy, shared, rings, following: Int32, n_kv: Int32):
-        """Begin to store dK of the item before, if there is one, from the buffer that task `following` will use."""
+        """Begin to store dK of the item before, if any, from the buffer that task `following` will use."""
         rings.dk.wait_full_before(n_kv)
         self._store(copy, shared.dk[None, None, following % 2 * self.config.dk_stages], shared)
 
@@ -134,7 +155,7 @@ class LoadRole:
 
     @cute.jit
     def _store(self, copy, tile, shared):
-        """Begin to store dK or dV of the item before, which the MMA warps have put into shared memory, if there is one.
+        """Begin to store dK or dV of the item before, if any, which the MMA warps have put into `tile`.
 
         One lane stores, and every lane waits for its own bulk groups before the buffer is used again.
         """
@@ -146,20 +167,20 @@ class LoadRole:
                 cute.copy(copy.atom, source, target[None, place[1]])
             cute.arch.cp_async_bulk_commit_group()
 
-    def _put_q_info(self, shared, stage, item, q_tile: Int32) -> None:
+    def _put_q_info(self, q_info, stage, item, q_tile: Int32) -> None:
         """Tell the MMA warps which scores of a task the mask hides."""
         c = self.config
         q_row, kv_row, low, high = q_tile * c.tile_m, item.kv_tile * c.tile_n, item.low, item.high
         cut = (kv_row + c.tile_n > item.seqlen_k) | (kv_row + c.tile_n - 1 > q_row + high)
         cut = cut | (kv_row < q_row + c.tile_m - 1 + low)
-        info = shared.q_info[None, stage]
+        info = q_info[None, stage]
         info[0] = Int32(cut)
         info[1] = kv_row - high - q_row  # first query column that sees key row 0 of the tile
         info[2] = kv_row - low - q_row  # the last one
         info[3] = item.seqlen_k - kv_row  # key rows that exist
 
     def _load_tile(self, copy, shared, rows, tile: Int32, head: Int32, barrier) -> None:
-        """Start the TMA load of one tile of a sequence; `rows`: (row, batch, shift) as `plan_view.tma_rows` defines them."""
+        """Start to load one tile of a sequence; `rows`: (row, batch, shift) as in `plan_view.tma_rows`."""
         target, source = self._tiles(copy, shared, rows, head)
         cute.copy(copy.atom, source[None, tile], target, tma_bar_ptr=barrier)
 
@@ -172,8 +193,10 @@ class LoadRole:
             cute.prefetch(copy.atom, source[None, item.kv_tile])
 
     def _tiles(self, copy, shared, rows, head: Int32):
-        """Partitions of a tile in shared memory and of a sequence's tiles, (., tile), for the copy engine; `rows` as in
-        `_load_tile`."""
+        """Partitions for the copy engine of a tile in shared memory, and of a sequence's tiles, (., tile).
+
+        `rows` as in `_load_tile`.
+        """
         row, batch, shift = rows
         sequence = cute.domain_offset((row, 0), copy.tensor[None, None, head, batch, shift])
         tile_shape = (cute.size(shared, mode=[0]), self.config.head_dim)

@@ -1,8 +1,8 @@
 """The MMA warpgroups: the five products of every task, and dK and dV of every item.
 
-All products keep kv rows on the wgmma M axis: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers in exactly the
-layout of an A operand, so dV += P^T dO and dK += dS^T Q need no shared memory for A (FlashAttention-3, algorithm 3).
-Only dS travels through shared memory, for dQ = dS K.
+All products keep kv rows on the wgmma M axis: S^T = K Q^T and dP^T = V dO^T leave P^T and dS^T in registers
+in exactly the layout of an A operand, so dV += P^T dO and dK += dS^T Q need no shared memory for A
+(FlashAttention-3, algorithm 3). Only dS travels through shared memory, for dQ = dS K.
 """
 
 import math
@@ -18,7 +18,7 @@ from ..device.ring import arrive
 from . import reduce
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
 
-DS_BARRIER, V_BARRIER = 1, 2  # named barriers; V_BARRIER one a warpgroup
+DS_BARRIER, V_BARRIER = 1, 2  # named barriers; from V_BARRIER on one per warpgroup
 
 
 def transposed(tensor: cute.Tensor) -> cute.Tensor:
@@ -33,7 +33,10 @@ def part(acc: cute.Tensor, index: int) -> cute.Tensor:
 
 
 def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
-    """Issue and commit acc (+)= a b as one wgmma group; a and b are (MMA, M or N, K), a begins at block `first` of b's K."""
+    """Issue and commit acc (+)= a b as one wgmma group.
+
+    a and b are (MMA, M or N, K); a begins at block `first` of b's K.
+    """
     warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
@@ -44,7 +47,10 @@ def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
 
 
 def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
-    """View an accumulator (64 x N a warpgroup) as a register A operand of K = N, same thread, same order; convert if fp32."""
+    """View an accumulator (64 x N per warpgroup) as a register A operand of K = N; convert it if fp32.
+
+    Every value stays in its thread, and keeps its place.
+    """
     out = acc
     if acc.element_type is not dtype:
         out = cute.make_rmem_tensor(acc.layout, dtype)
@@ -61,43 +67,18 @@ class MmaRole:
 
     @cute.jit
     def run(self, products, memory, shared, rings, scale):
-        """MMA warpgroups: all five products of every task of an item, then dK and dV of the item; returns how many items there
-        were."""
+        """MMA warpgroups: all five products of every task of an item, then its dK and dV.
+
+        Returns how many items there were.
+        """
         c = self.config
         tidx = cute.arch.thread_idx()[0] - 128 * (THREADS // 128 - MMA_WARPGROUPS)
-        group = cute.arch.make_warp_uniform(tidx // 128)
-        lane = cute.arch.lane_idx()
-        wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in products)
-        sdSt = transposed(shared.ds)
-        acc_S = cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, c.tile_m)), Float32)
-        acc_dK, acc_dV = (
-            cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32)
-            for _ in range(2)
-        )
-        store_ds = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), products.scores
-        ).get_slice(tidx)
-        t = SimpleNamespace(
-            sV=shared.v, sdK=shared.dk,
-            scores=products.scores, grads=products.grads, dq=products.dq, group=group, scale_log2=scale * math.log2(math.e),
-            tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(shared.k)),
-            tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(shared.q)),
-            tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(shared.v)),
-            tPrdO=wg_scores.make_fragment_B(wg_scores.partition_B(shared.dout)),
-            tVrdO=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.dout))),
-            tKrQ=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.q))),
-            tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(shared.ds)),
-            tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(shared.k))),
-            store_ds=store_ds, tSsdS=store_ds.partition_D(sdSt), tdQsdQ=self._dq_view(shared.dq, tidx),
-            lse2=self._column_view(shared.lse2, lane), delta=self._column_view(shared.delta, lane),
-            acc_S=acc_S, acc_dK=acc_dK, acc_dV=acc_dV,
-            info=shared.q_info,
-        )  # fmt: skip
+        t = self._fragments(products, shared, scale, tidx)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         slot = reduce.wait_item(shared, rings, n_item)
         while plan_view.mailbox_item(slot).index >= 0:
             tasks = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
-            for acc in (acc_dK, acc_dV, *((acc_S,) if c.head_dim == 128 else ())):
+            for acc in (t.acc_dK, t.acc_dV, *((t.acc_S,) if c.head_dim == 128 else ())):
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
                 rings.k.wait_full(n_kv)
@@ -132,8 +113,45 @@ class MmaRole:
             slot = reduce.wait_item(shared, rings, n_item)
         return n_item
 
+    def _fragments(self, products, shared, scale, tidx):
+        """What a thread multiplies, and the accumulators that live from task to task.
+
+        In names like tSrK, the letter behind t is a product (S, P, V, K, Q: those of S, dP, dV, dK, dQ), r
+        stands for registers or descriptors, s for shared memory, d for a destination.
+        """
+        c = self.config
+        group = cute.arch.make_warp_uniform(tidx // 128)
+        lane = cute.arch.lane_idx()
+        wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in products)
+        sdSt = transposed(shared.ds)
+        acc_S = cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, c.tile_m)), Float32)
+        acc_dK, acc_dV = (
+            cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32)
+            for _ in range(2)
+        )
+        store_ds = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), products.scores
+        ).get_slice(tidx)
+        return SimpleNamespace(
+            sV=shared.v, sdK=shared.dk,
+            scores=products.scores, grads=products.grads, dq=products.dq,
+            group=group, scale_log2=scale * math.log2(math.e),
+            tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(shared.k)),
+            tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(shared.q)),
+            tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(shared.v)),
+            tPrdO=wg_scores.make_fragment_B(wg_scores.partition_B(shared.dout)),
+            tVrdO=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.dout))),
+            tKrQ=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.q))),
+            tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(shared.ds)),
+            tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(shared.k))),
+            store_ds=store_ds, tSsdS=store_ds.partition_D(sdSt), tdQsdQ=self._dq_view(shared.dq, tidx),
+            lse2=self._column_view(shared.lse2, lane), delta=self._column_view(shared.delta, lane),
+            acc_S=acc_S, acc_dK=acc_dK, acc_dV=acc_dV,
+            info=shared.q_info,
+        )  # fmt: skip
+
     def _dq_view(self, sdQ, tidx):
-        """This thread's values of the dQ buffers, (4, vectors, stage): four consecutive floats, then a vector a 2 KB step."""
+        """This thread's values of the dQ buffers, (4, vectors, stage): vectors of four fp32, 2 KB apart."""
         c = self.config
         vectors = c.dq_elements // 1024
         layout = cute.make_layout(
@@ -149,10 +167,11 @@ class MmaRole:
 
     @cute.jit
     def task(self, t, n_task: Int32, rings, slot, is_last: cutlass.Constexpr[bool]):
-        """One (kv tile, q tile) with 64 query rows: expects S^T in acc_S, and leaves the next task's there unless it is the last.
+        """One (kv tile, q tile) with 64 query rows.
 
-        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS beside dV, its trip through shared memory beside the next
-        S, the dQ write-out beside dK.
+        Expects S^T in acc_S, and leaves the next task's there unless it is the last.
+        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS beside dV, its trip through shared
+        memory beside the next S, the dQ write-out beside dK.
         """
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
@@ -162,8 +181,8 @@ class MmaRole:
         rP = as_operand_a(t.acc_S, self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
-        # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P gives its
-        # registers to dS. The tensor cores hardly notice, dS takes less time than dV.
+        # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P
+        # gives its registers to dS. The tensor cores hardly notice, dS takes less time than dV.
         for i in cutlass.range_constexpr(cute.size(acc_dP)):
             acc_dP[i] = t.acc_S[i] * acc_dP[i]
         warpgroup.wait_group(0)
@@ -193,13 +212,16 @@ class MmaRole:
 
     @cute.jit
     def wide_task(self, t, n_task: Int32, first: Int32, rings, is_last: cutlass.Constexpr[bool]):
-        """One (kv tile, q tile) with 128 query rows: expects S^T in acc_S with exp2 done for its first 64 columns, and
-        leaves the next task's like that unless it is the last.
+        """One (kv tile, q tile) with 128 query rows.
 
-        A tile of 128 rows has twice the exp2 of one of 64 for the same products, so elementwise work limits, and the two
-        warpgroups should not do it at the same time. Nothing keeps them in step: dQ needs the dS of both, and is therefore
-        computed a task later (`last_dq` for the last task of an item, `first`: its first task). Tensor-core order: dP, dV,
-        next S, dQ of the task before, dK; one half of exp2 beside dP, the other, of the next task, beside dQ and dK.
+        Expects S^T in acc_S with exp2 done for its first 64 columns, and leaves the next task's like that
+        unless it is the last.
+
+        A tile of 128 rows has twice the exp2 of one of 64 for the same products, so elementwise work limits,
+        and the two warpgroups should not do it at the same time. Nothing keeps them in step: dQ needs the dS
+        of both, and is therefore computed a task later (`last_dq` for the last task of an item, `first`: its
+        first task). Tensor-core order: dP, dV, next S, dQ of the task before, dK; one half of exp2 beside dP,
+        the other, of the next task, beside dQ and dK.
         """
         c = self.config
         q_stage, do_stage, ds_stage = (ring.stage(n_task) for ring in (rings.q, rings.dout, rings.ds))
@@ -208,7 +230,8 @@ class MmaRole:
         rP = as_operand_a(part(t.acc_S, 0), self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
         self.probabilities(t, 1, q_stage)
-        # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up behind dP.
+        # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up
+        # behind dP.
         rings.ds.wait_empty(n_task)
         warpgroup.wait_group(0)  # so that the operands of both products can share registers
         rP = as_operand_a(part(t.acc_S, 1), self.dtype)
@@ -221,8 +244,9 @@ class MmaRole:
             self.start_s(t, n_task + 1, rings)
         self.store_ds(t, rdS, acc_dP.layout, ds_stage)
 
-        # Before the first task there is no dQ: the product is computed from old values, put into the buffer that the first
-        # task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas serialise the products.
+        # Before the first task there is no dQ: the product is computed from old values, put into the buffer
+        # that the first task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas
+        # serialise the products.
         last, before = n_task - 1, n_task + c.ds_stages - 1  # the same stage, and `before` is not negative
         rings.ds.wait_full_before(n_task)
         acc_dQ = self.start_dq(t, rings.ds.stage(before))
@@ -261,8 +285,9 @@ class MmaRole:
 
     @cute.jit
     def put_dv(self, t, slot, rings):
-        """V of an item is no longer needed: put the finished dV into its buffer, for the load warp to store, if the item owns its kv head.
+        """V of an item is no longer needed: its buffer gets the finished dV, for the load warp to store.
 
+        Not where dV is a sum of one of several head groups: that is stored elsewhere.
         A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so.
         """
         if plan_view.mailbox_item(slot).group_sum < 0:
@@ -272,7 +297,7 @@ class MmaRole:
 
     @cute.jit
     def put_dk(self, t, following: Int32, slot, scale, rings):
-        """Put dK into the buffer that the task after this item will use, once that is free, for the load warp to store."""
+        """Put dK into the buffer that the next item's first task will use, for the load warp to store."""
         c = self.config
         if plan_view.mailbox_item(slot).group_sum < 0:
             ring = rings.ds if c.delayed_dq else rings.dq
@@ -282,7 +307,7 @@ class MmaRole:
 
     @cute.jit
     def _put(self, t, acc, factor, shared):
-        """Put this thread's values of dK or dV, times the factor if there is one, converted, into shared memory."""
+        """Put this thread's values of dK or dV, times the factor if any, converted, into shared memory."""
         converted = cute.make_rmem_tensor(acc.layout, self.dtype)
         values = acc.load()
         if const_expr(factor is not None):
@@ -335,8 +360,9 @@ class MmaRole:
     def probabilities(self, t, h: cutlass.Constexpr[int], stage):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
 
-        The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is being issued,
-        at head dim 64, where half of it runs beside dQ and dK of the task before, nothing should keep it there.
+        The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is
+        being issued, at head dim 64, where half of it runs beside dQ and dK of the task before, nothing
+        should keep it there.
         """
         c = self.config
         acc = part(t.acc_S, h)
@@ -356,7 +382,10 @@ class MmaRole:
         return ptx.thread_index() - 128 * (THREADS // 128 - MMA_WARPGROUPS)
 
     def _first_row(self):
-        """Row of the kv tile of this thread's first accumulator value. Not kept in a register: the main loop has none to spare."""
+        """Row of the kv tile of this thread's first accumulator value.
+
+        Not kept in a register: the main loop has none to spare.
+        """
         tidx = self._mma_thread()
         return tidx // 32 * 16 + tidx % 32 // 4
 
@@ -395,7 +424,10 @@ class MmaRole:
 
     @cute.jit
     def store_group_sums(self, t, group_sums, slot: Int32):
-        """Write this thread's fp32 dK (unscaled) and dV, for an item that owns one of several head groups, kept like the dQ tile."""
+        """Store this thread's fp32 dK (unscaled) and dV, for an item that owns one of several head groups.
+
+        They are kept in accumulator order, like the dQ tile.
+        """
         c = self.config
         size = c.tile_n * c.head_dim
         vectors = size // 1024

@@ -1,4 +1,7 @@
-"""Kernels before and after the main one: row statistics, counters and empty dQ tiles; sums of head groups and, without order, dQ."""
+"""The kernels before and after the main one.
+
+Before: row statistics, counters, empty dQ tiles. After: dK and dV of head groups and, without order, dQ.
+"""
 
 import math
 
@@ -16,10 +19,11 @@ THREADS = 256
 
 
 class Preprocess:
-    """delta = -rowsum(O dO) (the value dP starts from), base-2 LSE; counters, tickets and queue as the main kernel expects them.
+    """Row statistics (delta = -rowsum(O dO), the value dP starts from, and base-2 LSE), counters and queue.
 
-    One block per q tile and head. Zeroes dQ where nobody contributes (`everywhere`: there is no such tile). Without order, zeroes
-    fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so that P is exactly 0 there.
+    One block per q tile and head. Zeroes dQ where nobody contributes (`everywhere`: there is no such tile).
+    Without order, zeroes fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so
+    that P is exactly 0 there.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -61,7 +65,7 @@ class Preprocess:
             mLse2[stat + tidx] = value
         lanes = c.head_dim // 8  # threads per row, 16 bytes each
         rows = THREADS // lanes
-        # All loads first, so that a block has them in flight together; rows beyond the sequence repeat its last one.
+        # All loads first: a block has them in flight together. Rows beyond the sequence repeat its last one.
         left, right = [], []
         for n in cutlass.range_constexpr(c.tile_m // rows):
             row = q_tile * c.tile_m + n * rows + tidx // lanes
@@ -101,9 +105,9 @@ class Preprocess:
 class Convert:
     """What is left after the main kernel.
 
-    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile and head (`q_tiles` of a head). Where kv
-    heads have several head groups, `kv_tiles` more blocks per head add the groups' sums of dK and dV of a kv tile, in ascending
-    order, and finish them (dV unscaled).
+    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile and head (`q_tiles`
+    of a head). Where kv heads have several head groups, `kv_tiles` more blocks per head add the groups' sums
+    of dK and dV of a kv tile, in ascending order, and finish them (dV unscaled).
     """
 
     def __init__(self, config: BackwardConfig):

@@ -1,4 +1,4 @@
-"""One compiled callable per configuration: the kernels before, the main one and, where needed, the one after."""
+"""One compiled callable per configuration: the kernel before, the main one and, where needed, one after."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -19,7 +19,7 @@ class Program:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Called with ``(*Tensors, *Workspace, *Launch)``, see arguments.py; traced with a stream behind them.
+        """Called with ``(*Tensors, *Workspace, *Launch)``, see arguments.py; traced with a stream behind.
 
         The call is flat: what calls the compiled function builds no containers.
         """

@@ -1,23 +1,25 @@
-"""The ordered reduction: roles that wait for tickets, add contributions in their order and hand over, and the claiming of items.
+"""The ordered reduction: waiting for tickets, adding in their order, handing over; and claiming items.
 
-A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The reduce thread
-stores (ticket 0) or adds its contribution with one bulk operation, waits until the *global* writes are performed
-(cp.async.bulk.wait_group without .read: with .read only the shared-memory source is known to be free), and only then is the
-tile handed over.
+A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The
+reduce thread stores (ticket 0) or adds its contribution with one bulk operation, waits until the *global*
+writes are performed (cp.async.bulk.wait_group without .read: with .read only the shared-memory source is
+known to be free), and only then is the tile handed over.
 
-Three warps share the work of a contribution. The ticket warp alone walks the plan: it waits for tickets, up to SLOTS
-contributions ahead of the reduction, and writes (tile, ticket) of each granted one into a ring of slots in shared memory. The
-reduce warp and the release warp only follow that ring, so neither keeps any state of the schedule in registers.
+Three warps share the work of a contribution. The ticket warp alone walks the plan: it waits for tickets, up
+to SLOTS contributions ahead of the reduction, and writes (tile, ticket) of each granted one into a ring of
+slots in shared memory. The reduce warp and the release warp only follow that ring, so neither keeps any state
+of the schedule in registers.
 
-Why another warp may hand over: the reduce thread's mbarrier arrive (release.cta) and the other
-warp's wait (acquire.cta) synchronise, and release is cumulative in the PTX model, so its red.release.gpu covers writes that the
-reduce thread has observed as performed. The fence it needs is then no longer in the reduce thread's loop. The ticket's
-ld.acquire.gpu reaches the reduce thread the same way.
+Why another warp may hand over: the reduce thread's mbarrier arrive (release.cta) and the other warp's wait
+(acquire.cta) synchronise, and release is cumulative in the PTX model, so its red.release.gpu covers writes
+that the reduce thread has observed as performed. The fence it needs is then no longer in the reduce thread's
+loop. The ticket's ld.acquire.gpu reaches the reduce thread the same way.
 
-Claiming: an item is claimed by the load warp, in list order, once every ticket of the block's current item has been granted. From then
-on nothing the block still does depends on another block, so the block counts as free for the liveness argument of the plan.
-Three tickets earlier it is claimed if every item that the current one depends on has been claimed by then (schedule/proof.py says why that is
-safe); not much earlier, because a block that claims and then waits keeps an item from others.
+Claiming: an item is claimed by the load warp, in list order, once every ticket of the block's current item
+has been granted. From then on nothing the block still does depends on another block, so the block counts as
+free for the liveness argument of the plan. Three tickets earlier it is claimed if every item that the current
+one depends on has been claimed by then (schedule/proof.py says why that is safe); not much earlier, because a
+block that claims and then waits keeps an item from others.
 """
 
 import cutlass
@@ -30,7 +32,8 @@ from . import finish
 from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS
 
 TRACE_WORDS = 4
-SLOT_WORDS = 4  # dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution or else -1
+SLOT_WORDS = 4
+"""dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution, else -1."""
 
 
 @cute.jit
@@ -50,7 +53,7 @@ def release_item(rings, n_item: Int32) -> None:
 
 @cute.jit
 def claim_first_item(memory, shared, rings, batches: Int32, workers: Int32):
-    """`claim_item` for the first time: blocks that arrive after the first `workers` get no items, and convert dQ tiles."""
+    """`claim_item` for the first time: blocks after the first `workers` get no items, and convert dQ."""
     index = Int32(plan_view.NO_ITEM)
     if cute.arch.lane_idx() == 0:
         if ptx.add(memory.control.iterator + ARRIVED) < workers:
@@ -60,7 +63,7 @@ def claim_first_item(memory, shared, rings, batches: Int32, workers: Int32):
 
 @cute.jit
 def claim_item(memory, shared, rings, n_item: Int32, batches: Int32):
-    """Claim the next item and put it into the mailbox, by one warp; returns its slot, where the index is -1 at the end."""
+    """Claim the next item, by one warp; returns its mailbox slot, where the index is -1 at the end."""
     index = Int32(0)
     if cute.arch.lane_idx() == 0:
         index = ptx.add(memory.control.iterator + CLAIMED)
@@ -80,8 +83,10 @@ def _put_item(table, shared, rings, index: Int32, n_item: Int32, batches: Int32)
 
 @cute.jit
 def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, errors) -> Int32:
-    """Wait until the tile's counter equals `expected`; returns the last value seen. Another one: a bounded wait gave up,
-    here or elsewhere."""
+    """Wait until the tile's counter equals `expected`; returns the last value seen.
+
+    Another value: a bounded wait gave up, here or elsewhere.
+    """
     seen = ptx.load_acquire(pointer)
     spins = Int32(0)
     while (seen != expected) & (spins <= config.spin_limit):
@@ -95,7 +100,7 @@ def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, errors) -> 
 
 @cute.jit
 def pass_on(memory, slot) -> None:
-    """A contribution has been performed: let the next one follow, or queue the complete tile for conversion."""
+    """A contribution has been performed: let the next one follow, or queue the complete tile."""
     if slot[2] < 0:
         ptx.add_release(counter_of(memory, slot[0]))
     else:
@@ -114,7 +119,7 @@ def publish(shared, rings, n_task: Int32, tile: Int32, ticket: Int32, key: Int32
 
 @cute.jit
 def wait_slot(ring, shared, n_task: Int32):
-    """Wait until the `n_task`-th contribution is granted, or performed, as the ring says; returns its slot."""
+    """Wait for the `n_task`-th contribution, granted or performed as the ring says; returns its slot."""
     ring.wait_full(n_task)
     return shared.slots[None, ring.stage(n_task)]
 
@@ -123,8 +128,8 @@ def wait_slot(ring, shared, n_task: Int32):
 def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
     """Ticket warp, one thread: goes through the tasks of every item and waits for the ticket of each.
 
-    The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp hears early that
-    the item depends on nobody any more.
+    The reduce thread then waits for a barrier in shared memory instead of a counter in L2, and the load warp
+    hears early that the item depends on nobody any more.
     """
     if cute.arch.lane_idx() == 0:
         n_item, n_task = Int32(0), Int32(0)
@@ -188,8 +193,8 @@ def counter_of(memory, tile: Int32):
 def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
     """Reduce warp, one thread: performs the granted contributions in the order of the ring.
 
-    Words of a trace record, int64: nanoseconds at which the ticket was granted, the contribution was ready, and it was performed,
-    and the multiprocessor.
+    Words of a trace record: nanoseconds at which the ticket was granted, the contribution was ready, and it
+    was performed; the multiprocessor.
     """
     dumped, trace = memory.dq_contributions, memory.trace
     if cute.arch.lane_idx() == 0:
@@ -248,7 +253,7 @@ def add_contribution(config: cutlass.Constexpr, dq_acc, source, tile: Int32, tic
 
 @cute.jit
 def release_role(memory, shared, rings) -> None:
-    """Release warp, one thread: follows the reduce warp along the ring and hands finished contributions over."""
+    """Release warp, one thread: follows the reduce warp and hands over what has been performed."""
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
         slot = wait_slot(rings.performed, shared, n_task)

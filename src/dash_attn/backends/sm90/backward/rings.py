@@ -10,7 +10,7 @@ class Rings:
     """Every ring of a block.
 
     Attributes:
-        q, dout: tiles of Q and dO with their LSE and delta; the load warp fills them, the MMA warps read them.
+        q, dout: tiles of Q with LSE and of dO with delta, from the load warp to the MMA warps.
         k, v: likewise, one tile each per item.
         dk: dK of an item, from the MMA warps to the load warp.
         ds: dS, among the MMA warps.

@@ -60,8 +60,8 @@ Item = namedtuple(
         *Surroundings._fields,
     ),
 )
-"""An item as it lies in the mailbox of a block: its place in the list, its record (but `run_first` is the word of
-the table where its runs begin), the record of its first run, and its `Surroundings`."""
+"""An item as it lies in the mailbox of a block: its place in the list, its record (but `run_first` is the
+word of the table where its runs begin), the record of its first run, and its `Surroundings`."""
 
 MAILBOX = Item(*range(len(Item._fields)))  # where each field lies
 
@@ -79,9 +79,10 @@ class Run(NamedTuple):
 
 @cute.jit
 def put_item(plan: cute.Tensor, index: Int32, batches: Int32, slot: cute.Tensor) -> None:
-    """Write record `index` of the item list, as an Item, into a mailbox slot; beyond the list only index -1, the sign to stop.
+    """Write record `index` of the item list, as an Item, into a mailbox slot.
 
-    By one warp. Its lanes read the words of a record side by side: a block computes nothing while it waits for them.
+    Beyond the list only index -1, the sign to stop. By one warp. Its lanes read the words of a record side by
+    side: a block computes nothing while it waits for them.
     """
     lane = cute.arch.lane_idx()
     if index >= plan[HEADER.item_count]:
@@ -142,10 +143,11 @@ def first_k_row(seq: SequenceRecord, index: Int32, batches: Int32):
 def tma_rows(length: Int32, row_first: Int32, batches: Int32):
     """(row, shift) where a sequence begins in a copy-engine view, which ends where the sequence ends.
 
-    The view has modes (row, head_dim, head, batch, shift). Of a dense tensor it is (S, D, H, B, 1). Of a packed one with row
-    stride s it is (2^30, D, H, 2^31 - 1, 2^31 - 1) with strides (s, 1, h, 2^34 - s, s) elements, and row r of a sequence is
-    (2^30 - length + r, ., ., 2^30, row_first + length). Its address is that of row row_first + r plus 2^64 elements, which is
-    nothing modulo 2^64, and rows r >= length lie beyond the extent: they are read as zeros, and not written.
+    The view has modes (row, head_dim, head, batch, shift). Of a dense tensor it is (S, D, H, B, 1). Of a
+    packed one with row stride s it is (2^30, D, H, 2^31 - 1, 2^31 - 1) with strides (s, 1, h, 2^34 - s, s)
+    elements, and row r of a sequence is (2^30 - length + r, ., ., 2^30, row_first + length). Its address is
+    that of row row_first + r plus 2^64 elements, which is nothing modulo 2^64, and rows r >= length lie
+    beyond the extent: they are read as zeros, and not written.
     """
     row, shift = Int32(0), Int32(0)
     if batches == 1:

@@ -7,12 +7,12 @@ from cutlass import Int32
 
 @cute.jit
 def store_rows(values: cute.Tensor, line: cute.Tensor, lane: Int32, inside) -> None:
-    """Store one accumulator row that four lanes hold, 16 bytes a lane and step.
+    """Store one accumulator row that four lanes hold, 16 bytes per lane and step.
 
-    `values` (2, vectors) 16-bit: columns 8 v + 2 (lane % 4) + e of the row, v < vectors (a multiple of 4), in registers;
-    `line` (columns,): the row, contiguous, 16-byte aligned. All lanes of the warp must call;
-    `inside` false: the row does not exist and is not written. Lane q of four ends up with the
-    whole vectors q, q + 4, ...; the pairs change hands in two butterfly rounds (lanes 1 apart, then 2 apart).
+    `values` (2, vectors) 16-bit: columns 8 v + 2 (lane % 4) + e of the row, v < vectors (a multiple of 4), in
+    registers; `line` (columns,): the row, contiguous, 16-byte aligned. All lanes of the warp must call;
+    `inside` false: the row does not exist and is not written. Lane q of four ends up with the whole vectors
+    q, q + 4, ...; the pairs change hands in two butterfly rounds (lanes 1 apart, then 2 apart).
     """
     words = transposed_words(values, lane)
     if inside:
@@ -23,7 +23,10 @@ def store_rows(values: cute.Tensor, line: cute.Tensor, lane: Int32, inside) -> N
 
 @cute.jit
 def transposed_words(values: cute.Tensor, lane: Int32):
-    """Exchange among four lanes: word (v % 4) of lane q becomes word q of lane v % 4; returns (4, vectors / 4) words."""
+    """Exchange among four lanes: word (v % 4) of lane q becomes word q of lane v % 4.
+
+    Returns (4, vectors / 4) words.
+    """
     words = cute.make_rmem_tensor((4, cute.size(values) // 8), Int32)
     source = cute.recast_tensor(values, Int32)
     words.store(source.load().reshape(words.shape))

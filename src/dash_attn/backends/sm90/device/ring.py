@@ -17,7 +17,8 @@ class Ring:
     Attributes:
         full, empty: the first of ``stages`` mbarriers each, in shared memory.
         stages: int, or Int32 where the kernel decides.
-        starts_empty: the first use of a stage waits for nobody. Otherwise somebody arrives at ``empty`` first.
+        starts_empty: the first use of a stage waits for nobody. Otherwise somebody arrives at ``empty``
+            before it.
     """
 
     full: Any
@@ -46,7 +47,7 @@ class Ring:
         cute.arch.mbarrier_wait(self.full_of(n), self.phase(n))
 
     def wait_full_before(self, n) -> None:
-        """Wait until the stage of use n - 1 is full; for n = 0 not at all. `n` may be 0, n - 1 may not be negative."""
+        """Wait until the stage of use n - 1 is full; for n = 0 not at all."""
         before = n if self._single else n + self.stages - 1  # the same stage, a round later
         cute.arch.mbarrier_wait(self.full_of(before), self.phase(before) ^ 1)
 
