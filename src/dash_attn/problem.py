@@ -160,7 +160,7 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
 
     @staticmethod
     def of(shapes: Sequence[tuple[int, ...]], tile_m: int, tile_n: int, mask: Mask) -> list[TileGrid]:
-        """The grid of every (seqlen_q, seqlen_k) or (seqlen_q, seqlen_k, q_start); equal ones are one object."""
+        """The grid of each (seqlen_q, seqlen_k), or with a q_start behind it; equal ones are one object."""
         table = np.array(shapes, dtype=np.int64).reshape(len(shapes), -1)
         rows, columns = table[:, 0], table[:, 1]
         diagonal = columns - rows if table.shape[1] == 2 else table[:, 2]
@@ -172,11 +172,11 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
         ragged, beyond = kv_tiles - 1, q_tiles
         first, last = mask.interval(diagonal)
         if last is not None:
-            high = np.clip((tile_m - 1 + last) // step, least, most)
-            ragged = np.clip((rows - 1 + last) // tile_n, -1, ragged)
+            high = np.minimum(np.maximum((tile_m - 1 + last) // step, least), most)
+            ragged = np.minimum(np.maximum((rows - 1 + last) // tile_n, -1), ragged)
         if first is not None:
-            low = np.clip(first // step, least, most)
-            beyond = np.clip(-((first - columns) // tile_m), 0, q_tiles)
+            low = np.minimum(np.maximum(first // step, least), most)
+            beyond = np.minimum(np.maximum(-((first - columns) // tile_m), 0), q_tiles)
         columns_of_table = (q_tiles, kv_tiles, low, high, ragged, beyond)
         lists = (x.tolist() if isinstance(x, np.ndarray) else x for x in columns_of_table)
         return [_tile_grid(q, kv, tile_m, tile_n, *rest) for q, kv, *rest in zip(*lists)]

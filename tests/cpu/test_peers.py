@@ -40,6 +40,7 @@ class Interface(ModuleType):
 def install(monkeypatch: pytest.MonkeyPatch):
     """Installs a stand-in for FlashAttention-4 of which nothing has been called yet."""
     monkeypatch.setattr(fa4, "_CALLED", set())
+    monkeypatch.setattr(fa4, "_KERNELS", {})
 
     def put(*categories: type[Warning]) -> Interface:
         interface = Interface(*categories)

@@ -55,7 +55,6 @@ class Forward:
 
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
-        self._kernel: _KernelCall | None = None
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, lengths: PackedLengths | None = None
@@ -68,17 +67,21 @@ class Forward:
         (total_q, heads, head_dim), lse (heads, total_q).
         """
         bounds = () if lengths is None else lengths[:2]
-        if self._kernel is not None:
+        # What decides FlashAttention-4's choice of a kernel on Hopper: neither lengths nor batch do.
+        kind = (q.device, q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self._mask, lengths is None)
+        if (kernel := _KERNELS.get(kind)) is not None:
             *rows, heads, _ = q.shape
             shape = (heads, *rows) if lengths is not None else (rows[0], heads, rows[1])
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-            self._kernel(softmax_scale, (q, k, v, out, lse, *bounds))
+            kernel(softmax_scale, (q, k, v, out, lse, *bounds))
             return out, lse
         options = _options(self._mask, lengths) | {"softmax_scale": softmax_scale, "return_lse": True}
         with _observed() as seen:
             out, lse, *_ = _call("_flash_attn_fwd", (q, k, v), options)
-        self._kernel = _KernelCall.like(seen, softmax_scale, (q, k, v, out, lse, *bounds))
+        kernel = _KernelCall.like(seen, softmax_scale, (q, k, v, out, lse, *bounds))
+        if kernel is not None:
+            _KERNELS[kind] = kernel
         return out, lse
 
 
@@ -125,6 +128,10 @@ def _is_plain(x: Any) -> bool:
     if isinstance(x, tuple):
         return all(map(_is_plain, x))
     return x is None or isinstance(x, (bool, int, float, str))
+
+
+_KERNELS: dict[tuple[Any, ...], _KernelCall] = {}
+"""How kernels of forwards are called, by what decides which one it is."""
 
 
 @contextmanager

@@ -1,8 +1,13 @@
-"""The sequences of a problem and their patterns as arrays, so that a packed batch costs array arithmetic."""
+"""The sequences of a problem and their patterns as arrays, so that a packed batch costs array arithmetic.
+
+Every item has a *code*: its number when items are counted over kv tiles, then head groups, then sequences.
+What a pattern says about its items is the same wherever it stands, so it is kept with the pattern, already
+repeated for all head groups of a sequence. An array over the items of a batch is a concatenation of these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +19,7 @@ from ..problem import IntArray, Problem
 if TYPE_CHECKING:
     from .plan import HeadPattern
 
-__all__ = ["Batch", "Items", "first_of_each", "spread"]
+__all__ = ["Batch", "Items", "first_of_each"]
 
 Items = NDArray[np.int32]
 """(items, 3), rows (sequence, head group, kv tile) in the order in which workers claim them."""
@@ -27,19 +32,8 @@ def first_of_each(counts: IntArray) -> IntArray:
     return found
 
 
-def spread(counts: IntArray) -> IntArray:
-    """0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on.
-
-    >>> spread(np.array([2, 0, 3])).tolist()
-    [0, 1, 0, 1, 2]
-    """
-    first = first_of_each(counts)
-    found: IntArray = np.arange(first[-1]) - np.repeat(first[:-1], counts)
-    return found
-
-
 class Batch:
-    """Arrays over the sequences of a problem.
+    """Arrays over the sequences, head groups and items of a problem.
 
     Attributes:
         problem: the problem.
@@ -90,14 +84,24 @@ class Batch:
         return self.problem.kv_heads * first_of_each(counts)
 
     @cached_property
-    def sequence_of_group(self) -> IntArray:
-        """The sequence of each head group of the batch, shape (head groups,)."""
-        return np.repeat(np.arange(len(self.patterns)), np.diff(self.group_first))
+    def items_of_group(self) -> IntArray:
+        """Items of each head group of the batch, shape (head groups,)."""
+        return np.repeat(self.kv_tiles, self.problem.kv_heads * self.head_groups)
 
     @cached_property
-    def item_first(self) -> IntArray:
-        """Items of all head groups of the batch before each one, and of all; shape (head groups + 1,)."""
-        return first_of_each(self.kv_tiles[self.sequence_of_group])
+    def items_of_sequence(self) -> IntArray:
+        """Items of each sequence, shape (sequences,)."""
+        return self.kv_tiles * (self.problem.kv_heads * self.head_groups)
+
+    @cached_property
+    def item_count(self) -> int:
+        """Items of the batch."""
+        return int(self.items_of_sequence.sum())
+
+    @cached_property
+    def code_first(self) -> IntArray:
+        """Code of the first item of each head group, and the number of items; shape (head groups + 1,)."""
+        return first_of_each(self.items_of_group)
 
     def concatenated(self, values: Callable[[HeadPattern], Any]) -> tuple[Any, IntArray]:
         """Arrays of the distinct patterns behind one another, and where each sequence's begins."""
@@ -105,31 +109,64 @@ class Batch:
         first = first_of_each(np.array([len(x) for x in arrays], dtype=np.int64))
         return np.concatenate(arrays), first[self.pattern_of]
 
-    def by_item(self, items: Items, values: Callable[[HeadPattern], IntArray]) -> IntArray:
-        """(items,) what an array over the kv tiles of a pattern holds for each item."""
-        table, first = self.concatenated(values)
-        found: IntArray = table[first[items[:, 0]] + items[:, 2]]
+    def flat(self, name: Hashable, values: Callable[[HeadPattern], Any]) -> Any:
+        """By code, what an array over the kv tiles of a pattern holds for each item.
+
+        ``name`` says what ``values`` computes; a pattern computes it once.
+        """
+        return self.flat_by(dict.fromkeys(self.distinct, name), values)
+
+    def flat_by(self, names: Mapping[HeadPattern, Hashable], values: Callable[[HeadPattern], Any]) -> Any:
+        """:meth:`flat` with a name for each pattern."""
+        heads = self.problem.kv_heads
+        tiled = [p.tiled(names[p], values, heads * p.head_groups) for p in self.distinct]
+        return np.concatenate(tiled)[self.gather]
+
+    @cached_property
+    def gather(self) -> IntArray:
+        """By code, the item's place if there were one sequence of each distinct pattern."""
+        heads = self.problem.kv_heads
+        sizes = np.array([p.grid.kv_tiles * p.head_groups * heads for p in self.distinct], dtype=np.int64)
+        begin = first_of_each(sizes)[self.pattern_of] - first_of_each(self.items_of_sequence)[:-1]
+        found: IntArray = np.repeat(begin, self.items_of_sequence) + np.arange(self.item_count)
         return found
 
-    def kv_in_order(self, order: Callable[[HeadPattern], IntArray]) -> IntArray:
-        """The kv tiles of each head group in the order of its pattern, group after group; (items,)."""
-        table, first = self.concatenated(order)
-        counts = np.diff(self.item_first)
-        begin = first[self.sequence_of_group] - self.item_first[:-1]
-        found: IntArray = table[np.repeat(begin, counts) + np.arange(self.item_first[-1])]
+    @cached_property
+    def sequence(self) -> IntArray:
+        """By code, the sequence."""
+        return np.repeat(np.arange(len(self.patterns)), self.items_of_sequence)
+
+    def per_item(self, of_group: IntArray) -> IntArray:
+        """By code, a number of each head group of the batch."""
+        return np.repeat(of_group, self.items_of_group)
+
+    @cached_property
+    def kv(self) -> IntArray:
+        """By code, the kv tile."""
+        kv: IntArray = self.flat("kv", lambda p: np.arange(p.grid.kv_tiles))
+        return kv
+
+    @cached_property
+    def tasks(self) -> IntArray:
+        """By code, tasks of the kv tile."""
+        tasks: IntArray = self.flat("tasks", lambda p: p.task_counts)
+        return tasks
+
+    @cached_property
+    def items(self) -> Items:
+        """Every item, by code."""
+        found = np.empty((self.item_count, 3), dtype=np.int32)
+        groups = np.arange(len(self.items_of_group))
+        groups -= np.repeat(self.group_first[:-1], self.problem.kv_heads * self.head_groups)
+        found[:, 0], found[:, 1], found[:, 2] = self.sequence, self.per_item(groups), self.kv
         return found
 
-    def in_order(self, order: Callable[[HeadPattern], IntArray]) -> Items:
-        """All items, head group after head group, the kv tiles of each in the order of its pattern."""
-        counts = np.diff(self.item_first)
-        sequence = self.sequence_of_group
-        group = np.arange(len(sequence)) - self.group_first[sequence]
-        items = np.empty((int(self.item_first[-1]), 3), dtype=np.int32)
-        items[:, 0], items[:, 1] = np.repeat(sequence, counts), np.repeat(group, counts)
-        items[:, 2] = self.kv_in_order(order)
-        return items
+    def where(self, code: int) -> tuple[int, int, int]:
+        """(sequence, head group, kv tile) of an item."""
+        sequence, head_group, kv = self.items[code].tolist()
+        return sequence, head_group, kv
 
-    def group_of_item(self, items: Items) -> IntArray:
-        """Which head group of the batch each item is of, shape (items,)."""
-        found: IntArray = self.group_first[items[:, 0]] + items[:, 1]
-        return found
+    def codes_of(self, items: Items) -> IntArray:
+        """The code of each item. Items must exist."""
+        codes: IntArray = self.code_first[self.group_first[items[:, 0]] + items[:, 1]] + items[:, 2]
+        return codes

@@ -60,13 +60,11 @@ def build_plan(
     schedule = _schedule(numerics, placement)
     if head_groups is not None and not (type(head_groups) is int and 1 <= head_groups <= problem.group):
         raise PlacementError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
-    patterns = {
-        shape: _pattern_of(problem, schedule.numerics, shape, grid, head_groups)
-        for shape, grid in problem.tile_grids.items()
-    }
+    patterns = _patterns(problem, schedule.numerics, head_groups)
     batch = Batch(problem, patterns)
-    plan = Plan(problem, str(schedule), patterns, schedule.placement.place(batch, schedule.numerics))
-    plan.__dict__["batch"] = batch  # what the cached property would make again
+    codes = schedule.placement.place(batch, schedule.numerics)
+    plan = Plan(problem, str(schedule), patterns, batch.items[codes])
+    plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
     return prove(plan)
 
 
@@ -77,10 +75,24 @@ def _schedule(numerics: Numerics | Schedule | str, placement: Placement | str) -
     return whole if placement == "policy" else Schedule.of(whole.numerics, placement)
 
 
+def _patterns(
+    problem: Problem, numerics: Numerics, head_groups: int | None
+) -> dict[tuple[int, ...], HeadPattern]:
+    """The pattern of every shape; shapes that cut the same tiles, under the same policy, share it."""
+    alike: dict[tuple[Policy, int], HeadPattern] = {}
+    patterns = {}
+    for shape, grid in problem.tile_grids.items():
+        policy = numerics.for_lengths(shape[0], shape[1])
+        found = alike.get((policy, id(grid)))  # equal grids are one object
+        if found is None:
+            found = alike[policy, id(grid)] = _pattern_of(problem, policy, shape, grid, head_groups)
+        patterns[shape] = found
+    return patterns
+
+
 def _pattern_of(
-    problem: Problem, numerics: Numerics, shape: tuple[int, ...], grid: TileGrid, head_groups: int | None
+    problem: Problem, policy: Policy, shape: tuple[int, ...], grid: TileGrid, head_groups: int | None
 ) -> HeadPattern:
-    policy = numerics.for_lengths(shape[0], shape[1])
     groups = default_head_groups(problem.group, grid) if head_groups is None else head_groups
     keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
     try:

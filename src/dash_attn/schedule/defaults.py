@@ -7,7 +7,9 @@ the same for every sequence of a batch; a policy may look at the length of each.
 
 from __future__ import annotations
 
-from ..problem import Problem
+from functools import lru_cache
+
+from ..problem import Mask, Problem
 from .constants import AUTO_MAX_STRIDE, AUTO_MIN_STRIDE, AUTO_RING
 from .numerics import SPT, ByLength, Descending, Shift
 from .schedule import Schedule
@@ -33,10 +35,15 @@ def choose_policy(problem: Problem) -> Schedule:
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))) for m in (Mask.full(), Mask.causal())]
     ['shift(ring=16, min_stride=2, max_stride=4)', 'by_length(long_from=6144)']
     """
-    if problem.mask.is_full:
+    return _chosen(problem.mask, problem.group > 1, problem.head_dim == 128)
+
+
+@lru_cache(256)
+def _chosen(mask: Mask, grouped: bool, wide: bool) -> Schedule:
+    if mask.is_full:
         return Schedule.of(AUTO_SHIFT)
-    if not problem.mask.is_causal:
+    if not mask.is_causal:
         return Schedule.of(Descending())
-    if problem.group > 1:
+    if grouped:
         return Schedule.of(Descending(), "lpt")
-    return Schedule.of(ByLength() if problem.head_dim == 128 else SPT())
+    return Schedule.of(ByLength() if wide else SPT())

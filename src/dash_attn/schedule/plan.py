@@ -17,10 +17,10 @@ a short one reaches its second head while a long one is still in its first.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from .constants import NUMERICS_VERSION
 from .head_groups import group_heads
 from .tickets import RunTuple
 
-__all__ = ["HeadPattern", "Plan", "Run", "Verdict"]
+__all__ = ["HeadPattern", "Plan", "Run", "Verdict", "named"]
 
 
 class Run(NamedTuple):
@@ -77,6 +77,7 @@ class HeadPattern:
     head_groups: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_tiled", {})
         # Copies that nobody else can write: a proof must stay true.
         for name in ("offsets", "runs"):
             own = np.array(getattr(self, name), dtype=np.int64)
@@ -114,6 +115,13 @@ class HeadPattern:
                 orders[q][t] = kv
         return orders
 
+    def tiled(self, name: Hashable, values: Callable[[HeadPattern], Any], heads: int) -> Any:
+        """An array over the kv tiles, behind itself for so many heads; computed once per name."""
+        known: dict[object, Any] = self._tiled  # type: ignore[attr-defined]
+        if (found := known.get((name, heads))) is None:
+            found = known[name, heads] = np.concatenate([values(self)] * heads)
+        return found
+
     @cached_property
     def run_counts(self) -> IntArray:
         """Runs of each kv tile, shape (kv_tiles,)."""
@@ -141,6 +149,11 @@ class Verdict:
     min_workers: int
     tasks: int
     needs: IntArray = field(compare=False, repr=False)
+
+
+def named(sequence: int, head_group: int, kv_tile: int) -> str:
+    """An item, for messages."""
+    return f"sequence {sequence}, head group {head_group}, kv tile {kv_tile}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +190,21 @@ class Plan:
     def batch(self) -> Batch:
         """Arrays over the sequences and their patterns."""
         return Batch(self.problem, self.patterns)
+
+    @cached_property
+    def codes(self) -> IntArray:
+        """The items as codes (:class:`Batch`), in the order in which workers claim them.
+
+        Raises:
+            PlacementError: an item does not exist.
+        """
+        items, batch = self.items, self.batch
+        groups, sequence = np.diff(batch.group_first), np.clip(items[:, 0], 0, len(batch.patterns) - 1)
+        exists = (items >= 0).all(1) & (items[:, 0] == sequence)
+        exists &= (items[:, 1] < groups[sequence]) & (items[:, 2] < batch.kv_tiles[sequence])
+        for at in np.flatnonzero(~exists)[:1]:
+            raise PlacementError(f"item {at}: {named(*items[at].tolist())} does not exist")
+        return batch.codes_of(items)
 
     @property
     def group_first(self) -> IntArray:

@@ -27,22 +27,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import pairwise
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import CoverageError, CycleError, PlacementError, PlanError, TicketError, TooFewWorkersError
 from ..problem import IntArray
-from .plan import HeadPattern, Plan, Run, Verdict
+from .plan import HeadPattern, Plan, Run, Verdict, named
 from .tickets import MAX_HOLD
 
 __all__ = ["check_workers", "prove"]
 
 
-_PROVEN: WeakKeyDictionary[HeadPattern, dict[bytes, IntArray]] = WeakKeyDictionary()
-"""Patterns proven before (their arrays cannot be written): dependences by order of their items."""
+_PROVEN: WeakKeyDictionary[HeadPattern, dict[bytes, _Claims]] = WeakKeyDictionary()
+"""Patterns proven before (their arrays cannot be written): what was proven, by order of their items."""
+
+_LATEST: WeakKeyDictionary[HeadPattern, _Claims] = WeakKeyDictionary()
+"""The order in which a pattern's items were claimed in the last plan: probably that of the next one, too."""
 
 
 def prove(plan: Plan) -> Plan:
@@ -57,28 +59,31 @@ def prove(plan: Plan) -> Plan:
         raise PlanError(f"patterns for {sorted(plan.patterns)}, sequences of {sorted(problem.tile_grids)}")
     for shape, grid in problem.tile_grids.items():
         pattern = plan.patterns[shape]
-        if pattern.grid != grid:
+        if pattern.grid is not grid and pattern.grid != grid:
             raise CoverageError(f"{_every_head(plan, shape)}: the pattern is for {pattern.grid}")
+    for pattern in plan.batch.distinct:
         if not 1 <= pattern.head_groups <= problem.group:
             raise CoverageError(
-                f"{_every_head(plan, shape)}: {pattern.head_groups} head groups of {problem.group} q heads "
+                f"{_every_head(plan, pattern)}: {pattern.head_groups} head groups of {problem.group} q heads "
                 "per kv head"
             )
         if pattern not in _PROVEN:
-            _check_coverage(pattern, _every_head(plan, shape))
-    _check_placement(plan)
-    needs = _last_needed(plan)
+            _check_coverage(pattern, _every_head(plan, pattern))
+    needs = _last_needed(plan, _places(plan))
     needs.setflags(write=False)
     verified = replace(plan)
-    verified.__dict__["batch"] = plan.batch
+    verified.__dict__.update(batch=plan.batch, codes=plan.codes)
     verdict = Verdict(1 + _deepest_dependence(needs), problem.tasks, needs)
     object.__setattr__(verified, "verdict", verdict)
     plan.items.setflags(write=False)
     return verified
 
 
-def _every_head(plan: Plan, shape: tuple[int, ...]) -> str:
-    return f"sequence {plan.problem.shapes.index(shape)} ({shape[0]} x {shape[1]}), every head"
+def _every_head(plan: Plan, of: tuple[int, ...] | HeadPattern) -> str:
+    """The first sequence of a shape or pattern, for messages."""
+    sequence = plan.problem.shapes.index(of) if isinstance(of, tuple) else plan.batch.patterns.index(of)
+    seqlen_q, seqlen_k = plan.problem.sequences[sequence]
+    return f"sequence {sequence} ({seqlen_q} x {seqlen_k}), every head"
 
 
 def check_workers(plan: Plan, workers: int) -> None:
@@ -89,41 +94,17 @@ def check_workers(plan: Plan, workers: int) -> None:
         )
 
 
-def _check_placement(plan: Plan) -> None:
-    """Every item of the problem stands in the list once."""
-    batch, items = plan.batch, plan.items
-    tiles, groups = batch.kv_tiles, np.diff(batch.group_first)
-    sequence = np.clip(items[:, 0], 0, len(tiles) - 1)
-    inside = (items >= 0).all(1) & (items[:, 0] == sequence)
-    inside &= (items[:, 1] < groups[sequence]) & (items[:, 2] < tiles[sequence])
-    for at, item in _first_bad(items, ~inside):
-        raise PlacementError(f"item {at}: {_named(*item)} does not exist")
-    codes = _codes(plan)
-    counts = np.bincount(codes, minlength=int(batch.item_first[-1]))
-    if len(codes) == len(counts) and (not len(counts) or counts.max() == 1):
-        return
-    for at, item in _first_bad(items, counts[codes] > 1):
-        raise PlacementError(f"item {at}: {_named(*item)} is listed twice")
-    missing = int(np.flatnonzero(counts == 0)[0])
-    group = int(np.searchsorted(batch.item_first, missing, side="right")) - 1
-    at = int(batch.sequence_of_group[group])
-    spot = (at, group - int(batch.group_first[at]), missing - int(batch.item_first[group]))
-    raise PlacementError(f"{_named(*spot)} is in no item")
-
-
-def _codes(plan: Plan) -> IntArray:
-    """Number of each item, counted over kv tiles, then head groups, then sequences; shape (items,)."""
-    batch, items = plan.batch, plan.items
-    codes: IntArray = batch.item_first[batch.group_of_item(items)] + items[:, 2]
-    return codes
-
-
-def _named(sequence: int, head_group: int, kv_tile: int) -> str:
-    return f"sequence {sequence}, head group {head_group}, kv tile {kv_tile}"
-
-
-def _first_bad(items: NDArray[np.int32], bad: NDArray[np.bool_]) -> list[tuple[int, list[int]]]:
-    return [(int(at), items[at].tolist()) for at in np.flatnonzero(bad)[:1]]
+def _places(plan: Plan) -> IntArray:
+    """The place in the list of every item, by code; every item of the problem stands there once."""
+    codes, count = plan.codes, plan.batch.item_count
+    places = np.full(count, -1, dtype=np.int64)
+    places[codes] = np.arange(len(codes))
+    if len(codes) == count and (not count or places.min() >= 0):
+        return places
+    times = np.bincount(codes, minlength=count)
+    for at in np.flatnonzero(times[codes] > 1)[:1]:
+        raise PlacementError(f"item {at}: {named(*plan.items[at].tolist())} is listed twice")
+    raise PlacementError(f"{named(*plan.batch.where(int(np.flatnonzero(times == 0)[0])))} is in no item")
 
 
 def _check_coverage(pattern: HeadPattern, where: str) -> None:
@@ -174,58 +155,79 @@ def _check_item_coverage(pattern: HeadPattern, kv: int, where: str) -> None:
         raise CoverageError(f"{where}, q tile {first + at}: the task is missing")
 
 
-def _last_needed(plan: Plan) -> IntArray:
-    """The place in the list of the last item that each item depends on, or its own.
+def _last_needed(plan: Plan, places: IntArray) -> IntArray:
+    """The place in the list of the last item that each item depends on, or its own; in order of the list.
 
-    Nearly always the heads of a pattern claim their kv tiles in one order. So it is looked up for the order
-    of the first head, and taken for all heads that have the same one. The others are looked at one by one.
+    Nearly always the heads of a pattern claim their kv tiles in one order, and in the one of the plan before.
+    So a guess is checked for all heads at once; only where it fails, heads are looked at one by one.
     """
-    batch = plan.batch
-    place = np.empty(len(plan.items), dtype=np.int64)  # of each item, by its number
-    place[_codes(plan)] = np.arange(len(place))
-    firsts = _first_heads(plan)
-    orders = {p: np.argsort(place[batch.item_first[g] : batch.item_first[g + 1]]) for p, g in firsts.items()}
-    reach = {p: _reach(plan, p, order, firsts[p]) for p, order in orders.items()}
-    begin = np.repeat(batch.item_first[:-1], np.diff(batch.item_first))
-    claimed = place[begin + batch.kv_in_order(orders.__getitem__)]  # head by head, in order of claiming
-    needed = np.empty_like(place)
-    needed[claimed] = claimed[begin + batch.kv_in_order(reach.__getitem__)]
-    other_head = begin[1:] != begin[:-1]
-    if not np.all(other_head | (claimed[1:] > claimed[:-1])):
-        _one_by_one(plan, place, needed)
-    return needed
+    for claims in (_latest(plan), _of_first_heads(plan, places)):
+        if claims is not None and (found := _needed_if(plan, places, claims)) is not None:
+            return found
+    groups = range(len(plan.batch.items_of_group))
+    needed = np.concatenate([_claims(plan, group, places).needed for group in groups])
+    last: IntArray = places[plan.codes + needed[plan.codes]]
+    return last
 
 
-def _first_heads(plan: Plan) -> dict[HeadPattern, int]:
-    """The first head group of the batch that has each pattern."""
+def _needed_if(plan: Plan, places: IntArray, claims: dict[HeadPattern, _Claims]) -> IntArray | None:
+    """:func:`_last_needed` if the heads of every pattern claim their kv tiles like this, or else None."""
+    batch, codes = plan.batch, plan.codes
+    names = {p: ("claimed next", c.order) for p, c in claims.items()}
+    following = batch.flat_by(names, lambda p: claims[p].following)
+    if not np.all(places[np.arange(len(places)) + following] >= places):
+        return None
+    names = {p: ("needed", c.order) for p, c in claims.items()}
+    found: IntArray = places[codes + batch.flat_by(names, lambda p: claims[p].needed)[codes]]
+    return found
+
+
+class _Claims(NamedTuple):
+    """The order in which a head claims its kv tiles, and what follows from it, as distances in kv tiles.
+
+    Attributes:
+        order: the kv tiles, as bytes.
+        following: from each kv tile to the one claimed next, 0 from the last one.
+        needed: from each kv tile to the last one of the order that its item depends on, 0 if to none later.
+    """
+
+    order: bytes
+    following: IntArray
+    needed: IntArray
+
+
+def _latest(plan: Plan) -> dict[HeadPattern, _Claims] | None:
+    """The orders in which the patterns' items were claimed in the last plan, if all have been in one."""
+    found = {p: _LATEST[p] for p in plan.batch.distinct if p in _LATEST}
+    return found if len(found) == len(plan.batch.distinct) else None
+
+
+def _of_first_heads(plan: Plan, places: IntArray) -> dict[HeadPattern, _Claims]:
+    """The order in which the first head of each pattern claims its items."""
     batch = plan.batch
     _, first = np.unique(batch.pattern_of, return_index=True)
-    return dict(zip(batch.distinct, batch.group_first[first].tolist()))
+    found = {p: _claims(plan, g, places) for p, g in zip(batch.distinct, batch.group_first[first].tolist())}
+    _LATEST.update(found)
+    return found
 
 
-def _reach(plan: Plan, pattern: HeadPattern, order: IntArray, group: int) -> IntArray:
-    """Ranks in ``order`` of the last item that each item of a head depends on; proven once per order."""
-    known = _PROVEN.setdefault(pattern, {})
-    key = order.tobytes()
-    if key not in known:
-        sequence = int(plan.batch.sequence_of_group[group])
-        where = f"sequence {sequence}, head group {group - int(plan.group_first[sequence])}"
-        try:
-            known[key] = _dependences(pattern, order, where)
-        finally:
-            if not known:
-                del _PROVEN[pattern]
-    return known[key]
-
-
-def _one_by_one(plan: Plan, place: IntArray, needed: IntArray) -> None:
-    """:func:`_last_needed` for heads that claim their kv tiles in orders of their own."""
+def _claims(plan: Plan, group: int, places: IntArray) -> _Claims:
+    """How one head group of the batch claims its items; proven once per pattern and order."""
     batch = plan.batch
-    ends = batch.item_first.tolist()
-    for group, (start, end) in enumerate(pairwise(ends)):
-        rows = np.sort(place[start:end])
-        pattern = batch.patterns[int(batch.sequence_of_group[group])]
-        needed[rows] = rows[_reach(plan, pattern, np.argsort(place[start:end]), group)]
+    sequence = int(np.searchsorted(batch.group_first, group, side="right")) - 1
+    pattern = batch.patterns[sequence]
+    order = np.argsort(places[batch.code_first[group] : batch.code_first[group + 1]])
+    known, key = _PROVEN.get(pattern, {}), order.tobytes()
+    if key not in known:
+        reach = _dependences(
+            pattern, order, f"sequence {sequence}, head group {group - batch.group_first[sequence]}"
+        )
+        following, needed = np.zeros_like(order), np.empty_like(order)
+        following[order[:-1]] = order[1:] - order[:-1]
+        needed[order] = order[reach] - order
+        known[key] = _Claims(key, following, needed)
+        _PROVEN[pattern] = known
+    return known[key]
 
 
 def _deepest_dependence(needs: IntArray) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import PlacementError, ScheduleNameError
@@ -67,9 +68,14 @@ class Schedule(NamedTuple):
         return cls.of(numerics, placement or "policy")
 
     def __str__(self) -> str:
-        if self.placement == default_placement(self.numerics):
-            return str(self.numerics)
-        return f"{self.numerics} + {self.placement}"
+        return _name(self)
+
+
+@lru_cache(256)
+def _name(schedule: Schedule) -> str:
+    if schedule.placement == default_placement(schedule.numerics):
+        return str(schedule.numerics)
+    return f"{schedule.numerics} + {schedule.placement}"
 
 
 def _name_and_parameters(text: str) -> tuple[str, dict[str, int]]:

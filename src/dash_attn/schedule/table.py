@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -76,13 +74,9 @@ def _padded(words: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([words, np.zeros(-len(words) % 4, dtype=np.int64)])
 
 
-_PACKED: WeakKeyDictionary[HeadPattern, Words] = WeakKeyDictionary()
-
-
 def _packed_runs(pattern: HeadPattern) -> Words:
-    if (found := _PACKED.get(pattern)) is None:
-        found = _PACKED[pattern] = _pack_runs(pattern.runs).astype(np.int32)
-    return found
+    words: Words = pattern.tiled("runs", lambda p: _pack_runs(p.runs).astype(np.int32), 1)
+    return words
 
 
 def _totals(pattern: HeadPattern) -> NDArray[np.int64]:
@@ -104,28 +98,33 @@ def _pack_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _put_items(plan: Plan, run_first: NDArray[np.int64], records: Words) -> None:
     """Write the record of every item; ``run_first``: of the pattern of each sequence."""
-    batch, group, items = plan.batch, plan.problem.group, plan.items
-    sequence, head_group, kv = items[:, 0], items[:, 1], items[:, 2]
-    table, first = batch.concatenated(
-        lambda p: np.stack([p.offsets[:-1], p.run_counts, p.task_counts], axis=1)
-    )
-    runs = table[first[sequence] + kv]
-    groups = batch.head_groups[sequence]
-    records[:, ITEM.sequence], records[:, ITEM.kv_tile] = sequence, kv
-    if batch.head_groups.max() == 1:
-        records[:, ITEM.kv_head], records[:, ITEM.group_sum] = head_group, -1
-        records[:, ITEM.q_head_first], records[:, ITEM.q_head_count] = head_group * group, group
-    else:
-        kv_head, part = np.divmod(head_group, groups)
-        begin, end = group * part // groups, group * (part + 1) // groups  # as group_heads deals them
-        place = plan.group_sum_first[sequence] + (kv_head * batch.kv_tiles[sequence] + kv) * groups + part
-        records[:, ITEM.kv_head], records[:, ITEM.group_sum] = kv_head, np.where(groups > 1, place, -1)
-        records[:, ITEM.q_head_first], records[:, ITEM.q_head_count] = kv_head * group + begin, end - begin
-    records[:, ITEM.run_first] = runs[:, 0] + run_first[sequence]
-    records[:, ITEM.run_count], records[:, ITEM.task_count] = runs[:, 1], runs[:, 2]
+    batch, heads, group = plan.batch, plan.problem.kv_heads, plan.problem.group
+    made = [
+        p.tiled(("records", heads, group), lambda p: _records(p, heads, group), 1) for p in batch.distinct
+    ]
+    np.take(np.concatenate(made), batch.gather[plan.codes], axis=0, out=records)
+    sequence = batch.sequence[plan.codes]
+    records[:, ITEM.sequence] = sequence
+    records[:, ITEM.run_first] += run_first[sequence]
+    if batch.head_groups.max() > 1:
+        first = plan.group_sum_first[:-1][sequence]
+        records[:, ITEM.group_sum] += np.where(records[:, ITEM.group_sum] < 0, 0, first)
     assert plan.verdict is not None
     records[:, ITEM.needs] = plan.verdict.needs
-    records[:, len(ITEM) :] = 0
+
+
+def _records(pattern: HeadPattern, kv_heads: int, group: int) -> Words:
+    """The records of one sequence, by code, as if it were the only one."""
+    groups, kv_tiles = pattern.head_groups, pattern.grid.kv_tiles
+    kv_head, part, kv = (x.ravel() for x in np.indices((kv_heads, groups, kv_tiles)))
+    begin, end = group * part // groups, group * (part + 1) // groups  # as group_heads deals them
+    records = np.zeros((len(kv), ITEM_WORDS), dtype=np.int32)
+    records[:, ITEM.kv_head], records[:, ITEM.kv_tile] = kv_head, kv
+    records[:, ITEM.q_head_first], records[:, ITEM.q_head_count] = kv_head * group + begin, end - begin
+    records[:, ITEM.run_first], records[:, ITEM.run_count] = pattern.offsets[kv], pattern.run_counts[kv]
+    records[:, ITEM.task_count] = pattern.task_counts[kv]
+    records[:, ITEM.group_sum] = (kv_head * kv_tiles + kv) * groups + part if groups > 1 else -1
+    return records
 
 
 def _sequence_records(plan: Plan, total_first: NDArray[np.int64]) -> NDArray[np.int64]:

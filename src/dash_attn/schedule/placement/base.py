@@ -9,11 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from ...problem import IntArray
-from ..batch import Batch, Items
-from ..plan import HeadPattern
+from ..batch import Batch
 from ..policy import Numerics, printed
 
-__all__ = ["Placement", "downwards", "sorted_by", "upwards"]
+__all__ = ["Placement", "sorted_by"]
 
 
 @dataclass(frozen=True)
@@ -26,37 +25,31 @@ class Placement(ABC):
         return printed(self, self.name)
 
     @abstractmethod
-    def place(self, batch: Batch, numerics: Numerics) -> Items:
-        """All items of the batch, once each, in the order in which workers claim them.
+    def place(self, batch: Batch, numerics: Numerics) -> IntArray:
+        """Codes of all items of the batch, once each, in the order in which workers claim them.
 
         Raises:
             PlacementError: it cannot arrange items of these numerics.
         """
 
 
-def upwards(pattern: HeadPattern) -> IntArray:
-    """kv tiles from the first to the last."""
-    return np.arange(pattern.grid.kv_tiles, dtype=np.int64)
+def sorted_by(codes: IntArray, *keys: IntArray) -> IntArray:
+    """Codes by the keys, which stand in the order of the codes, the first key first; ties keep their order.
 
-
-def downwards(pattern: HeadPattern) -> IntArray:
-    """kv tiles from the last to the first."""
-    return np.arange(pattern.grid.kv_tiles, dtype=np.int64)[::-1]
-
-
-def sorted_by(items: Items, *keys: IntArray) -> Items:
-    """Items by the keys, the first one first; items of equal keys keep their order."""
-    size = len(items)
+    >>> sorted_by(np.array([7, 8, 9]), np.array([1, 0, 1]), np.array([5, 5, 4])).tolist()
+    [8, 9, 7]
+    """
+    size = len(codes)
     if not size:
-        return items
-    code, room = np.arange(size, dtype=np.int64), size
+        return codes
+    rank, room = np.arange(size, dtype=np.int64), size
     for key in reversed(keys):
         low = int(key.min())
         span = int(key.max()) - low + 1
         if room > 2**62 // span:
-            return items[np.lexsort((np.arange(size), *reversed(keys)))]
-        code += (key - low) * room
+            return codes[np.lexsort((np.arange(size), *reversed(keys)))]
+        rank += (key - low) * room
         room *= span
     # One sort of distinct numbers is several times as fast as a stable sort of several keys.
-    code.sort()
-    return items[code % size]
+    rank.sort()
+    return codes[rank % size]

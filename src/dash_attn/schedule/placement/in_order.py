@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..batch import Batch, Items
-from ..policy import Numerics
-from .base import Placement, downwards, upwards
+import numpy as np
 
-__all__ = ["InOrder", "LastFirst"]
+from ...problem import IntArray
+from ..batch import Batch
+from ..policy import Numerics
+from .base import Placement
+
+__all__ = ["InOrder", "LastFirst", "downwards"]
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,8 @@ class InOrder(Placement):
 
     name: ClassVar[str] = "in_order"
 
-    def place(self, batch: Batch, numerics: Numerics) -> Items:
-        return batch.in_order(upwards)
+    def place(self, batch: Batch, numerics: Numerics) -> IntArray:
+        return np.arange(batch.item_count)
 
 
 @dataclass(frozen=True)
@@ -28,5 +31,12 @@ class LastFirst(Placement):
 
     name: ClassVar[str] = "last_first"
 
-    def place(self, batch: Batch, numerics: Numerics) -> Items:
-        return batch.in_order(downwards)
+    def place(self, batch: Batch, numerics: Numerics) -> IntArray:
+        return downwards(batch)
+
+
+def downwards(batch: Batch) -> IntArray:
+    """Codes head after head, the kv tiles of each from the last to the first."""
+    turned = batch.flat("turned", lambda p: np.arange(p.grid.kv_tiles)[::-1] - np.arange(p.grid.kv_tiles))
+    codes: IntArray = np.arange(batch.item_count) + turned
+    return codes

@@ -9,10 +9,12 @@ import numpy as np
 
 from ...errors import PlacementError
 from ...machine import HEADS_TOGETHER
-from ..batch import Batch, Items
+from ...problem import IntArray
+from ..batch import Batch
 from ..constants import LONG_FROM
 from ..policy import Numerics
 from .base import Placement, sorted_by
+from .in_order import downwards
 
 __all__ = ["LongFirst"]
 
@@ -34,20 +36,17 @@ class LongFirst(Placement):
     name: ClassVar[str] = "long_first"
     long_from: int = LONG_FROM
 
-    def place(self, batch: Batch, numerics: Numerics) -> Items:
+    def __post_init__(self) -> None:
         if self.long_from < 0:
             raise PlacementError(f"long_from must be >= 0, got {self.long_from}")
-        long = np.array([pair[1] >= self.long_from for pair in batch.problem.sequences])
-        is_long = {p: bool(x) for p, x in zip(batch.patterns, long)}
-        # Sequences of one pattern are long together or not: the pattern's policy depends on it.
-        items = batch.in_order(
-            lambda p: np.arange(p.grid.kv_tiles)[:: 1 if is_long[p] else -1].astype(np.int64)
-        )
-        if not long.any():
-            return items
-        groups_are_long = long[batch.sequence_of_group]
-        section = np.where(
-            groups_are_long, (np.cumsum(groups_are_long) - 1) // HEADS_TOGETHER, len(groups_are_long)
-        )
-        tasks = batch.by_item(items, lambda p: p.task_counts)
-        return sorted_by(items, section[batch.group_of_item(items)], np.where(long[items[:, 0]], -tasks, 0))
+
+    def place(self, batch: Batch, numerics: Numerics) -> IntArray:
+        short_order = downwards(batch)
+        is_long = np.array([seqlen_k >= self.long_from for _, seqlen_k in batch.problem.sequences])
+        if not is_long.any():
+            return short_order
+        of_group = np.repeat(is_long, np.diff(batch.group_first))
+        section = np.where(of_group, (np.cumsum(of_group) - 1) // HEADS_TOGETHER, len(of_group))
+        long = batch.per_item(of_group)
+        codes = np.where(long, np.arange(batch.item_count), short_order)
+        return sorted_by(codes, batch.per_item(section), np.where(long, -batch.tasks, 0))

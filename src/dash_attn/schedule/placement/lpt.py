@@ -8,11 +8,12 @@ from typing import ClassVar
 import numpy as np
 
 from ...machine import L2_BYTES
-from ...problem import IntArray, Problem
+from ...problem import IntArray
 from ..batch import Batch, Items
 from ..plan import Plan
 from ..policy import Numerics
 from .base import Placement, sorted_by
+from .in_order import InOrder, LastFirst
 
 __all__ = ["Longest", "lpt_placement"]
 
@@ -25,10 +26,12 @@ class Longest(Placement):
 
     name: ClassVar[str] = "lpt"
 
-    def place(self, batch: Batch, numerics: Numerics) -> Items:
+    def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         from . import default_placement
 
-        return _longest_first(batch, default_placement(numerics).place(batch, numerics), None)
+        usual = default_placement(numerics)
+        in_order = isinstance(usual, (InOrder, LastFirst))
+        return _longest_first(batch, usual.place(batch, numerics), None, in_order)
 
 
 def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> Items:
@@ -38,7 +41,7 @@ def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> Items:
     placement whose items are all equal comes back unchanged.
 
     Args:
-        plan: a plan, proven or not, in a default order of items.
+        plan: a plan in a default order of items.
         l2_bytes: bytes of the cache that a section of heads may fill. By default L2_BYTES for sequences
             up to 1,024 tokens, rising to four times as much at 4,096: the longer a head, the less of it
             is in use at a time (measured, docs/performance.md).
@@ -55,29 +58,47 @@ def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> Items:
     >>> lpt_placement(build_plan(causal, Descending()))[:, 1:].tolist()                  # (head, kv tile)
     [[0, 0], [1, 0], [0, 1], [1, 1]]
     """
-    return _longest_first(plan.batch, plan.items, l2_bytes)
+    in_order = _heads_in_order(plan.batch, plan.codes)
+    return plan.batch.items[_longest_first(plan.batch, plan.codes, l2_bytes, in_order)]
 
 
-def _longest_first(batch: Batch, items: Items, l2_bytes: int | None) -> Items:
-    if not len(items):
-        return items
+def _longest_first(batch: Batch, codes: IntArray, l2_bytes: int | None, heads_in_order: bool) -> IntArray:
+    if not len(codes):
+        return codes
     problem = batch.problem
     if l2_bytes is None:
         longest = max(seqlen_k for _, seqlen_k in problem.sequences)
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
-    tasks = batch.by_item(items, lambda p: p.task_counts * problem.group // p.head_groups)
-    head = batch.group_of_item(items)
-    first_seen = np.full(int(batch.group_first[-1]), len(items))
-    first_seen[head[::-1]] = np.arange(len(items))[::-1]  # of several, the last one written stays
-    by_appearance = np.argsort(first_seen, kind="stable")
-    sizes = _head_bytes(problem, batch)[batch.sequence_of_group]
+    group = problem.group
+    tasks = batch.flat(("tasks of heads", group), lambda p: p.task_counts * group // p.head_groups)
+    counts = problem.kv_heads * batch.head_groups
+    if heads_in_order:
+        section = np.array(_sections(_head_bytes(batch).tolist(), counts.tolist(), l2_bytes))
+    else:
+        section = _by_appearance(batch, codes, np.repeat(_head_bytes(batch), counts), l2_bytes)
+    return sorted_by(codes, batch.per_item(section)[codes], -tasks[codes])
+
+
+def _heads_in_order(batch: Batch, codes: IntArray) -> bool:
+    """Whether the heads come one after the other, as in most placements."""
+    head = batch.per_item(np.arange(len(batch.items_of_group)))[codes]
+    return bool((head[1:] >= head[:-1]).all())
+
+
+def _by_appearance(batch: Batch, codes: IntArray, sizes: IntArray, limit: int) -> IntArray:
+    """Section of each head group, where sections take heads in the order of their first items."""
+    head = batch.per_item(np.arange(len(sizes)))[codes]
+    first_seen = np.full(len(sizes), len(codes))
+    first_seen[head[::-1]] = np.arange(len(codes))[::-1]  # of several, the last one written stays
+    order = np.argsort(first_seen, kind="stable")
     section = np.empty(len(sizes), dtype=np.int64)
-    section[by_appearance] = _sections(sizes[by_appearance], l2_bytes)
-    return sorted_by(items, section[head], -tasks)
+    section[order] = _sections(sizes[order].tolist(), [1] * len(sizes), limit)
+    return section
 
 
-def _head_bytes(problem: Problem, batch: Batch) -> IntArray:
+def _head_bytes(batch: Batch) -> IntArray:
     """Bytes that a head group of each sequence keeps in L2: Q, dO and fp32 dQ of its q heads, K and V."""
+    problem = batch.problem
     element = _ELEMENT_BYTES[problem.dtype]
     lengths = np.array(problem.sequences, dtype=np.int64)
     rows_q = problem.group * lengths[:, 0] // batch.head_groups
@@ -85,22 +106,19 @@ def _head_bytes(problem: Problem, batch: Batch) -> IntArray:
     return size
 
 
-def _sections(sizes: IntArray, limit: int) -> IntArray:
-    """Section of each head: as many neighbours as fit, at least one.
+def _sections(sizes: list[int], heads: list[int], limit: int) -> list[int]:
+    """Section of each head: as many neighbours as fit, at least one. ``heads`` of one size follow each other.
 
-    >>> _sections(np.array([40, 40, 40, 90, 10]), 100).tolist()
+    >>> _sections([40, 90, 10], [3, 1, 1], 100)
     [0, 0, 1, 2, 2]
     """
-    starts = np.flatnonzero(np.diff(sizes, prepend=sizes[0] - 1))
-    section = np.empty(len(sizes), dtype=np.int64)
-    current, used = 0, 0
-    for at, end in zip(starts.tolist(), [*starts[1:].tolist(), len(sizes)]):
-        size = int(sizes[at])
-        while at < end:
+    section: list[int] = []
+    current = used = 0
+    for size, left in zip(sizes, heads):
+        while left:
             if used and used + size > limit:
                 current, used = current + 1, 0
-            room = (limit - used) // size if size else end - at
-            taken = min(max(room, 1), end - at)
-            section[at : at + taken] = current
-            at, used = at + taken, used + taken * size
+            taken = min(max((limit - used) // size, 1), left) if size else left
+            section += [current] * taken
+            left, used = left - taken, used + taken * size
     return section

@@ -8,9 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from ...errors import PlacementError
-from ..batch import Batch, Items
+from ...problem import IntArray
+from ..batch import Batch
 from ..policy import Numerics, require_integers
-from .base import Placement, sorted_by, upwards
+from .base import Placement, sorted_by
 
 __all__ = ["Pairs"]
 
@@ -30,9 +31,9 @@ class Pairs(Placement):
         if self.heads_at_once < 1:
             raise PlacementError(f"heads_at_once must be >= 1, got {self.heads_at_once}")
 
-    def place(self, batch: Batch, numerics: Numerics) -> Items:
-        items = batch.in_order(upwards)
-        half = -(-batch.kv_tiles // 2)
-        right = items[:, 2] >= half[items[:, 0]]
-        section = batch.group_of_item(items) // self.heads_at_once
-        return sorted_by(items, section, right.astype(np.int64), np.where(right, items[:, 2], 0))
+    def place(self, batch: Batch, numerics: Numerics) -> IntArray:
+        half = batch.flat("half", lambda p: np.full(p.grid.kv_tiles, -(-p.grid.kv_tiles // 2)))
+        right = batch.kv >= half
+        section = batch.per_item(np.arange(len(batch.items_of_group)) // self.heads_at_once)
+        codes = np.arange(batch.item_count)
+        return sorted_by(codes, section, right.astype(np.int64), np.where(right, batch.kv, 0))

@@ -10,10 +10,10 @@ import numpy as np
 from ...errors import PlacementError
 from ...machine import WORKERS
 from ...problem import IntArray
-from ..batch import Batch, Items
+from ..batch import Batch
 from ..numerics.shift import Shift
 from ..policy import Numerics
-from .base import Placement, sorted_by, upwards
+from .base import Placement, sorted_by
 
 __all__ = ["Rings"]
 
@@ -27,14 +27,13 @@ class Rings(Placement):
 
     name: ClassVar[str] = "rings"
 
-    def place(self, batch: Batch, numerics: Numerics) -> Items:
+    def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         if not isinstance(numerics, Shift):
             raise PlacementError(f"the placement rings is for shift, got {numerics}")
-        items = batch.in_order(upwards)
-        ring = batch.by_item(items, lambda p: numerics.ring_of(p.grid))
+        ring = batch.flat(("ring", numerics), lambda p: numerics.ring_of(p.grid))
         first = batch.per_sequence(lambda p: int((numerics.ring_of(p.grid) == 0).sum()))
         section = filling(first, np.diff(batch.group_first))
-        return sorted_by(items, section[batch.group_of_item(items)], ring)
+        return sorted_by(np.arange(batch.item_count), batch.per_item(section), ring)
 
 
 def filling(members: IntArray, heads: IntArray) -> IntArray:
@@ -52,7 +51,8 @@ def filling(members: IntArray, heads: IntArray) -> IntArray:
     >>> filling(np.array([60, 200]), np.array([3, 3])).tolist()
     [0, 0, 1, 1, 2, 2]
     """
-    sections: list[tuple[int, int]] = []  # (section, heads)
+    numbers: list[int] = []
+    sizes: list[int] = []
     section = count = busy = 0
     for size, left in zip(members.tolist(), heads.tolist()):
         while left:
@@ -60,7 +60,7 @@ def filling(members: IntArray, heads: IntArray) -> IntArray:
                 section, count, busy = section + 1, 0, 0
             room = max(2 - count, int((WORKERS - size / 2 - busy) // size) + 1) if size else left
             taken = min(room, left)
-            sections.append((section, taken))
+            numbers.append(section)
+            sizes.append(taken)
             count, busy, left = count + taken, busy + taken * size, left - taken
-    numbers, sizes = np.array(sections, dtype=np.int64).reshape(-1, 2).T
-    return np.repeat(numbers, sizes)
+    return np.repeat(np.array(numbers, dtype=np.int64), np.array(sizes, dtype=np.int64))
