@@ -44,17 +44,17 @@ class LoadRole:
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
             fresh = Int32(1)
-            if plan_view.mailbox_item(slot).run_count > 0:
+            if plan_view.mailbox_item(slot).record.run_count > 0:
                 # Their buffers may not be free for a while: until then K and V can come as far as L2.
                 for copy, tile in ((copies.k, shared.k), (copies.v, shared.v)):
                     self._prefetch_kv(copy, tile, plan_view.mailbox_item(slot))
-            for r in cutlass.range(plan_view.mailbox_item(slot).run_count, unroll=1):
+            for r in cutlass.range(plan_view.mailbox_item(slot).record.run_count, unroll=1):
                 run = plan_view.read_run(memory.table, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(plan_view.mailbox_item(slot).q_head_count, unroll=1):
+                    for h in cutlass.range(plan_view.mailbox_item(slot).record.q_head_count, unroll=1):
                         item = plan_view.mailbox_item(slot)
-                        q_head = item.q_head_first + h
+                        q_head = item.record.q_head_first + h
                         self._load_rows(q, item, (n_task, q_tile, q_head), shared.q_info)
                         self._load_rows(dout, item, (n_task, q_tile, q_head), None)
                         if fresh == UNREAD:
@@ -114,13 +114,13 @@ class LoadRole:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(rings.k.full, kv_bytes)
         tile = shared.k[None, None, 0]
-        self._load_tile(copies.k, tile, place, item.kv_tile, item.kv_head, rings.k.full)
+        self._load_tile(copies.k, tile, place, item.record.kv_tile, item.record.kv_head, rings.k.full)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(rings.v.full, kv_bytes)
         tile = shared.v[None, None, 0]
-        self._load_tile(copies.v, tile, place, item.kv_tile, item.kv_head, rings.v.full)
+        self._load_tile(copies.v, tile, place, item.record.kv_tile, item.record.kv_head, rings.v.full)
         self._store_dk(copies.dk, shared, rings, n_task, n_kv)
         cute.arch.sync_warp()  # every lane has read where that dK belongs
         with cute.arch.elect_one():
@@ -131,9 +131,9 @@ class LoadRole:
         tile, kv head, row, batch, shift], the last three as `plan_view.tma_rows` defines them. Sums of head
         groups are stored elsewhere."""
         words = (
-            Int32(item.group_sum < 0),
-            item.kv_tile,
-            item.kv_head,
+            Int32(item.record.group_sum < 0),
+            item.record.kv_tile,
+            item.record.kv_head,
             item.k_tma_row,
             item.tma_batch,
             item.k_tma_shift,
@@ -170,7 +170,7 @@ class LoadRole:
     def _put_q_info(self, q_info, stage, item, q_tile: Int32) -> None:
         """Tell the MMA warps which scores of a task the mask hides."""
         c = self.config
-        q_row, kv_row, low, high = q_tile * c.tile_m, item.kv_tile * c.tile_n, item.low, item.high
+        q_row, kv_row, low, high = q_tile * c.tile_m, item.record.kv_tile * c.tile_n, item.low, item.high
         cut = (kv_row + c.tile_n > item.seqlen_k) | (kv_row + c.tile_n - 1 > q_row + high)
         cut = cut | (kv_row < q_row + c.tile_m - 1 + low)
         info = q_info[None, stage]
@@ -188,9 +188,9 @@ class LoadRole:
     def _prefetch_kv(self, copy, shared, item) -> None:
         """Fetch K or V of an item into L2."""
         rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
-        _, source = self._tiles(copy, shared[None, None, 0], rows, item.kv_head)
+        _, source = self._tiles(copy, shared[None, None, 0], rows, item.record.kv_head)
         with cute.arch.elect_one():  # the compiler elects for loads only (tests/cpu/test_kernels.py)
-            cute.prefetch(copy.atom, source[None, item.kv_tile])
+            cute.prefetch(copy.atom, source[None, item.record.kv_tile])
 
     def _tiles(self, copy, shared, rows, head: Int32):
         """Partitions for the copy engine of a tile in shared memory, and of a sequence's tiles, (., tile).

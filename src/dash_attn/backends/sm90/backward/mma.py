@@ -76,8 +76,11 @@ class MmaRole:
         t = self._fragments(products, shared, scale, tidx)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         slot = reduce.wait_item(shared, rings, n_item)
-        while plan_view.mailbox_item(slot).index >= 0:
-            tasks = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
+        while plan_view.mailbox_item(slot).place >= 0:
+            tasks = (
+                plan_view.mailbox_item(slot).record.q_head_count
+                * plan_view.mailbox_item(slot).record.task_count
+            )
             for acc in (t.acc_dK, t.acc_dV, *((t.acc_S,) if c.head_dim == 128 else ())):
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
@@ -103,8 +106,8 @@ class MmaRole:
                 n_task += 1
                 n_kv += 1
                 self.put_dk(t, n_task, slot, scale, rings)
-            if plan_view.mailbox_item(slot).group_sum >= 0:
-                self.store_group_sums(t, memory.group_sums, plan_view.mailbox_item(slot).group_sum)
+            if plan_view.mailbox_item(slot).record.group_sum >= 0:
+                self.store_group_sums(t, memory.group_sums, plan_view.mailbox_item(slot).record.group_sum)
             elif tasks == 0:
                 for target in (memory.dk, memory.dv):
                     self.store_zeros(target, plan_view.mailbox_item(slot))
@@ -290,7 +293,7 @@ class MmaRole:
         Not where dV is a sum of one of several head groups: that is stored elsewhere.
         A warpgroup overwrites the rows of V that it alone reads, when all its warps have done so.
         """
-        if plan_view.mailbox_item(slot).group_sum < 0:
+        if plan_view.mailbox_item(slot).record.group_sum < 0:
             cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
             self._put(t, t.acc_dV, None, t.sV[None, None, 0])
         arrive(rings.v.empty)
@@ -299,7 +302,7 @@ class MmaRole:
     def put_dk(self, t, following: Int32, slot, scale, rings):
         """Put dK into the buffer that the next item's first task will use, for the load warp to store."""
         c = self.config
-        if plan_view.mailbox_item(slot).group_sum < 0:
+        if plan_view.mailbox_item(slot).record.group_sum < 0:
             ring = rings.ds if c.delayed_dq else rings.dq
             ring.wait_empty(following)
             self._put(t, t.acc_dK, scale, t.sdK[None, None, ring.stage(following) * c.dk_stages])
@@ -416,9 +419,9 @@ class MmaRole:
         threads, chunks = 128 * MMA_WARPGROUPS, c.head_dim // 8  # 16 bytes each
         for n in cutlass.range(c.tile_n * chunks // threads, unroll=1):
             index = n * threads + self._mma_thread()
-            row = item.kv_tile * c.tile_n + index // chunks
+            row = item.record.kv_tile * c.tile_n + index // chunks
             if row < item.seqlen_k:
-                line = target[item.batch, item.k_row_first + row, item.kv_head, None]
+                line = target[item.batch, item.k_row_first + row, item.record.kv_head, None]
                 chunk = cute.local_tile(line, (8,), (index % chunks,))
                 chunk.store(cute.zeros_like(chunk))
 

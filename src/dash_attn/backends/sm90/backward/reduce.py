@@ -136,17 +136,20 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
         slot = wait_item(shared, rings, n_item)
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
-            left = plan_view.mailbox_item(slot).q_head_count * plan_view.mailbox_item(slot).task_count
+            left = (
+                plan_view.mailbox_item(slot).record.q_head_count
+                * plan_view.mailbox_item(slot).record.task_count
+            )
             claim_at = cutlass.min(CLAIM_AHEAD, left - 1)  # not before the first grant
             r = Int32(0)
-            while r < plan_view.mailbox_item(slot).run_count:
+            while r < plan_view.mailbox_item(slot).record.run_count:
                 run = plan_view.read_run(memory.table, slot, r)
                 ticket, held = run.t_first, Int32(0)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(plan_view.mailbox_item(slot).q_head_count, unroll=1):
+                    for h in cutlass.range(plan_view.mailbox_item(slot).record.q_head_count, unroll=1):
                         item = plan_view.mailbox_item(slot)
-                        q_head = item.q_head_first + h
+                        q_head = item.record.q_head_first + h
                         tile = plan_view.first_tile_of(item, q_head) + q_tile
                         key = Int32(-1)
                         if const_expr(config.ordered):
@@ -159,7 +162,14 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                                 if const_expr(config.spin_limit > 0):
                                     if seen != ticket:
                                         item = plan_view.mailbox_item(slot)
-                                        where = (item.sequence, q_head, item.kv_tile, q_tile, ticket, seen)
+                                        where = (
+                                            item.record.sequence,
+                                            q_head,
+                                            item.record.kv_tile,
+                                            q_tile,
+                                            ticket,
+                                            seen,
+                                        )
                                         finish.report(memory.errors, where)
                         publish(shared, rings, n_task, tile, ticket, key)
                         n_task += 1
@@ -168,7 +178,7 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                             claim_at = Int32(-1)
                             if left > 0:
                                 claimed = ptx.load_acquire(memory.control.iterator + CLAIMED)
-                                if claimed <= plan_view.mailbox_item(slot).needs:
+                                if claimed <= plan_view.mailbox_item(slot).record.needs:
                                     claim_at = Int32(0)
                             if claim_at < 0:
                                 cute.arch.mbarrier_arrive(rings.item_granted.full)

@@ -5,7 +5,7 @@ batch index is the sequence. `first_k_row` and `finish.locate` say where rows be
 `tma_rows` for the copy engine.
 """
 
-from collections import namedtuple
+from itertools import islice
 from typing import NamedTuple
 
 import cutlass
@@ -32,9 +32,18 @@ MAILBOX_WORDS = 32
 FIRST_RUN_LANE = 16  # the lane of `put_item` that reads the first word of the first run
 
 
-class Surroundings(NamedTuple):
-    """What the sequence of an item, and the header, say about the item."""
+class Item(NamedTuple):
+    """An item as it lies in the mailbox of a block, with what its sequence and the header say about it.
 
+    Attributes:
+        place: in the list of items; -1: there are no more.
+        record: from the table, but `run_first` is the word of the table where its runs begin.
+        first_run: the record of its first run.
+    """
+
+    place: Int32
+    record: ItemRecord
+    first_run: RunRecord
     seqlen_q: Int32
     seqlen_k: Int32
     q_tile_count: Int32
@@ -51,19 +60,17 @@ class Surroundings(NamedTuple):
     high: Int32
 
 
-Item = namedtuple(
-    "Item",
-    (
-        "index",
-        *ItemRecord._fields,
-        *(f"first_run_{name}" for name in RunRecord._fields),
-        *Surroundings._fields,
-    ),
-)
-"""An item as it lies in the mailbox of a block: its place in the list, its record (but `run_first` is the
-word of the table where its runs begin), the record of its first run, and its `Surroundings`."""
+def _item_of(words) -> Item:
+    """An Item of its words, in order."""
+    words = iter(words)
+    place = next(words)
+    record = ItemRecord(*islice(words, len(ITEM)))
+    first_run = RunRecord(*islice(words, len(RUN)))
+    return Item(place, record, first_run, *islice(words, len(Item._fields) - 3))
 
-MAILBOX = Item(*range(len(Item._fields)))  # where each field lies
+
+MAILBOX = _item_of(range(MAILBOX_WORDS))
+"""The word of a mailbox slot in which each field lies."""
 
 
 class Run(NamedTuple):
@@ -86,7 +93,7 @@ def put_item(plan: cute.Tensor, index: Int32, batches: Int32, slot: cute.Tensor)
     """
     lane = cute.arch.lane_idx()
     if index >= plan[HEADER.item_count]:
-        slot[MAILBOX.index] = Int32(-1)
+        slot[MAILBOX.place] = Int32(-1)
     else:
         word = Int32(0)
         if lane < len(ITEM):
@@ -95,14 +102,14 @@ def put_item(plan: cute.Tensor, index: Int32, batches: Int32, slot: cute.Tensor)
         run_first = plan[HEADER.run_offset] + cute.arch.shuffle_sync(word, ITEM.run_first) * RUN_WORDS
         has_runs = cute.arch.shuffle_sync(word, ITEM.run_count) > 0
         if lane < len(ITEM):
-            slot[MAILBOX.sequence + lane] = run_first if lane == ITEM.run_first else word
+            slot[MAILBOX.record.sequence + lane] = run_first if lane == ITEM.run_first else word
         record = Int32(0)
         if lane < len(SEQUENCE):
             record = plan[plan[HEADER.sequence_offset] + sequence * SEQUENCE_WORDS + lane]
         elif (lane >= FIRST_RUN_LANE) & (lane < FIRST_RUN_LANE + RUN_WORDS) & has_runs:
             record = plan[run_first + lane - FIRST_RUN_LANE]
         if (lane >= FIRST_RUN_LANE) & (lane < FIRST_RUN_LANE + RUN_WORDS):
-            slot[MAILBOX.first_run_q_first + lane - FIRST_RUN_LANE] = record
+            slot[MAILBOX.first_run.q_first + lane - FIRST_RUN_LANE] = record
         for field in ("seqlen_q", "seqlen_k", "q_tile_count", "total_first"):
             if lane == getattr(SEQUENCE, field):
                 slot[getattr(MAILBOX, field)] = record
@@ -127,7 +134,7 @@ def put_item(plan: cute.Tensor, index: Int32, batches: Int32, slot: cute.Tensor)
         )
         for i, value in enumerate(values):
             slot[MAILBOX.batch + i] = value
-        slot[MAILBOX.index] = index
+        slot[MAILBOX.place] = index
 
 
 @cute.jit
@@ -159,10 +166,10 @@ def tma_rows(length: Int32, row_first: Int32, batches: Int32):
 def read_run(plan: cute.Tensor, slot: cute.Tensor, index: Int32):
     """Run `index` of the item in a mailbox slot, which holds its first one; the steps are signed bytes."""
     item = mailbox_item(slot)
-    q_first, count = item.first_run_q_first, item.first_run_count
-    t_first, packed = item.first_run_t_first, item.first_run_steps
+    q_first, count = item.first_run.q_first, item.first_run.count
+    t_first, packed = item.first_run.t_first, item.first_run.steps
     if index > 0:
-        base = item.run_first + index * RUN_WORDS
+        base = item.record.run_first + index * RUN_WORDS
         q_first, count = plan[base + RUN.q_first], plan[base + RUN.count]
         t_first, packed = plan[base + RUN.t_first], plan[base + RUN.steps]
     q_step = (packed << 24) >> 24
@@ -186,7 +193,7 @@ def sequence_of_tile(plan: cute.Tensor, map_offset: cutlass.Constexpr[int], tile
 
 def mailbox_item(slot: cute.Tensor) -> Item:
     """The item in a mailbox slot (int32 in shared memory); only the fields used are loaded."""
-    return Item(*[slot[i] for i in MAILBOX])
+    return _item_of([slot[i] for i in range(MAILBOX.high + 1)])
 
 
 def first_tile_of(item: Item, q_head: Int32) -> Int32:
