@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, PlanMismatchError
 from ...problem import Problem
 from ...schedule import Plan
 from ..base import Backend, Gradients, Prepared, Tensors
 from ..cuda.upload import Upload
 from .forward import Forward, PackedLengths, why_no_forward
 from .launch import DTYPES, Debug, run_backward
+from .resident import shapes_of
 from .tiles import TILES, tiles_of
 
 __all__ = ["BACKEND"]
@@ -29,13 +30,23 @@ class _Prepared(Prepared):
         self._lengths: Upload | None = None
         self._longest: tuple[int, ...] = (0, 0)
         self._forward = Forward(problem, packed)
+        self._shapes = shapes_of(problem)[3 if packed else 4][:2]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        self._check(q, k, v)
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
             return torch.zeros_like(q), lse
         return self._forward(q, k, v, softmax_scale, self._packed_lengths() if self.packed else None)
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
+        if (q.shape, k.shape) == self._shapes and v.shape == k.shape:
+            return
+        for name, x, shape in (("q", q, self._shapes[0]), ("k", k, self._shapes[1]), ("v", v, k.shape)):
+            if x.shape != shape:
+                raise PlanMismatchError(f"{name} has shape {tuple(x.shape)}, the problem says {tuple(shape)}")
 
     def _packed_lengths(self) -> PackedLengths:
         if self._lengths is None:

@@ -26,6 +26,7 @@ from ..base import Gradients, Tensors
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
+from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
 from .resident import OnDevice, on_device
@@ -118,17 +119,21 @@ def run_backward(
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
     work = _Workspace(variant, place, q.device)
     grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
-    matrices = [loadable(x) for x in (q, k, v, given.out, given.dout)]
-    matrices += [given.lse.contiguous(), *grads]
+    all_tensors = [loadable(x) for x in (q, k, v, given.out, given.dout)]
+    all_tensors += [given.lse.contiguous(), *grads]
     if q.dim() == 3:
-        matrices = [x.unsqueeze(0) for x in matrices]
+        all_tensors = [x.unsqueeze(0) for x in all_tensors]
+    launch = arguments.Launch(
+        scale=softmax_scale,
+        q_tiles=place.q_tiles,
+        kv_tiles=place.kv_tiles if place.group_sums else 0,
+        grid=blocks,
+        workers=with_items,
+        complete=place.complete_tiles,
+    )
     same_device = q.device.index == torch.cuda.current_device()
     with _NOTHING if same_device else torch.cuda.device(q.device), in_turn(q.device) if ring else _NOTHING:
-        variant.run(
-            *matrices, place.table, *work.buffers,
-            softmax_scale, place.q_tiles, place.kv_tiles if place.group_sums else 0,
-            blocks, with_items, place.complete_tiles,
-        )  # fmt: skip
+        variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *launch)
     if debug is _NO_DEBUG:
         return Result(*grads)
     return work.result(grads, debug)
@@ -181,38 +186,46 @@ def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
 
 
 class _Workspace:
-    """Buffers of one call, in the order of the kernels' arguments. The kernels initialise what they read."""
+    """The plan on the device and the buffers of one call. The kernels initialise what they read."""
 
     def __init__(self, variant: _Variant, place: OnDevice, device: torch.device) -> None:
         self.config, self.place = variant.config, place
-        lse2, delta, self.dq, sums, control = allocate(variant.sizes, device)
+        lse2, delta, dq_acc, group_sums, control = allocate(variant.sizes, device)
         # What only debugging variants need is a constant for the others.
-        self.errors, self.contributions, self.trace = _unused(device)
+        errors, contributions, trace = _unused(device)
         tiles = place.heads * place.q_tiles
         if self.config.spin_limit:
-            self.errors = torch.zeros(8, dtype=torch.int32, device=device)
+            errors = torch.zeros(8, dtype=torch.int32, device=device)
         if self.config.dump_contributions:
             size = tiles * place.tickets * self.config.dq_elements
-            self.contributions = torch.empty(size, dtype=torch.float32, device=device).view(tiles, -1)
+            contributions = torch.empty(size, dtype=torch.float32, device=device).view(tiles, -1)
         if self.config.trace:
-            self.trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
-        self.buffers = (
-            lse2, delta, self.dq, sums, control.view(torch.int32), self.errors, self.contributions, self.trace
-        )  # fmt: skip
+            trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
+        self.buffers = arguments.Workspace(
+            place.table,
+            lse2,
+            delta,
+            dq_acc,
+            group_sums,
+            control.view(torch.int32),
+            errors,
+            contributions,
+            trace,
+        )
 
     def result(self, grads: Gradients, debug: Debug) -> Result:
         """The gradients with what a debugging run kept."""
         if debug.bounded:
-            _check_hand_overs(self.errors)
+            _check_hand_overs(self.buffers.errors)
         config, tickets = self.config, self.place.tickets
         tiles = self.place.heads * self.place.q_tiles
-        trace = self.trace.view(tiles, tickets, 4) if debug.trace else None
+        trace = self.buffers.trace.view(tiles, tickets, 4) if debug.trace else None
         if not debug.contributions:
             return Result(*grads, trace=trace)
         order = _accumulator_order(config.tile_m, config.head_dim).to(grads.dq.device)
         shape = (tiles, tickets, config.tile_m, config.head_dim)
-        contributions = self.contributions.view(tiles, tickets, -1)[..., order].view(shape)
-        return Result(*grads, contributions, self.dq.view(tiles, -1)[..., order], trace)
+        contributions = self.buffers.dq_contributions.view(tiles, tickets, -1)[..., order].view(shape)
+        return Result(*grads, contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
 
 
 @cache

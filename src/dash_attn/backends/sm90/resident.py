@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ...errors import PlanMismatchError
 from ...machine import CONVERSION_CYCLES, FEW_ROUNDS, ITEM_CYCLES, TASK_CYCLES
+from ...problem import Problem
 from ...schedule.plan import Plan
 from ...schedule.table import to_table
 from ..cuda.upload import Upload
 from .backward.config import CONTROL_WORDS, BackwardConfig
 from .tiles import tiles_of
 
-__all__ = ["OnDevice", "on_device"]
+__all__ = ["OnDevice", "on_device", "shapes_of"]
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of q, k and lse."""
@@ -106,7 +107,7 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
     work = TASK_CYCLES * p.tasks + ITEM_CYCLES * len(plan.items) + conversion
     return OnDevice(
         upload,
-        _shapes(plan),
+        shapes_of(p),
         getattr(torch, p.dtype),
         p.heads,
         int(batch.q_tiles.sum()),
@@ -120,8 +121,8 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
     )
 
 
-def _shapes(plan: Plan) -> dict[int, Shapes]:
-    p = plan.problem
+def shapes_of(p: Problem) -> dict[int, Shapes]:
+    """Shapes of the tensors of a problem by rank; none of rank 4 where sequences are not equally long."""
     total_q, total_k = (sum(side) for side in zip(*p.sequences))
     q, k = (p.heads, p.head_dim), (p.kv_heads, p.head_dim)
     found: dict[int, Shapes] = {3: ((total_q, *q), (total_k, *k), (p.heads, total_q))}
