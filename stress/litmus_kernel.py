@@ -12,7 +12,7 @@ one SM to another, and which pairs of SMs meet changes with `shift`.
 
 import enum
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -24,6 +24,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from dash_attn.backends.sm90.device import ptx
+from dash_attn.backends.sm90.device.ring import Ring
 
 TRAFFIC_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_BUSY_WARP, READER_WARP = 0, 1, 2, 3, 4, 12
 THREADS = 32 * (READER_WARP + 1)
@@ -34,7 +35,7 @@ MMA_DEPTH = 64
 TRAFFIC_BYTES = 16_384
 STOP_BARRIER = 1
 MAX_PERIOD = 8
-# Words of the outcome; from BAD_READS on one a contribution of a period, the last one before the read.
+# Words of the outcome; from BAD_READS on one per contribution of a period, the last one before the read.
 TIMEOUTS, FIRST_BLOCK, FIRST_TILE, FIRST_TICKET, FIRST_WORDS, LOCK, BAD_READS = 0, 1, 2, 3, 4, 5, 8
 OUTCOME_WORDS = BAD_READS + MAX_PERIOD
 
@@ -94,7 +95,7 @@ class LitmusConfig:
     """One compiled variant.
 
     Attributes:
-        size: bytes a tile, a multiple of 512.
+        size: bytes per tile, a multiple of 512.
         period: contributions until a tile is stored anew.
         every_round: the tile is read after every hand-over, otherwise only after the last one of a period,
             whose bits show the order of the additions.
@@ -116,18 +117,68 @@ class LitmusConfig:
 
     @property
     def words(self) -> int:
-        """fp32 values a tile."""
+        """fp32 values per tile."""
         return self.size // 4
 
 
-class Litmus:
-    """One launch; all tensors one-dimensional, int32, 128-byte aligned.
+class Memory(NamedTuple):
+    """What a launch is given: one-dimensional int32 tensors, 128-byte aligned.
 
-    data: tiles * words, bits of fp32. counters: the flag of each tile, then how many places each has given
-    away, 0. sources, expected: period * words, what is added, and the tile after each of these additions.
-    done: one a block, 0. outcome: OUTCOME_WORDS, 0. traffic: what the busy warps copy, the same even number
-    of 16 KB chunks a block.
+    Attributes:
+        data: tiles * words, bits of fp32.
+        counters: the flag of each tile, then how many places each has given away; 0.
+        sources, expected: period * words: what is added, and the tile after each of these additions.
+        done: one per block, 0.
+        outcome: OUTCOME_WORDS, 0.
+        traffic: what the busy warps copy, the same even number of 16 KB chunks per block.
     """
+
+    data: cute.Tensor
+    counters: cute.Tensor
+    sources: cute.Tensor
+    expected: cute.Tensor
+    done: cute.Tensor
+    outcome: cute.Tensor
+    traffic: cute.Tensor
+
+
+class Rounds(NamedTuple):
+    """`chains` tiles per block, each with `tickets` contributions; 0 < `shift` < blocks."""
+
+    tickets: Int32
+    chains: Int32
+    shift: Int32
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pointers of a block into global and shared memory, and its rings of contributions.
+
+    Attributes:
+        granted: from the ticket warp to the reduce warp and the reader.
+        checked: from the reader to the reduce warp.
+        performed: from the reduce warp to the release warp.
+    """
+
+    data: cute.Pointer
+    counters: cute.Pointer
+    expected: cute.Pointer
+    outcome: cute.Pointer
+    traffic: cute.Pointer
+    done: cute.Pointer
+    granted: Ring
+    checked: Ring
+    performed: Ring
+    read_full: cute.Pointer
+    traffic_full: cute.Pointer
+    stop: cute.Pointer
+    source: cute.Pointer
+    read: cute.Pointer
+    buffer: cute.Pointer
+
+
+class Litmus:
+    """One launch of a variant."""
 
     def __init__(self, config: LitmusConfig):
         self.config = config
@@ -167,65 +218,43 @@ class Litmus:
         return Storage
 
     @cute.jit
-    def __call__(
-        self, data: cute.Tensor, counters: cute.Tensor, sources: cute.Tensor, expected: cute.Tensor,
-        done: cute.Tensor, outcome: cute.Tensor, traffic: cute.Tensor, tickets: Int32, chains: Int32,
-        shift: Int32, grid: Int32, stream,
-    ):  # fmt: skip
-        """`chains` tiles a block, each with `tickets` contributions; 0 < `shift` < `grid`."""
+    def __call__(self, *arguments):
+        """Called with ``(*Memory, *Rounds, blocks)``; traced with a stream behind."""
+        *flat, grid, stream = arguments
+        memory, rounds = Memory(*flat[: len(Memory._fields)]), Rounds(*flat[len(Memory._fields) :])
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout = cute.tile_to_shape(atom, (MMA_ROWS, MMA_DEPTH), order=(0, 1))
-        words = Int32(traffic.shape[0])
-        self.kernel(
-            data,
-            counters,
-            sources,
-            expected,
-            done,
-            outcome,
-            traffic,
-            words,
-            tickets,
-            chains,
-            shift,
-            layout,
-            self._mma(),
-        ).launch(grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        words = Int32(memory.traffic.shape[0])
+        self.kernel(memory, words, rounds, layout, self._mma()).launch(
+            grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
+        )
 
     @cute.kernel
     def kernel(
-        self, mData: cute.Tensor, mCounters: cute.Tensor, mSources: cute.Tensor, mExpected: cute.Tensor,
-        mDone: cute.Tensor,
-        mOutcome: cute.Tensor, mTraffic: cute.Tensor, traffic_words: Int32, tickets: Int32, chains: Int32,
-        shift: Int32, operand: cute.ComposedLayout, mma: cute.TiledMma,
-    ):  # fmt: skip
-        c = self.config
+        self,
+        memory: Memory,
+        traffic_words: Int32,
+        rounds: Rounds,
+        operand: cute.ComposedLayout,
+        mma: cute.TiledMma,
+    ) -> None:
+        c, sources = self.config, memory.sources
         tidx = cute.arch.thread_idx()[0]
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = SmemAllocator().allocate(self._storage())
-        barriers = ("granted", "checked", "performed", "slot_empty", "read_full", "traffic_full")
-        names = (*barriers, "stop", "source", "read", "buffer")
-        t = SimpleNamespace(
-            **{name: getattr(storage, name).data_ptr() for name in names},
-            data=mData.iterator,
-            counters=mCounters.iterator,
-            expected=mExpected.iterator,
-            outcome=mOutcome.iterator,
-            traffic=mTraffic.iterator,
-            done=mDone.iterator + cute.arch.block_idx()[0],
-        )
+        t = self._block(storage, memory)
         if tidx == 0:
             for slot in range(SLOTS):
-                cute.arch.mbarrier_init(t.granted + slot, 1)
-                cute.arch.mbarrier_init(t.checked + slot, 1)
-                cute.arch.mbarrier_init(t.performed + slot, 1)
-                cute.arch.mbarrier_init(t.slot_empty + slot, 2)
+                cute.arch.mbarrier_init(t.granted.full + slot, 1)
+                cute.arch.mbarrier_init(t.checked.full + slot, 1)
+                cute.arch.mbarrier_init(t.performed.full + slot, 1)
+                cute.arch.mbarrier_init(t.granted.empty + slot, 2)
             cute.arch.mbarrier_init(t.read_full, 1)
             cute.arch.mbarrier_init(t.traffic_full, 1)
             cute.arch.mbarrier_init_fence()
         words = cute.make_tensor(t.source, cute.make_layout(c.period * c.words))
         for i in range(tidx, c.period * c.words, THREADS):
-            words[i] = mSources[i]
+            words[i] = sources[i]
         sA = storage.a.get_tensor(operand.outer, swizzle=operand.inner)
         sB = storage.b.get_tensor(operand.outer, swizzle=operand.inner)
         for i in range(tidx, MMA_ROWS * MMA_DEPTH, THREADS):
@@ -235,19 +264,38 @@ class Litmus:
         cute.arch.fence_view_async_shared()
         cute.arch.sync_threads()
         if warp_idx == TICKET_WARP:
-            self.ticket_role(t, tickets, chains, shift)
+            self.ticket_role(t, rounds)
         if warp_idx == REDUCE_WARP:
-            self.reduce_role(t, tickets, chains, shift)
+            self.reduce_role(t, rounds)
         if const_expr(c.form.by_release_warp):
             if warp_idx == RELEASE_WARP:
-                self.release_role(t, tickets, chains, shift)
+                self.release_role(t, rounds)
         if warp_idx == READER_WARP:
-            self.reader_role(t, tickets, chains, shift)
+            self.reader_role(t, rounds)
         if const_expr(c.busy):
             if warp_idx == TRAFFIC_WARP:
                 self.traffic_role(t, traffic_words)
             if (warp_idx >= FIRST_BUSY_WARP) & (warp_idx < READER_WARP):
                 self.busy_role(t, traffic_words, mma, sA, sB)
+
+    def _block(self, storage, memory: Memory) -> Block:
+        names = ("granted", "checked", "performed", "slot_empty", "read_full", "traffic_full")
+        names += ("stop", "source", "read", "buffer")
+        here = {name: getattr(storage, name).data_ptr() for name in names}
+        slot_empty = here.pop("slot_empty")
+        rings = {
+            name: Ring(here.pop(name), slot_empty, SLOTS) for name in ("granted", "checked", "performed")
+        }
+        return Block(
+            data=memory.data.iterator,
+            counters=memory.counters.iterator,
+            expected=memory.expected.iterator,
+            outcome=memory.outcome.iterator,
+            traffic=memory.traffic.iterator,
+            done=memory.done.iterator + cute.arch.block_idx()[0],
+            **here,
+            **rings,
+        )
 
     @cute.jit
     def next_place(self, place: Int32, shift: Int32) -> Int32:
@@ -260,14 +308,14 @@ class Litmus:
         return t.data + cute.assume(Int64(index) * self.config.words, divby=128)
 
     @cute.jit
-    def ticket_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+    def ticket_role(self, t, rounds):
         """One thread: waits for every ticket; once the bound is exceeded it counts, and waits no more."""
         if cute.arch.lane_idx() == 0:
             place, n, limit = cute.arch.block_idx()[0], Int32(0), Int32(SPIN_LIMIT)
-            for ticket in cutlass.range(tickets, unroll=1):
-                for k in cutlass.range(chains, unroll=1):
+            for ticket in cutlass.range(rounds.tickets, unroll=1):
+                for k in cutlass.range(rounds.chains, unroll=1):
                     counter = t.counters + (place + k * cute.arch.grid_dim()[0])
-                    cute.arch.mbarrier_wait(t.slot_empty + n % SLOTS, ((n // SLOTS) & 1) ^ 1)
+                    t.granted.wait_empty(n)
                     if ticket > 0:
                         seen, spins = self.poll(counter), Int32(0)
                         while (seen != ticket) & (spins < limit):
@@ -276,9 +324,9 @@ class Litmus:
                         if seen != ticket:
                             limit = Int32(0)
                             add_relaxed(t.outcome + TIMEOUTS)
-                    cute.arch.mbarrier_arrive(t.granted + n % SLOTS)
+                    cute.arch.mbarrier_arrive(t.granted.full_of(n))
                     n += 1
-                place = self.next_place(place, shift)
+                place = self.next_place(place, rounds.shift)
 
     @cute.jit
     def poll(self, counter) -> Int32:
@@ -302,16 +350,16 @@ class Litmus:
             add_relaxed(counter)
 
     @cute.jit
-    def reduce_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+    def reduce_role(self, t, rounds):
         """One thread: performs the granted contributions, the first of a period as a store."""
         c = self.config
         if cute.arch.lane_idx() == 0:
             place, n, part = cute.arch.block_idx()[0], Int32(0), Int32(0)
-            for _ in cutlass.range(tickets, unroll=1):
-                for k in cutlass.range(chains, unroll=1):
+            for _ in cutlass.range(rounds.tickets, unroll=1):
+                for k in cutlass.range(rounds.chains, unroll=1):
                     tile = place + k * cute.arch.grid_dim()[0]
-                    cute.arch.mbarrier_wait(t.granted + n % SLOTS, (n // SLOTS) & 1)
-                    cute.arch.mbarrier_wait(t.checked + n % SLOTS, (n // SLOTS) & 1)
+                    t.granted.wait_full(n)
+                    t.checked.wait_full(n)
                     source = t.source + part * c.words
                     target = self.tile(t, tile)
                     ptx.fence_proxy_async()
@@ -323,38 +371,38 @@ class Litmus:
                     if const_expr(c.form.wait is not Wait.NOTHING):
                         cute.arch.cp_async_bulk_wait_group(0, read=c.form.wait is Wait.SOURCE_READ)
                     if const_expr(c.form.by_release_warp):
-                        cute.arch.mbarrier_arrive(t.performed + n % SLOTS)
+                        cute.arch.mbarrier_arrive(t.performed.full_of(n))
                     else:
-                        self.raise_flag(t.counters + tile, chains)
-                        cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
+                        self.raise_flag(t.counters + tile, rounds.chains)
+                        cute.arch.mbarrier_arrive(t.granted.empty_of(n))
                     n += 1
                 part = part + 1 if part + 1 < c.period else Int32(0)
-                place = self.next_place(place, shift)
+                place = self.next_place(place, rounds.shift)
             cute.arch.cp_async_bulk_wait_group(0)
             add_relaxed(t.done)
 
     @cute.jit
-    def release_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+    def release_role(self, t, rounds):
         """One thread: raises the flag of each contribution that the reduce thread has passed on."""
         if cute.arch.lane_idx() == 0:
             place, n = cute.arch.block_idx()[0], Int32(0)
-            for _ in cutlass.range(tickets, unroll=1):
-                for k in cutlass.range(chains, unroll=1):
-                    cute.arch.mbarrier_wait(t.performed + n % SLOTS, (n // SLOTS) & 1)
-                    self.raise_flag(t.counters + (place + k * cute.arch.grid_dim()[0]), chains)
-                    cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
+            for _ in cutlass.range(rounds.tickets, unroll=1):
+                for k in cutlass.range(rounds.chains, unroll=1):
+                    t.performed.wait_full(n)
+                    self.raise_flag(t.counters + (place + k * cute.arch.grid_dim()[0]), rounds.chains)
+                    cute.arch.mbarrier_arrive(t.granted.empty_of(n))
                     n += 1
-                place = self.next_place(place, shift)
+                place = self.next_place(place, rounds.shift)
 
     @cute.jit
-    def reader_role(self, t, tickets: Int32, chains: Int32, shift: Int32):
+    def reader_role(self, t, rounds):
         """One warp: compares granted tiles with what the contributions before the ticket add up to."""
         c = self.config
         place, n, n_read, part = cute.arch.block_idx()[0], Int32(0), Int32(0), Int32(0)
-        for ticket in cutlass.range(tickets, unroll=1):
-            for k in cutlass.range(chains, unroll=1):
+        for ticket in cutlass.range(rounds.tickets, unroll=1):
+            for k in cutlass.range(rounds.chains, unroll=1):
                 tile = place + k * cute.arch.grid_dim()[0]
-                cute.arch.mbarrier_wait(t.granted + n % SLOTS, (n // SLOTS) & 1)
+                t.granted.wait_full(n)
                 due = ticket > 0
                 if const_expr(not c.every_round):
                     due = due & (part == 0)
@@ -372,11 +420,11 @@ class Litmus:
                     n_read += 1
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(t.checked + n % SLOTS)
-                    cute.arch.mbarrier_arrive(t.slot_empty + n % SLOTS)
+                    cute.arch.mbarrier_arrive(t.checked.full_of(n))
+                    cute.arch.mbarrier_arrive(t.granted.empty_of(n))
                 n += 1
             part = part + 1 if part + 1 < c.period else Int32(0)
-            place = self.next_place(place, shift)
+            place = self.next_place(place, rounds.shift)
 
     @cute.jit
     def compare(self, t, found, row: Int32, tile: Int32, ticket: Int32) -> None:
@@ -471,8 +519,9 @@ class Litmus:
 
 def fake_arguments():
     """Tensors without data, in the order of `Litmus.__call__`."""
-    vectors = [make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=128) for _ in range(7)]
-    return [*vectors, Int32(1), Int32(1), Int32(1), Int32(2), make_fake_stream(use_tvm_ffi_env_stream=True)]
+    vectors = [make_fake_tensor(Int32, (cute.sym_int64(),), (1,), assumed_align=128) for _ in Memory._fields]
+    rounds = Rounds(tickets=Int32(1), chains=Int32(1), shift=Int32(1))
+    return [*vectors, *rounds, Int32(2), make_fake_stream(use_tvm_ffi_env_stream=True)]
 
 
 def compile_litmus(config: LitmusConfig, options: str = ""):
