@@ -1,6 +1,6 @@
 """Host time of the public functions beside FlashAttention-4's, in one process on one GPU.
 
-Problems are so small that the GPU waits for the host: the time of a call is the time that Python takes for it.
+Problems are so small that the GPU waits for the host: a call takes what Python takes for it.
 Contenders take turns, call by call, and every figure is a median. Measured are the forward without gradients,
 the forward with its backward, a packed batch of known lengths, batches of lengths never seen before, and
 a small problem in a CUDA graph, whose replay shows what the start of the kernels costs on the GPU.
@@ -125,7 +125,9 @@ def packed_calls(shape: dict[str, Any], place: str) -> dict[str, dict[str, Call]
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
     on_gpu, mine, longest = ends.cuda(), ends.to(place), max(lengths)
     forwards = {
-        "dash_attn": lambda: dash_attn.flash_attn_varlen_func(q, k, v, mine, mine, longest, longest, causal=True),
+        "dash_attn": lambda: dash_attn.flash_attn_varlen_func(
+            q, k, v, mine, mine, longest, longest, causal=True
+        ),
         "fa4": lambda: peer().flash_attn_varlen_func(
             q, k, v, cu_seqlens_q=on_gpu, cu_seqlens_k=on_gpu, max_seqlen_q=longest, max_seqlen_k=longest,
             causal=True, deterministic=True,
@@ -316,6 +318,24 @@ def profile() -> None:
                 pstats.Stats(profiler).sort_stats("tottime").print_stats(14)
 
 
+def profile_unseen() -> None:
+    """Where the host's time goes with lengths never seen before."""
+    rng = random.Random(0)
+    dout, (q, k, v) = tensors((sum(drawn_lengths(rng)),), UNSEEN)
+    profiler = cProfile.Profile()
+    for number in range(80):
+        bounds = torch.tensor([0, *drawn_lengths(rng)]).cumsum(0).int()
+        torch.cuda.synchronize()
+        with torch.autograd.set_multithreading_enabled(False):
+            if number >= 30:
+                profiler.enable()
+            out = dash_attn.flash_attn_varlen_func(q, k, v, bounds, bounds, causal=True)
+            torch.autograd.grad(out, [q, k, v], dout)
+            profiler.disable()
+    print("\n=== unseen lengths, forward and backward, dash_attn, 50 calls")
+    pstats.Stats(profiler).sort_stats("cumtime").print_stats(60)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=300, help="calls of each contender (default 300)")
@@ -324,6 +344,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.profile:
         profile()
+        profile_unseen()
         return
     rows = []
     for row in chain(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from gpu_cases import FULL, dense
 
 from dash_attn.schedule import FA3, HeadPattern, Plan, Run, Verdict, build_plan
+from gpu_cases import FULL, dense
 
 
 def broken_plan() -> Plan:

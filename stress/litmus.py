@@ -19,6 +19,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
 from litmus_kernel import (
     BAD_READS,
     FIRST_BLOCK,
@@ -31,7 +33,6 @@ from litmus_kernel import (
     Wait,
     compile_litmus,
 )
-from torch import Tensor
 
 PROMISED = {
     "release_warp": Form(),  # what the kernel ships, from block to block

@@ -22,7 +22,14 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from broken_plans import broken_plan
+from dash_attn.backends.sm90 import launch as launcher
+from dash_attn.backends.sm90.launch import Debug, Result
+from dash_attn.errors import HandOverError, TooFewWorkersError
+from dash_attn.problem import Problem
+from dash_attn.schedule import Plan, Shift, build_plan
 from gpu_cases import (
     CAUSAL,
     FULL,
@@ -38,13 +45,6 @@ from gpu_cases import (
     relative_error,
 )
 from hold import held
-from torch import Tensor
-
-from dash_attn.backends.sm90 import launch as launcher
-from dash_attn.backends.sm90.launch import Debug, Result
-from dash_attn.errors import HandOverError, TooFewWorkersError
-from dash_attn.problem import Problem
-from dash_attn.schedule import Plan, Shift, build_plan
 
 EVERY = 250  # replays between two signs of life
 BOUND = 20_000  # polls of a bounded wait, some ten milliseconds: the broken plan waits many times

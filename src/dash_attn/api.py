@@ -29,12 +29,13 @@ from .arguments import (
     check_no_positional,
 )
 from .backends.base import Backend, Gradients, Prepared, Tensors, backend_for
-from .errors import DashError, InputError
+from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, with_gradients
-from .ops.calls import Call, dense_call, packed_call
+from .ops.calls import DTYPE_NAMES, Call, as_current, dense_call, packed_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, VARLEN
 from .schedule import Numerics, Plan, Schedule
+from .spec import AttentionSpec
 
 __all__ = [
     "Backend",
@@ -220,7 +221,7 @@ def flash_attn_varlen_func(
     check_flash_options("flash_attn_varlen_func", flash_options)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic)
-    return _run(check_call(q, k, v, packing, asked), check_flag("return_lse", return_lse))
+    return _run_packed(q, k, v, packing, asked, return_lse)
 
 
 def is_supported(
@@ -317,6 +318,12 @@ def apply_plan(
     backend, packed = backend_for(q.device), q.ndim == 3
     if reason := backend.why_not(plan.problem, q.device, packed):
         raise InputError(reason)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if DTYPE_NAMES.get(x.dtype) != plan.problem.dtype or x.device != q.device:
+            raise PlanMismatchError(
+                f"{name} has dtype {x.dtype} and is on {x.device}; "
+                f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
+            )
     prepared = backend.prepare(plan.problem, q.device, packed)
     return attend(_Planned(prepared, plan, softmax_scale, disorder), q, k, v)
 
@@ -330,13 +337,15 @@ class _Planned(NamedTuple):
     disorder: random.Random | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.prepared.forward(q, k, v, self.softmax_scale)
+        with as_current(q.device):
+            return self.prepared.forward(q, k, v, self.softmax_scale)
 
     def backward(self, tensors: Tensors) -> Gradients:
         ordered = self.disorder is None
-        return self.prepared.backward(
-            self.plan, tensors, self.softmax_scale, ordered=ordered, disorder=self.disorder
-        )
+        with as_current(tensors.q.device):
+            return self.prepared.backward(
+                self.plan, tensors, self.softmax_scale, ordered=ordered, disorder=self.disorder
+            )
 
 
 def _packing(
@@ -355,7 +364,8 @@ def _one_window(window: Window, window_size: Window) -> Window:
     return window_size if window is None else window
 
 
-_KNOWN = KnownCalls()
+_KNOWN: KnownCalls[Call] = KnownCalls()
+_KNOWN_PACKED: KnownCalls[tuple[AttentionSpec, tuple[int, int]]] = KnownCalls()
 
 
 def _run_dense(
@@ -369,7 +379,23 @@ def _run_dense(
     checked = check_call(q, k, v, None, asked)
     found = _run(checked, return_lse)
     if checked.q is q and not _is_empty(checked) and call_directly(q, k, v):
-        _KNOWN.add(q, k, v, asked, _find(checked))
+        _KNOWN.add(_find(checked), q, k, v, asked)
+    return found
+
+
+def _run_packed(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, asked: Asked, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A packed call. One that is like an earlier one is not checked again, but for its lengths."""
+    check_flag("return_lse", return_lse)
+    if call_directly(q, k, v) and (known := _KNOWN_PACKED.find(q, k, v, asked, packing)) is not None:
+        spec, longest = known
+        out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v)
+        return (out, lse) if return_lse else out
+    checked = check_call(q, k, v, packing, asked)
+    found = _run(checked, return_lse)
+    if checked.q is q and checked.packing is not None and not _is_empty(checked) and call_directly(q, k, v):
+        _KNOWN_PACKED.add((checked.spec, checked.packing[2:]), q, k, v, asked, packing)
     return found
 
 

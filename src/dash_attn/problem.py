@@ -197,7 +197,7 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
         first[self.beyond :] = self.kv_tiles
         empty = last < first
         last[empty] = first[empty] - 1
-        return first, last
+        return _read_only(first), _read_only(last)
 
     @property
     def kv_first(self) -> IntArray:
@@ -214,7 +214,7 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
         kv = np.arange(self.kv_tiles, dtype=np.int64)
         first = np.searchsorted(self.kv_last, kv, side="left")
         last = np.searchsorted(self.kv_first, kv, side="right") - 1
-        return first, last
+        return _read_only(first), _read_only(last)
 
     @property
     def q_first(self) -> IntArray:
@@ -229,8 +229,7 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
     @cached_property
     def contributions(self) -> IntArray:
         """Number of tasks of each q tile, shape (q_tiles,): the length of its summation order."""
-        counts: IntArray = np.maximum(self.kv_last - self.kv_first + 1, 0)
-        return counts
+        return _read_only(np.maximum(self.kv_last - self.kv_first + 1, 0))
 
     @cached_property
     def complete_q_tiles(self) -> int:
@@ -252,6 +251,12 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
 
 
 _tile_grid = lru_cache(1 << 14)(TileGrid)
+
+
+def _read_only(x: IntArray) -> IntArray:
+    """The array itself. All problems with the same tiles share it."""
+    x.setflags(write=False)
+    return x
 
 
 @dataclass(frozen=True)

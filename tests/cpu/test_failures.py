@@ -13,7 +13,7 @@ import torch
 
 from dash_attn.backends.base import Tensors
 from dash_attn.backends.sm90 import compile as compiling
-from dash_attn.backends.sm90 import launch, resident
+from dash_attn.backends.sm90 import backend, launch, resident
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import MissingCompilerError, program
@@ -66,7 +66,7 @@ class Exported:
 def test_an_unsupported_gpu_is_named(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(backend, "_capability", lambda device: capability)
     problem = Problem.dense(seqlen=256, heads=2, head_dim=64)
     reason = BACKEND.why_not(problem, torch.device("cuda", 1), False)
     assert reason == f"cuda:1 is {name}; the kernels are for Hopper, sm_90"

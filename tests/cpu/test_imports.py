@@ -30,7 +30,7 @@ LAYERS = {
     "spec": {"problem"},
     "ops": {*BELOW_BACKENDS, "backends", "spec"},
     "arguments": {*BELOW_BACKENDS, "backends", "ops", "spec"},
-    "api": {"errors", "schedule", "backends", "ops", "arguments"},
+    "api": {"errors", "schedule", "backends", "ops", "arguments", "spec"},
     "integrations": {"errors", "api", "arguments", "backends", "ops"},
     "tools": {*LIBRARY, "testing", "backends/cpu", "backends/cuda", "backends/sm90"},
     "__main__": {"tools"},

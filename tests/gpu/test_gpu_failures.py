@@ -138,7 +138,6 @@ def test_streams_that_get_a_third_of_the_sms_each(monkeypatch, priorities):
     errors = []
     monkeypatch.setattr(launcher, "_check_hand_overs", errors.append)  # read at the end: nobody waits
     monkeypatch.setattr(launcher, "SPIN_LIMIT", 100_000)
-    launcher._config.cache_clear()
     how = {"debug": Debug(bounded=True)}
     first, results = launch(plan, case, **how), []
     torch.cuda.synchronize()
@@ -150,6 +149,5 @@ def test_streams_that_get_a_third_of_the_sms_each(monkeypatch, priorities):
             sms.release(44)
             time.sleep(5e-4)
     torch.cuda.synchronize()
-    launcher._config.cache_clear()
     assert [error.tolist()[0] for error in errors] == [0] * 4
     assert not any(differing(first, result) for result in results)

@@ -135,6 +135,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if torch._C._functorch.is_batchedtensor(dout) or torch._C._functorch.is_legacy_batchedtensor(dout):
+            _no_vmap()  # is_grads_batched=True: what follows would read it as one gradient
         tensors = Tensors(dout, *ctx.saved_tensors)
         if _needs_grad(*tensors):
             grads = _once(_Gradients, lambda *six: ctx.call.backward(Tensors(*six)), tensors)

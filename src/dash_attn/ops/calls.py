@@ -22,7 +22,7 @@ from ..spec import AttentionSpec
 from .lengths import Lengths, host_lengths
 from .policies import forget_with, schedule_named
 
-__all__ = ["DTYPE_NAMES", "Call", "Packing", "dense_call", "packed_call"]
+__all__ = ["DTYPE_NAMES", "Call", "Packing", "as_current", "dense_call", "packed_call"]
 
 _CALLS = 64
 """Calls kept for reuse; a model uses one for each of its attention shapes."""
@@ -65,17 +65,17 @@ class Call:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        with _on(self.device):
+        with as_current(self.device):
             return self.prepared.forward(q, k, v, self.spec.softmax_scale)
 
     def backward(self, tensors: Tensors) -> Gradients:
         """The gradients; in the plan's order unless the spec and the process permit others."""
         ordered = self.spec.ordered or _order_is_required()
-        with _on(self.device):
+        with as_current(self.device):
             return self.prepared.backward(self.plan, tensors, self.spec.softmax_scale, ordered=ordered)
 
 
-def _on(device: torch.device) -> Any:
+def as_current(device: torch.device) -> Any:
     """The tensors' GPU as the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING

@@ -1,43 +1,47 @@
-"""Dense calls that were accepted before, found by what a caller passes, without checking it again."""
+"""Calls that were accepted before, found by what a caller passes, without checking it again."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from .calls import Call
 from .policies import forget_with
 
 __all__ = ["KnownCalls"]
 
+T = TypeVar("T")
+
 _MOST = 256
 
 
-class KnownCalls:
-    """Calls by shapes, dtypes, devices and arguments. 1 and True, which are equal, are two arguments."""
+class KnownCalls(Generic[T]):
+    """What was made of calls, by shapes, dtypes, devices and arguments. 1 and True are two arguments."""
 
     def __init__(self) -> None:
-        self._calls: dict[object, Call] = {}
+        self._calls: dict[object, T] = {}
         forget_with(self._calls.clear)
 
-    def find(self, q: Tensor, k: Tensor, v: Tensor, asked: Any) -> Call | None:
-        """The call of these plain tensors, if one like it was added; None under autocast."""
-        key = _key(q, k, v, asked)
+    def find(self, q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any = ()) -> T | None:
+        """What was added for a call of plain tensors like these; None under autocast."""
+        key = _key(q, k, v, asked, packing)
         return None if key is None else self._calls.get(key)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, asked: Any, call: Call) -> None:
-        """Remember an accepted call."""
-        key = _key(q, k, v, asked)
+    def add(self, made: T, q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any = ()) -> None:
+        """Remember what was made of an accepted call."""
+        key = _key(q, k, v, asked, packing)
         if key is not None:
             if len(self._calls) >= _MOST:
                 self._calls.clear()
-            self._calls[key] = call
+            self._calls[key] = made
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, asked: Any) -> object:
-    """What decides whether a call is accepted; None where that cannot be said by a look at it."""
+def _key(q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any) -> object:
+    """What decides whether a call is accepted; None where that cannot be said by a look at it.
+
+    ``packing``: of tensors what can be said without reading them.
+    """
     window, policy = asked[1], asked[3]
     if type(policy) is not str or (window is not None and type(window) is not tuple):
         return None
@@ -48,6 +52,7 @@ def _key(q: Tensor, k: Tensor, v: Tensor, asked: Any) -> object:
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.layout, k.layout, v.layout, asked, *map(type, asked), *map(type, window or ()),
+        *[(x.shape, x.dtype, x.device) if type(x) is Tensor else (type(x), x) for x in packing],
     )  # fmt: skip
     try:
         hash(key)

@@ -28,12 +28,20 @@ class Lengths(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What was read of a tensor; ``copy`` holds it on its device."""
+    """What was read of a tensor.
+
+    Attributes:
+        copy: what it held, on its device. ``same`` and ``all_same`` are where comparisons with it are put.
+        stream: the CUDA stream that this memory belongs to.
+    """
 
     tensor: ref[Tensor]
     version: int
     lengths: Lengths
     copy: Tensor
+    same: Tensor
+    all_same: Tensor
+    stream: int
 
 
 _KNOWN: dict[int, _Known] = {}
@@ -59,7 +67,7 @@ def host_lengths(name: str, cu_seqlens: Tensor, *, check: bool = True) -> Length
     known = _KNOWN.get(key)
     if known is not None and known.version == version and known.tensor() is cu_seqlens:
         if check:
-            _assert_unchanged(name, cu_seqlens, known.copy)
+            _assert_unchanged(name, cu_seqlens, known)
         return known.lengths
     if torch.cuda.is_current_stream_capturing():
         raise InputError(
@@ -70,16 +78,23 @@ def host_lengths(name: str, cu_seqlens: Tensor, *, check: bool = True) -> Length
     lengths = _lengths(name, copy.tolist())
     if version >= 0:
         tensor = ref(cu_seqlens, lambda _: _KNOWN.pop(key, None))
-        _KNOWN[key] = _Known(tensor, version, lengths, copy)
+        stream = torch._C._cuda_getCurrentRawStream(copy.device.index)
+        with torch.inference_mode(False):  # or nobody could write to them outside of it
+            same = torch.empty(copy.shape, dtype=torch.bool, device=copy.device)
+            _KNOWN[key] = _Known(tensor, version, lengths, copy, same, same.new_empty(()), stream)
     return lengths
 
 
-def _assert_unchanged(name: str, cu_seqlens: Tensor, copy: Tensor) -> None:
-    stream = torch.cuda.current_stream(copy.device)
-    if not torch.cuda.is_current_stream_capturing():
-        copy.record_stream(stream)  # it may be freed while this stream still has to read it
+def _assert_unchanged(name: str, cu_seqlens: Tensor, known: _Known) -> None:
+    index = known.copy.device.index
+    elsewhere = torch._C._cuda_getCurrentRawStream(index) != known.stream
+    if elsewhere and not torch.cuda.is_current_stream_capturing():
+        for x in (known.copy, known.same, known.all_same):
+            x.record_stream(torch.cuda.current_stream(index))  # the tensor may go while the stream reads
+    torch.eq(cu_seqlens, known.copy, out=known.same)
+    torch.all(known.same, out=known.all_same)
     torch._assert_async(
-        (cu_seqlens == copy).all(),
+        known.all_same,
         f"{name} was changed without PyTorch's knowledge after its lengths were read; pass a new tensor",
     )
 

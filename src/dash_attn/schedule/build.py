@@ -63,6 +63,10 @@ def build_plan(
     patterns = _patterns(problem, schedule.numerics, head_groups)
     batch = Batch(problem, patterns)
     codes = schedule.placement.place(batch, schedule.numerics)
+    for code in codes[(codes < 0) | (codes >= batch.item_count)][:1]:
+        raise PlacementError(
+            f"placement {schedule.placement}: item {code} of {batch.item_count} does not exist"
+        )
     plan = Plan(problem, str(schedule), patterns, batch.items[codes])
     plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
     return prove(plan)

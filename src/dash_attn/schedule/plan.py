@@ -17,9 +17,10 @@ a short one reaches its second head while a long one is still in its first.)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,10 @@ from .head_groups import group_heads
 from .tickets import RunTuple
 
 __all__ = ["HeadPattern", "Plan", "Run", "Verdict", "named"]
+
+
+_MOST_TILED = 128
+"""Arrays kept per pattern. Names hold the order of its items, and of those there may be any number."""
 
 
 class Run(NamedTuple):
@@ -84,6 +89,10 @@ class HeadPattern:
             own.setflags(write=False)
             object.__setattr__(self, name, own)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Through the constructor, so that nobody can write to a copy either.
+        return HeadPattern, (self.grid, self.offsets, self.runs, self.head_groups)
+
     @classmethod
     def from_runs(
         cls, grid: TileGrid, runs: Sequence[Sequence[RunTuple | Run]], head_groups: int = 1
@@ -119,6 +128,8 @@ class HeadPattern:
         """An array over the kv tiles, behind itself for so many heads; computed once per name."""
         known: dict[object, Any] = self._tiled  # type: ignore[attr-defined]
         if (found := known.get((name, heads))) is None:
+            if len(known) >= _MOST_TILED:
+                known.clear()
             found = known[name, heads] = np.concatenate([values(self)] * heads)
         return found
 
@@ -164,16 +175,30 @@ class Plan:
         problem: the problem it solves.
         policy: name and parameters of the policy that made it, for people.
         patterns: the :class:`HeadPattern` of each distinct shape of a sequence (``Problem.shapes``).
+            Read-only.
         items: (items, 3) int32, rows (sequence, head group, kv_tile) in the order workers claim them. Head
             groups count over all kv heads: with n a kv head, kv head i has groups i * n .. i * n + n - 1.
+            Read-only.
         verdict: what the verifier computed, None before it ran; a copy starts without one.
     """
 
     problem: Problem
     policy: str
-    patterns: dict[tuple[int, ...], HeadPattern]
+    patterns: Mapping[tuple[int, ...], HeadPattern]
     items: Items
     verdict: Verdict | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        # What a proof speaks of: nobody else may write to it, before the proof (arrays made from it are kept)
+        # or after it.
+        object.__setattr__(self, "patterns", MappingProxyType(dict(self.patterns)))
+        if self.items.flags.writeable or self.items.base is not None:
+            own = self.items.copy()
+            own.setflags(write=False)
+            object.__setattr__(self, "items", own)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.problem, self.policy, dict(self.patterns), self.items)
 
     def pattern(self, sequence: int) -> HeadPattern:
         """The head pattern of one sequence."""

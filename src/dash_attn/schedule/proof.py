@@ -43,6 +43,9 @@ __all__ = ["check_workers", "prove"]
 _PROVEN: WeakKeyDictionary[HeadPattern, dict[bytes, _Claims]] = WeakKeyDictionary()
 """Patterns proven before (their arrays cannot be written): what was proven, by order of their items."""
 
+_MOST_ORDERS = 64
+"""Orders kept per pattern: a plan has one or a few, a search over random placements any number."""
+
 _LATEST: WeakKeyDictionary[HeadPattern, _Claims] = WeakKeyDictionary()
 """The order in which a pattern's items were claimed in the last plan: probably that of the next one, too."""
 
@@ -75,7 +78,7 @@ def prove(plan: Plan) -> Plan:
     verified.__dict__.update(batch=plan.batch, codes=plan.codes)
     verdict = Verdict(1 + _deepest_dependence(needs), problem.tasks, needs)
     object.__setattr__(verified, "verdict", verdict)
-    plan.items.setflags(write=False)
+    plan.codes.setflags(write=False)
     return verified
 
 
@@ -161,7 +164,8 @@ def _last_needed(plan: Plan, places: IntArray) -> IntArray:
     Nearly always the heads of a pattern claim their kv tiles in one order, and in the one of the plan before.
     So a guess is checked for all heads at once; only where it fails, heads are looked at one by one.
     """
-    for claims in (_latest(plan), _of_first_heads(plan, places)):
+    for guess in (lambda: _latest(plan), lambda: _of_first_heads(plan, places)):
+        claims = guess()
         if claims is not None and (found := _needed_if(plan, places, claims)) is not None:
             return found
     groups = range(len(plan.batch.items_of_group))
@@ -225,8 +229,8 @@ def _claims(plan: Plan, group: int, places: IntArray) -> _Claims:
         following, needed = np.zeros_like(order), np.empty_like(order)
         following[order[:-1]] = order[1:] - order[:-1]
         needed[order] = order[reach] - order
-        known[key] = _Claims(key, following, needed)
-        _PROVEN[pattern] = known
+        others = known if len(known) < _MOST_ORDERS else {}
+        _PROVEN[pattern] = known = {**others, key: _Claims(key, following, needed)}
     return known[key]
 
 

@@ -33,7 +33,8 @@ def to_table(plan: Plan) -> Words:
     """The int32 table of a verified plan, shape (words,).
 
     Raises:
-        TableError: a step, hold, row or tile count does not fit its field.
+        TableError: a step, hold, row or tile count does not fit its field, or rows are not aligned
+            bottom-right: the table has no field for that.
 
     >>> from dash_attn.schedule import FA3, build_plan
     >>> table = to_table(build_plan(Problem.dense(seqlen=256, head_dim=64), FA3()))
@@ -41,6 +42,8 @@ def to_table(plan: Plan) -> Words:
     ([2, 2, 1], [[0, 0, 0, 0, 1, 0, 1, 2, -1, 0], [0, 0, 1, 0, 1, 1, 1, 2, -1, 1]])
     """
     p, batch = plan.problem, plan.batch
+    if p.q_starts is not None:
+        raise TableError(f"a plan table has rows aligned bottom-right, not with columns {p.q_starts!r:.80}")
     runs, run_first = batch.concatenated(_packed_runs)
     totals, total_first = batch.concatenated(_totals)
     item_offset = HEADER_WORDS
@@ -176,7 +179,7 @@ def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | No
     mask = Mask(*(None if side < 0 else side for side in (head.window_left, head.window_right)))
     pairs = tuple((q, k) for q, k in sequences[:, [SEQUENCE.seqlen_q, SEQUENCE.seqlen_k]].tolist())
     problem = Problem(pairs, head.heads, head.kv_heads, head_dim, mask, dtype, head.tile_m, head.tile_n)
-    patterns = _patterns(problem, items, _unpack_runs(packed), sequences[:, SEQUENCE.head_groups])
+    patterns = _patterns(problem, items, _unpack_runs(packed), sequences)
     plan = Plan(problem, "table", patterns, _items(problem, items, patterns))
     if fingerprint is not None:
         plan.check_fingerprint(fingerprint)
@@ -210,13 +213,13 @@ def _items(
 
 
 def _patterns(
-    problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64], head_groups: NDArray[np.int64]
+    problem: Problem, items: NDArray[np.int64], runs: NDArray[np.int64], sequences: NDArray[np.int64]
 ) -> dict[tuple[int, ...], HeadPattern]:
     """The pattern of each distinct shape, from the items of the first head group that has the shape."""
     patterns, alike = {}, dict[object, HeadPattern]()
     for pair, grid in problem.tile_grids.items():
         sequence = problem.sequences.index(pair)
-        groups = int(head_groups[sequence])
+        groups, total_first = sequences[sequence, [SEQUENCE.head_groups, SEQUENCE.total_first]].tolist()
         if not 1 <= groups <= problem.group:
             raise TableError(
                 f"sequence {sequence}: {groups} head groups of {problem.group} q heads per kv head"
@@ -236,7 +239,7 @@ def _patterns(
         offsets = np.concatenate(([0], np.cumsum(counts)))
         rows = [runs[first:end] for first, end in zip(firsts, ends, strict=True)]
         table = np.concatenate([np.zeros((0, 6), np.int64), *rows])
-        # Sequences with the same tiles and the same runs share a pattern, as in the plan.
-        key = (grid, groups, offsets.tobytes(), table.tobytes())
+        # Sequences whose runs and totals are in one place of the table share a pattern, as in the plan.
+        key = (grid, groups, offsets.tobytes(), table.tobytes(), total_first)
         patterns[pair] = alike.setdefault(key, HeadPattern(grid, offsets, table, groups))
     return patterns

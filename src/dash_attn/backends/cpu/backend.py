@@ -24,12 +24,23 @@ class _Prepared(Prepared):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         if q.ndim == 3:
             return executor.forward(self.problem, q, k, v, softmax_scale)
+        self._check_dense(q, k, v)
         batch, seqlen_q, heads, _ = q.shape
         rows = [x.flatten(0, 1) for x in (q, k, v)]
         out, lse = executor.forward(self.problem, rows[0], rows[1], rows[2], softmax_scale)
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
+
+    def _check_dense(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """The executor sees packed rows, where one sequence of 200 rows looks like two of 100."""
+        p = self.problem
+        same = len(p.tile_grids) == 1
+        for name, x, heads, side in (("q", q, p.heads, 0), ("k", k, p.kv_heads, 1), ("v", v, p.kv_heads, 1)):
+            shape = (len(p.sequences), p.sequences[0][side], heads, p.head_dim)
+            if not same or x.shape != shape:
+                wanted = f"{shape}" if same else "packed tensors"
+                raise PlanMismatchError(f"{name} has shape {tuple(x.shape)}, the problem is for {wanted}")
 
     def backward(
         self,

@@ -66,8 +66,8 @@ def forward(
     problem = plan.problem if isinstance(plan, Plan) else plan
     check_packed(problem, {"q": q}, {"k": k, "v": v})
     rows, masks = TileRows(problem), TileMasks(problem.mask)
-    out = torch.zeros(q.shape, dtype=q.dtype)
-    lse = torch.full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
     with exact():
         for sequence in range(len(problem.sequences)):
             grid = problem.grid(sequence)
@@ -164,8 +164,8 @@ class _OnlineSoftmax:
 
     def __init__(self, q: Tensor, softmax_scale: float, dtype: torch.dtype) -> None:
         self.q, self.scale, self.dtype = q, softmax_scale, dtype
-        self.maximum = torch.full((len(q), 1), -torch.inf, dtype=q.dtype)
-        self.total = torch.zeros(len(q), 1, dtype=q.dtype)
+        self.maximum = q.new_full((len(q), 1), -torch.inf)
+        self.total = q.new_zeros(len(q), 1)
         self.out = torch.zeros_like(q)
 
     def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
@@ -241,14 +241,14 @@ class _Backward:
 
     def dq(self, sums: dict[QTile, Tensor]) -> Tensor:
         """dQ from the sum of every q tile; a q tile without a task has none, and zero gradients."""
-        dq = torch.zeros(self.tensors.q.shape, dtype=self.tensors.q.dtype)
+        dq = self.tensors.q.new_zeros(self.tensors.q.shape)
         for (sequence, head, q_tile), total in sums.items():
             dq[self.rows.q(sequence, q_tile), head] = total.mul_(self.scale).to(dq.dtype)
         return dq
 
     def dk_dv(self) -> tuple[Tensor, Tensor]:
         """dK and dV; zero for kv tiles without a task."""
-        dk = torch.zeros(self.tensors.k.shape, dtype=self.tensors.k.dtype)
+        dk = self.tensors.k.new_zeros(self.tensors.k.shape)
         dv = torch.zeros_like(dk)
         for parts in self._items_of_kv_tiles():
             whole = parts[0]

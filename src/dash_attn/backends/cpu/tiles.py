@@ -66,7 +66,8 @@ class TileMasks:
         start = top + grid.diagonal - left  # the tile's column that is aligned with its first row
         key = (rows, columns, start)
         if key not in self.bands:
-            self.bands[key] = hidden_elements(self.mask, torch.arange(start, start + rows), columns)
+            positions = torch.arange(start, start + rows, device="cpu")  # whatever the default device is
+            self.bands[key] = hidden_elements(self.mask, positions, columns)
         return self.bands[key]
 
 

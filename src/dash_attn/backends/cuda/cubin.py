@@ -1,11 +1,11 @@
-"""Resources of compiled kernels, read from the cubin itself (an ELF file), without any CUDA tool."""
+"""Resources and code of compiled kernels, read from the cubin itself (an ELF file), without any CUDA tool."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
 
-__all__ = ["KernelResources", "resources_of_cubin"]
+__all__ = ["KernelResources", "code_of_cubin", "resources_of_cubin"]
 
 # Attributes of .nv.info sections. The first three hold a (symbol, value) pair of 32-bit words each.
 _REGISTERS, _FRAME_SIZE, _MIN_STACK_SIZE, _NAMED_BARRIERS = 0x2F, 0x11, 0x12, 0x4C
@@ -51,8 +51,17 @@ def resources_of_cubin(cubin: bytes) -> list[KernelResources]:
         if attribute in (_REGISTERS, _FRAME_SIZE, _MIN_STACK_SIZE):
             symbol, value = struct.unpack("<II", payload)
             pairs[attribute, symbols[symbol]] = value
-    kernels = [name.removeprefix(".text.") for name in sections if name.startswith(".text.")]
-    return [_kernel(name, sections, pairs) for name in kernels]
+    return [_kernel(name, sections, pairs) for name in code_of_cubin(cubin)]
+
+
+def code_of_cubin(cubin: bytes) -> dict[str, bytes]:
+    """The instructions (SASS) of every kernel in a cubin, by mangled name.
+
+    Raises:
+        ValueError: not a 64-bit little-endian ELF file.
+    """
+    sections = (section for section in _sections(cubin) if section.name.startswith(".text."))
+    return {section.name.removeprefix(".text."): section.data for section in sections}
 
 
 def _kernel(name: str, sections: dict[str, _Section], pairs: dict[tuple[int, str], int]) -> KernelResources:

@@ -33,7 +33,7 @@ class Upload:
         if torch.cuda.is_current_stream_capturing():
             raise InputError(f"{what} is not on {device} yet: make the same call once before capturing it")
         sizes = [-(-len(x) // _LINE) * _LINE for x in arrays]
-        staging = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+        staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         words, start = staging.numpy(), 0
         for x, size in zip(arrays, sizes):
             words[start : start + len(x)] = x
@@ -78,6 +78,9 @@ def _finish_while_capturing(event: torch.cuda.Event) -> None:
 
 def loadable(x: Tensor) -> Tensor:
     """x itself if the copy engine can read it: last dimension contiguous, rows and base 16-byte aligned."""
+    # Strides of extents of 1 may be anything, also where the tensor counts as contiguous.
+    if x.is_contiguous() and 1 not in x.shape and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
     *strides, last = x.stride()
     unit = 16 // x.element_size()
     if last == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 and s > 0 for s in strides):

@@ -30,7 +30,8 @@ class _Prepared(Prepared):
         self._lengths: Upload | None = None
         self._longest: tuple[int, ...] = (0, 0)
         self._forward = Forward(problem, packed)
-        self._shapes = shapes_of(problem)[3 if packed else 4][:2]
+        # None of dense tensors where sequences are not equally long: no tensor fits then.
+        self._shapes = shapes_of(problem).get(3 if packed else 4, ((), (), ()))[:2]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         self._check(q, k, v)
@@ -85,11 +86,16 @@ def _debug() -> Debug | None:
     return Debug(bounded=True) if asked else None
 
 
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
     def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
-        major, minor = torch.cuda.get_device_capability(device)
+        major, minor = _capability(device)
         if (major, minor) != (9, 0):
             return f"{device} is sm_{major}{minor}; the kernels are for Hopper, sm_90"
         if problem.dtype not in DTYPES:

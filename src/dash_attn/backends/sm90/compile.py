@@ -1,4 +1,4 @@
-"""Kernel variants: which there are, how they are compiled, and what they use.
+"""Kernel variants: which there are, and how they are compiled.
 
 Compiling needs no GPU: tensors are fake and the target is always sm_90a.
 """
@@ -10,17 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import DashError
 from ..cuda.cache import KernelCache
-from ..cuda.cubin import KernelResources, resources_of_cubin
 from .backward.config import Accumulation, BackwardConfig
 
-__all__ = ["ARCH", "MissingCompilerError", "program", "resources", "variants"]
+__all__ = ["ARCH", "CompilerOutput", "MissingCompilerError", "compiler_output", "program", "variants"]
 
 ARCH = "sm_90a"
-_ROLES = ("Preprocess", "Backward", "Convert")  # class names, which the compiler puts into kernel names
+
+
+class CompilerOutput(NamedTuple):
+    """The PTX of all kernels of a variant, and the cubin (an ELF file) that was made of it."""
+
+    ptx: str
+    cubin: bytes
 
 
 class MissingCompilerError(DashError, ImportError):
@@ -83,18 +88,13 @@ def _compiler_or_error() -> Iterator[None]:
 _PROGRAMS = KernelCache(_compile, _load)
 
 
-def resources(config: BackwardConfig) -> list[KernelResources]:
-    """Compile a variant, GPU or not, and say what each of its kernels uses, by role."""
+def compiler_output(config: BackwardConfig) -> CompilerOutput:
+    """Compile a variant, GPU or not, and keep what the compiler would throw away.
+
+    Raises:
+        MissingCompilerError: nvidia-cutlass-dsl or apache-tvm-ffi is not installed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        _compile(config, f"--keep-cubin --dump-dir={folder}")
-        cubins = sorted(Path(folder).rglob("*.cubin"))
-        kernels = [kernel for cubin in cubins for kernel in resources_of_cubin(cubin.read_bytes())]
-    named = []
-    for kernel in kernels:
-        role = next(role for role in _ROLES if role in kernel.name)
-        # Only the main kernel's shared memory is sized at launch.
-        shared = config.shared_bytes if role == "Backward" else kernel.shared
-        named.append(replace(kernel, name=role.lower(), shared=shared))
-    if sorted(kernel.name for kernel in named) != sorted(role.lower() for role in _ROLES):
-        raise DashError(f"expected the kernels {_ROLES}, found {[kernel.name for kernel in kernels]}")
-    return named
+        _compile(config, f"--keep-ptx --keep-cubin --dump-dir={folder}")
+        (ptx,), (cubin,) = (list(Path(folder).rglob(f"*.{kind}")) for kind in ("ptx", "cubin"))
+        return CompilerOutput(ptx.read_text(), cubin.read_bytes())

@@ -109,7 +109,6 @@ def run_backward(
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
     place = on_device(plan, q.device)
     _check_tensors(place, plan, given)
-    variant = place.variants.get((ordered, debug)) or _variant(place, plan, ordered, debug)
     ring = ordered and place.min_workers > 1
     available = usable_multiprocessors(q.device) if ring else multiprocessors(q.device)
     if workers is not None:
@@ -117,6 +116,7 @@ def run_backward(
     if ordered:
         check_workers(plan, available)
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
+    variant = place.variants.get((ordered, debug)) or _variant(place, plan, ordered, debug)
     work = _Workspace(variant, place, q.device)
     grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
     all_tensors = [loadable(x) for x in (q, k, v, given.out, given.dout)]
@@ -151,7 +151,8 @@ class _Variant(NamedTuple):
 
 
 def _variant(place: OnDevice, plan: Plan, ordered: bool, debug: Debug) -> _Variant:
-    config = _config(plan.problem.head_dim, plan.problem.dtype, ordered, debug)
+    problem = plan.problem
+    config = _config(problem.head_dim, problem.dtype, ordered, debug, SPIN_LIMIT)
     found = place.variants[ordered, debug] = _Variant(config, program(config), place.workspace(config))
     return found
 
@@ -159,9 +160,10 @@ def _variant(place: OnDevice, plan: Plan, ordered: bool, debug: Debug) -> _Varia
 def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
     """The plan's shapes and dtype: the kernels take them from the plan table and from the tensors."""
     q, k, lse = place.shapes.get(given.q.ndim, ((), (), ()))
-    shapes = (q, q, k, k, q, lse)
-    for name, x, shape in zip(Tensors._fields, given, shapes):
-        dtype = torch.float32 if name == "lse" else place.dtype
+    shapes, dtypes = (q, q, k, k, q, lse), (*[place.dtype] * 5, torch.float32)
+    if tuple(x.shape for x in given) == shapes and tuple(x.dtype for x in given) == dtypes:
+        return
+    for name, x, shape, dtype in zip(Tensors._fields, given, shapes, dtypes):
         if x.shape != shape or x.dtype != dtype:
             raise PlanMismatchError(
                 f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; {plan} is for "
@@ -169,12 +171,13 @@ def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
             )
 
 
-def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug) -> BackwardConfig:
+@cache
+def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug, spin_limit: int) -> BackwardConfig:
     return BackwardConfig(
         head_dim,
         DTYPES[dtype],
         Accumulation.TICKETS if ordered else Accumulation.ATOMIC,
-        spin_limit=SPIN_LIMIT if debug.bounded else 0,
+        spin_limit=spin_limit if debug.bounded else 0,
         dump_contributions=debug.contributions,
         trace=debug.trace,
     )
@@ -251,7 +254,8 @@ def _check_hand_overs(errors: Tensor) -> None:
 @cache
 def _accumulator_order(tile_m: int, head_dim: int) -> Tensor:
     """(tile_m, head_dim) index into a dQ tile as the kernel keeps it: in the order of its registers."""
-    rows, columns = torch.arange(tile_m)[:, None], torch.arange(head_dim)[None, :]
+    rows, columns = (torch.arange(n, device="cpu") for n in (tile_m, head_dim))
+    rows, columns = rows[:, None], columns[None, :]
     if tile_m == 64:  # the two warpgroups share the columns, otherwise the rows
         group, column, row = columns // (head_dim // 2), columns % (head_dim // 2), rows
     else:

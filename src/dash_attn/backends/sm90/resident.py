@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -82,9 +81,6 @@ class OnDevice:
         return available, available - spare
 
 
-_RESIDENT: WeakKeyDictionary[Plan, dict[torch.device, OnDevice]] = WeakKeyDictionary()
-
-
 def on_device(plan: Plan, device: torch.device) -> OnDevice:
     """The plan on a device. It stays there as long as the plan lives.
 
@@ -92,11 +88,11 @@ def on_device(plan: Plan, device: torch.device) -> OnDevice:
         PlanMismatchError: the plan's tiles are not those of the kernels, or its positions are not theirs.
         InputError: it is not there, and cannot be put there while a CUDA graph is captured.
     """
-    places = _RESIDENT.setdefault(plan, {})
+    places: dict[torch.device, OnDevice] = plan.__dict__.setdefault("_places", {})
     found = places.get(device)
     if found is None:
         _check_tiles(plan)
-        found = places[device] = _place(plan, Upload(plan, [to_table(plan)], device))
+        found = places[device] = _place(plan, Upload(str(plan), [to_table(plan)], device))
     return found
 
 
