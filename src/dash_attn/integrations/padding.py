@@ -76,8 +76,9 @@ def _every_query(numbers: Tensor, seqlen_q: int) -> Packing:
     """Keys of every token, and all queries."""
     batch = len(numbers)
     rows_k = numbers.flatten().nonzero().squeeze(1)
-    counts_q, counts_k = torch.full((batch,), seqlen_q), (numbers != 0).sum(1)
-    return Packing(torch.arange(batch * seqlen_q), rows_k, _bounds(counts_q), _bounds(counts_k), False)
+    counts_q, counts_k = torch.full((batch,), seqlen_q, device=numbers.device), (numbers != 0).sum(1)
+    rows_q = torch.arange(batch * seqlen_q, device=numbers.device)
+    return Packing(rows_q, rows_k, _bounds(counts_q), _bounds(counts_k), False)
 
 
 def _bounds(counts: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ def separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) -> Tens
     if numbers is None and sizes.seqlen_q == sizes.seqlen_k and bool((positions.diff(dim=1) == 1).all()):
         return None
     positions = positions.expand(sizes.batch, -1)
-    tokens = torch.ones(sizes.batch, sizes.seqlen_k).long() if numbers is None else numbers.cpu().long()
+    tokens = torch.ones(sizes.batch, sizes.seqlen_k, device="cpu") if numbers is None else numbers.cpu()
+    tokens = tokens.long()
     cached = sizes.seqlen_k - sizes.seqlen_q
     row, column = tokens[:, cached:].nonzero(as_tuple=True)
     position = positions[row, column]

@@ -164,10 +164,12 @@ def _last_needed(plan: Plan, places: IntArray) -> IntArray:
     Nearly always the heads of a pattern claim their kv tiles in one order, and in the one of the plan before.
     So a guess is checked for all heads at once; only where it fails, heads are looked at one by one.
     """
-    for guess in (lambda: _latest(plan), lambda: _of_first_heads(plan, places)):
-        claims = guess()
-        if claims is not None and (found := _needed_if(plan, places, claims)) is not None:
-            return found
+    claims = _latest(plan)
+    found = None if claims is None else _needed_if(plan, places, claims)
+    if found is None:
+        found = _needed_if(plan, places, _of_first_heads(plan, places))
+    if found is not None:
+        return found
     groups = range(len(plan.batch.items_of_group))
     needed = np.concatenate([_claims(plan, group, places).needed for group in groups])
     last: IntArray = places[plan.codes + needed[plan.codes]]
