@@ -1,4 +1,4 @@
-"""Every kernel variant compiles for sm_90a on a machine without a GPU, without a spill."""
+"""Kernel variants compile for sm_90a without a GPU and without a spill, to the machine code on record."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
-from ptx_machine import main_kernel_ptx
 
 from dash_attn.backends.cuda.cubin import resources_of_cubin
+from dash_attn.backends.sm90 import machine_code as machine_code_module
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import resources, variants
+from dash_attn.backends.sm90.compile import ARCH, variants
+from dash_attn.backends.sm90.machine_code import MachineCode, hashes_of, machine_code, normalised
+from dash_attn.errors import DashError
 from dash_attn.tools.cli import main
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
@@ -22,17 +25,58 @@ pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip
 # What a block of 384 threads may use at most with one resident block per SM, see backends/sm90/tiles.py.
 REGISTERS, SHARED = 168, 232_448
 SOURCES = Path(__file__).parents[2] / "src"
+RECORD = Path(__file__).parents[1] / "kernels-sm_90a.json"
+KNOWN = json.loads(RECORD.read_text())
+FAST = ("backward-d64-bf16", "backward-d128-bf16")
+VARIANTS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in variants()]
+
+compiled = cache(machine_code)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def name(request: pytest.FixtureRequest) -> str:
+    """A variant. A fixture, so that all tests of a variant run one after the other, in one process."""
+    return request.param
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", variants())
 def test_compiles_without_spills(name: str) -> None:
-    kernels = {kernel.name: kernel for kernel in resources(variants()[name])}
+    kernels = {kernel.name: kernel for kernel in compiled(variants()[name]).kernels}
     assert set(kernels) == {"preprocess", "backward", "convert"}
     assert {name: kernel.stack for name, kernel in kernels.items()} == dict.fromkeys(kernels, 0)
     assert kernels["backward"].registers == REGISTERS
     assert kernels["backward"].shared <= SHARED
     assert 1 <= kernels["backward"].barriers <= 16
+
+
+@pytest.mark.filterwarnings("default")
+def test_machine_code_is_what_is_on_record(name: str) -> None:
+    """If code should change: ``dash-attn kernels --hashes --save tests/kernels-sm_90a.json``."""
+    code = compiled(variants()[name])
+    if code.compiler != KNOWN["compiler"]:
+        pytest.skip(f"the record is of {KNOWN['compiler']}, installed is {code.compiler}")
+    assert code.hashes == KNOWN["variants"][name]
+
+
+def test_every_variant_is_on_record() -> None:
+    assert list(KNOWN["variants"]) == list(variants())
+    assert KNOWN["arch"] == ARCH
+    main_kernels = [hashes["backward"] for hashes in KNOWN["variants"].values()]
+    assert len(set(main_kernels)) == len(main_kernels), "two variants have the same main kernel"
+
+
+def test_names_and_comments_do_not_count() -> None:
+    ptx = ".entry kernel_cutlass_{0}_1(.param .b32 kernel_cutlass_{0}_1_param_0)\n{{ {1}; // {2}\n}}"
+    once = normalised(ptx.format("Backward_object_at_", "add.f32 %f1, %f2, %f3", "in one file"))
+    assert once == normalised(ptx.format("Renamed_object_at_", "add.f32 %f1, %f2, %f3", "in another"))
+    assert once != normalised(ptx.format("Backward_object_at_", "add.f32 %f1, %f3, %f2", "in one file"))
+    assert "KERNEL_param_0" in once
+
+
+def test_hashes_of_two_compilers_are_not_one_record() -> None:
+    codes = {name: MachineCode(name, "", [], {}) for name in ("one", "other")}
+    with pytest.raises(DashError, match="expected code of one compiler, found \\['one', 'other'\\]"):
+        hashes_of(codes)
 
 
 @pytest.mark.filterwarnings("default")
@@ -63,7 +107,7 @@ def test_configurations_that_cannot_run(changed: dict[str, int | str], message: 
 @pytest.mark.filterwarnings("default")
 def test_one_lane_stores_dk_and_dv() -> None:
     """load.py elects the lane that stores and prefetches; a compiler that elects one would nest the two."""
-    ptx = main_kernel_ptx(variants()["backward-d64-bf16"])
+    ptx = compiled(variants()["backward-d64-bf16"]).ptx
     before_stores = ptx.split("cp.async.bulk.tensor.5d.global.shared")[:-1]
     assert len(before_stores) == 4  # dV and dK, between items and at the end
     for before in before_stores:
@@ -78,10 +122,46 @@ def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--only", "backward-d128-bf16", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["kernels"]
-    assert {(row["variant"], row["arch"]) for row in rows} == {("backward-d128-bf16", "sm_90a")}
+def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code_module, "machine_code", compiled)
+    assert main(["kernels", "--only", FAST[0], "--json", "--hashes"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(row["variant"], row["arch"]) for row in found["kernels"]} == {(FAST[0], ARCH)}
+    assert found["hashes"]["variants"] == {FAST[0]: compiled(variants()[FAST[0]]).hashes}
+    assert main(["kernels", "--only", FAST[0], "--hashes"]) == 0
+    assert found["hashes"]["variants"][FAST[0]]["ptx"] in capsys.readouterr().out
+
+
+def test_command_saves_a_record(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    codes = {
+        config: MachineCode(KNOWN["compiler"], "", [], KNOWN["variants"][name])
+        for name, config in variants().items()
+    }
+    monkeypatch.setattr(machine_code_module, "machine_code", codes.__getitem__)
+    assert main(["kernels", "--hashes", "--save", str(tmp_path / "record.json")]) == 0
+    assert (tmp_path / "record.json").read_bytes() == RECORD.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--save {0}/new", "/new writes the hashes of all variants: give --hashes, and no --only"),
+        ("--save {0}/new --hashes --only backward-d64-bf16", "give --hashes, and no --only"),
+        ("--save {0} --hashes", "it is a folder"),
+        ("--save {0}/no/new --hashes", "No such file or directory"),
+    ],
+)
+def test_a_record_that_would_not_be_whole_or_not_be_written(
+    flags: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.delattr(machine_code_module, "machine_code")  # said before anything is compiled
+    assert main(["kernels", *flags.format(tmp_path).split()]) == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_cubin() -> None:

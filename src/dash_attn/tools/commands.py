@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -54,27 +55,49 @@ def run_demo(args: argparse.Namespace) -> int:
 
 def _add_kernels(subparsers: Any) -> None:
     text = "compile every GPU kernel and say what it uses; needs no GPU"
-    kernels = add_command(subparsers, "kernels", run_kernels, text, "--only backward-d128-bf16")
+    kernels = add_command(subparsers, "kernels", run_kernels, text, "--only backward-d128-bf16 --hashes")
     kernels.add_argument("--only", metavar="VARIANT", help="one variant by name")
+    kernels.add_argument("--hashes", action="store_true", help="print hashes of PTX and machine code too")
+    kernels.add_argument("--save", type=Path, metavar="FILE", help="write the hashes of all variants (JSON)")
 
 
 def run_kernels(args: argparse.Namespace) -> int:
-    from ..backends.sm90.compile import ARCH, resources, variants
+    from ..backends.sm90 import machine_code
+    from ..backends.sm90.compile import ARCH, variants
 
     chosen = variants()
+    if args.save:
+        _require_hashes_of_all(args)
     if args.only is not None:
         if args.only not in chosen:
             raise DashError(f"unknown variant {args.only!r}; known: {', '.join(chosen)}")
         chosen = {args.only: chosen[args.only]}
-    rows = []
+    codes, rows = {}, []
     for name, config in chosen.items():
-        for kernel in resources(config):
+        codes[name] = machine_code.machine_code(config)
+        for kernel in codes[name].kernels:
             rows.append({"variant": name, "arch": ARCH, **asdict(kernel)})
             if not args.json:
                 print(_KERNEL_LINE.format(**rows[-1]), flush=True)
+        if args.hashes and not args.json:
+            for what, digest in codes[name].hashes.items():
+                print(f"{name:<30} {what:<12} {digest}", flush=True)
+    hashes = machine_code.hashes_of(codes)
     if args.json:
-        print(json.dumps({"kernels": rows}))
+        print(json.dumps({"kernels": rows} | ({"hashes": hashes} if args.hashes else {})))
+    if args.save:
+        args.save.write_text(json.dumps(hashes, indent=1) + "\n")
     return 1 if any(row["stack"] for row in rows) else 0
+
+
+def _require_hashes_of_all(args: argparse.Namespace) -> None:
+    """Compiling all variants takes a minute: see first that the file is meant, whole and can be written."""
+    if not args.hashes or args.only:
+        raise DashError(f"--save {args.save} writes the hashes of all variants: give --hashes, and no --only")
+    if args.save.is_dir():
+        raise DashError(f"cannot write {args.save}: it is a folder")
+    with tempfile.TemporaryFile(dir=args.save.parent):
+        pass
 
 
 def _add_verify(subparsers: Any) -> None:
