@@ -46,6 +46,9 @@ class _Known(NamedTuple):
 
 _KNOWN: dict[int, _Known] = {}
 
+_CAPTURED: dict[int, _Known] = {}
+"""What CUDA graphs read and write when they are replayed; never freed: nobody says when a graph is gone."""
+
 
 def host_lengths(name: str, cu_seqlens: Tensor, *, check: bool = True) -> Lengths:
     """The lengths of a ``cu_seqlens``, (batch + 1,) int32 on any device.
@@ -87,8 +90,9 @@ def host_lengths(name: str, cu_seqlens: Tensor, *, check: bool = True) -> Length
 
 def _assert_unchanged(name: str, cu_seqlens: Tensor, known: _Known) -> None:
     index = known.copy.device.index
-    elsewhere = torch._C._cuda_getCurrentRawStream(index) != known.stream
-    if elsewhere and not torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
+        _CAPTURED[id(known)] = known
+    elif torch._C._cuda_getCurrentRawStream(index) != known.stream:
         for x in (known.copy, known.same, known.all_same):
             x.record_stream(torch.cuda.current_stream(index))  # the tensor may go while the stream reads
     torch.eq(cu_seqlens, known.copy, out=known.same)
