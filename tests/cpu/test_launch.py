@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from dash_attn.backends.cuda.upload import loadable
-from dash_attn.backends.sm90 import forward
+from dash_attn.backends.sm90 import backend, forward
+from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.launch import _accumulator_order
-from dash_attn.problem import Mask, Problem
+from dash_attn.backends.sm90.tiles import TILES, tiles_of
+from dash_attn.problem import Mask, Problem, default_tiles
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -92,3 +94,16 @@ def test_packed_tensors_need_flash_attention(monkeypatch: pytest.MonkeyPatch) ->
     assert reason == "the forward of packed tensors on a GPU needs FlashAttention-4: pip install flash-attn-4"
     monkeypatch.setattr(forward, "_has_fa4", lambda: True)
     assert forward.why_no_forward(problem, packed=True) == ""
+
+
+@pytest.mark.parametrize("head_dim", [head_dim for head_dim, _ in TILES])
+def test_problems_have_the_tiles_of_the_kernels_by_default(head_dim: int) -> None:
+    """A plan made by hand, without a word about tiles, runs on a GPU."""
+    assert BACKEND.tiles(head_dim) == tiles_of(head_dim)[:2] == default_tiles(head_dim)
+
+
+def test_explicit_positions_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_capability", lambda device: (9, 0))
+    shifted = Problem(((128, 256),), 1, 1, 64, Mask.causal(), q_starts=(0,))
+    reason = BACKEND.why_not(shifted, torch.device("cuda"), False)
+    assert reason == "q_starts (0,) are not supported on a GPU: rows are aligned bottom-right"

@@ -92,7 +92,7 @@ class Backend(ABC):
 
     @abstractmethod
     def tiles(self, head_dim: int) -> tuple[int, int]:
-        """(tile_m, tile_n) of its backward."""
+        """(tile_m, tile_n) of its backward; any for a head dim that it does not cover."""
 
     @abstractmethod
     def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:

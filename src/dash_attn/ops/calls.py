@@ -109,7 +109,7 @@ def _dense(
     shape_q: torch.Size, shape_k: torch.Size, dtype: torch.dtype, device: torch.device, spec: AttentionSpec
 ) -> Call:
     batch, seqlen_q, heads, head_dim = shape_q
-    problem = _problem(((seqlen_q, shape_k[1]),) * batch, (heads, shape_k[2], head_dim), dtype, spec)
+    problem = _problem(((seqlen_q, shape_k[1]),) * batch, (heads, shape_k[2], head_dim), dtype, spec, device)
     return Call(spec, problem, device, packed=False)
 
 
@@ -136,7 +136,7 @@ def _packed(
     device: torch.device,
     spec: AttentionSpec,
 ) -> Call:
-    problem = _problem(tuple(zip(seqlens_q, seqlens_k)), sizes, dtype, spec)
+    problem = _problem(tuple(zip(seqlens_q, seqlens_k)), sizes, dtype, spec, device)
     return Call(spec, problem, device, packed=True)
 
 
@@ -154,10 +154,12 @@ def _problem(
     sizes: tuple[int, int, int],
     dtype: torch.dtype,
     spec: AttentionSpec,
+    device: torch.device,
 ) -> Problem:
-    """``sizes``: q heads, kv heads, head dim."""
+    """``sizes``: q heads, kv heads, head dim. Its tiles are those of the device's backend."""
+    tile_m, tile_n = backend_for(device).tiles(sizes[2])
     try:
-        return Problem(sequences, *sizes, spec.mask, DTYPE_NAMES[dtype])
+        return Problem(sequences, *sizes, spec.mask, DTYPE_NAMES[dtype], tile_m, tile_n)
     except ProblemError as error:
         raise InputError(str(error)) from error
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, PlanMismatchError
-from ...problem import Problem
+from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ..base import Backend, Gradients, Prepared, Tensors
 from ..cuda.upload import Upload
@@ -103,10 +103,17 @@ class _SM90(Backend):
         if (problem.head_dim, problem.head_dim) not in TILES:
             known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
             return f"head_dim {problem.head_dim} is not supported on a GPU; supported: {known}"
+        if problem.q_starts is not None:
+            return (
+                f"q_starts {problem.q_starts!r:.80} are not supported on a GPU: rows are aligned bottom-right"
+            )
         return why_no_forward(problem, packed)
 
     def tiles(self, head_dim: int) -> tuple[int, int]:
-        return tiles_of(head_dim)[:2]
+        if (head_dim, head_dim) not in TILES:
+            return default_tiles(head_dim)
+        kernel = tiles_of(head_dim)
+        return kernel.tile_m, kernel.tile_n
 
     def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
         return _Prepared(problem, device, packed)
