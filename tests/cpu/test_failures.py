@@ -5,19 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dash_attn.backends.base import Tensors
-from dash_attn.backends.sm90 import compile as compiling
 from dash_attn.backends.sm90 import backend, launch, resident
+from dash_attn.backends.sm90 import compile as compiling
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import MissingCompilerError, program
-from dash_attn.errors import CompilationError, DashError, TooFewWorkersError
+from dash_attn.errors import (
+    CompilationError,
+    DashError,
+    HandOverError,
+    InputError,
+    TooFewWorkersError,
+)
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, Policy, Shift, build_plan
 
@@ -147,3 +155,42 @@ def test_a_plan_that_one_worker_can_run_does_not_ask_for_sms(
     monkeypatch.setattr(launch, "usable_multiprocessors", lambda device: pytest.fail("asked"))
     launch.run_backward(*call(FA3()))
     assert launches == [18]
+
+
+@pytest.mark.parametrize(
+    ("asked", "debug"),
+    [
+        ("", None),
+        ("bounded", launch.Debug(bounded=True)),
+        ("bounded,trace", launch.Debug(bounded=True, trace=True)),
+    ],
+)
+def test_debugging_by_the_environment(monkeypatch: pytest.MonkeyPatch, asked: str, debug: object) -> None:
+    monkeypatch.setenv("DASH_ATTN_DEBUG", asked)
+    backend._debug.cache_clear()
+    assert backend._debug() == debug
+    backend._debug.cache_clear()
+
+
+@pytest.mark.parametrize("asked", ["trace", "bound", "bounded, trace", "1"])
+def test_an_unknown_wish_for_debugging(monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv("DASH_ATTN_DEBUG", asked)
+    backend._debug.cache_clear()
+    with pytest.raises(InputError, match=f"must be bounded, or bounded,trace; got '{asked}'"):
+        backend._debug()
+
+
+def test_a_wait_that_gave_up_is_named_and_its_trace_is_kept() -> None:
+    errors = torch.tensor([1, 2, 3, 4, 5, 6, 1, 0], dtype=torch.int32)
+    what = "sequence 2, q head 3, kv tile 4, q tile 5: waited for ticket 6, the counter stayed at 1"
+    with pytest.raises(HandOverError) as caught:
+        launch._check_hand_overs(errors, None)
+    assert str(caught.value) == what
+    trace = torch.zeros(3, 2, 4, dtype=torch.int64)
+    trace[0, :, 2] = 7
+    with pytest.raises(HandOverError, match=f"{what}; 2 contributions were made until then") as caught:
+        launch._check_hand_overs(errors, trace)
+    path = Path(str(caught.value).rpartition(" is in ")[2])
+    assert np.array_equal(np.load(path), trace.numpy())
+    path.unlink()
+    launch._check_hand_overs(torch.zeros(8, dtype=torch.int32), trace)

@@ -136,7 +136,9 @@ def test_streams_that_get_a_third_of_the_sms_each(monkeypatch, priorities):
     plan, case = build_plan(problem, Shift(ring=64)), make_case(problem)
     assert plan.min_workers == 64
     errors = []
-    monkeypatch.setattr(launcher, "_check_hand_overs", errors.append)  # read at the end: nobody waits
+    monkeypatch.setattr(
+        launcher, "_check_hand_overs", lambda found, trace: errors.append(found)
+    )  # read at the end: nobody waits
     monkeypatch.setattr(launcher, "SPIN_LIMIT", 100_000)
     how = {"debug": Debug(bounded=True)}
     first, results = launch(plan, case, **how), []

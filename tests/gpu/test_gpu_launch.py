@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +59,19 @@ def test_a_ticket_that_never_comes_is_an_error_and_not_a_hang():
     after = grads(launch(good, case))
     for name in GRADS:
         assert relative_error(after[name], case.exact[name]) <= 4e-3, name
+
+
+def test_a_ticket_that_never_comes_leaves_a_trace():
+    plan = broken_plan()
+    case = make_case(plan.problem)
+    with pytest.raises(
+        HandOverError, match=r"waited for ticket .*; \d+ contributions were made until"
+    ) as error:
+        launch(plan, case, debug=Debug(bounded=True, trace=True))
+    path = Path(str(error.value).rpartition(" is in ")[2])
+    trace = np.load(path)
+    path.unlink()
+    assert 0 < int((trace[..., 2] > 0).sum()) < plan.problem.tasks
 
 
 def test_a_ring_on_too_few_workers_is_an_error_and_not_a_hang():

@@ -75,15 +75,18 @@ class _Prepared(Prepared):
 
 @cache
 def _debug() -> Debug | None:
-    """What ``DASH_ATTN_DEBUG`` asks for: "bounded" ends a wait that lasts with an error that names it.
+    """What ``DASH_ATTN_DEBUG`` asks for.
+
+    "bounded": a wait that lasts ends in a HandOverError that names it, instead of lasting for ever.
+    "bounded,trace": the error also says where it saved what was done until then.
 
     Raises:
         InputError: it asks for something else.
     """
-    asked = [word for word in os.environ.get("DASH_ATTN_DEBUG", "").split(",") if word]
-    if unknown := [word for word in asked if word != "bounded"]:
-        raise InputError(f"DASH_ATTN_DEBUG={','.join(asked)}: unknown {unknown[0]!r}; known: bounded")
-    return Debug(bounded=True) if asked else None
+    asked = os.environ.get("DASH_ATTN_DEBUG", "")
+    if asked not in ("", "bounded", "bounded,trace"):
+        raise InputError(f"DASH_ATTN_DEBUG must be bounded, or bounded,trace; got {asked!r}")
+    return Debug(bounded=True, trace="trace" in asked) if asked else None
 
 
 @cache

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .backward.config import Accumulation, BackwardConfig
+from .tiles import TILES
 
 __all__ = ["ARCH", "CompilerOutput", "MissingCompilerError", "compiler_output", "program", "variants"]
 
@@ -35,7 +36,7 @@ class MissingCompilerError(DashError, ImportError):
 def variants() -> dict[str, BackwardConfig]:
     """Every variant the package can launch, by name: product, unordered, and debug."""
     found = {}
-    for head_dim in (64, 128):
+    for head_dim, _ in TILES:
         for dtype in ("bf16", "fp16"):
             base = BackwardConfig(head_dim, dtype)
             name = f"backward-d{head_dim}-{dtype}"
@@ -44,6 +45,7 @@ def variants() -> dict[str, BackwardConfig]:
             found[f"{name}-bounded"] = replace(base, spin_limit=1)
             found[f"{name}-contributions"] = replace(base, dump_contributions=True)
             found[f"{name}-trace"] = replace(base, trace=True)
+            found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
     return found
 
 

@@ -10,12 +10,14 @@ A call that finds it there neither copies nor waits, and can be captured in a CU
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -218,11 +220,11 @@ class _Workspace:
 
     def result(self, grads: Gradients, debug: Debug) -> Result:
         """The gradients with what a debugging run kept."""
-        if debug.bounded:
-            _check_hand_overs(self.buffers.errors)
         config, tickets = self.config, self.place.tickets
         tiles = self.place.heads * self.place.q_tiles
         trace = self.buffers.trace.view(tiles, tickets, 4) if debug.trace else None
+        if debug.bounded:
+            _check_hand_overs(self.buffers.errors, trace)
         if not debug.contributions:
             return Result(*grads, trace=trace)
         order = _accumulator_order(config.tile_m, config.head_dim).to(grads.dq.device)
@@ -240,15 +242,27 @@ def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _check_hand_overs(errors: Tensor) -> None:
+def _check_hand_overs(errors: Tensor, trace: Tensor | None) -> None:
     failed, sequence, head, kv_tile, q_tile, expected, seen, _ = errors.tolist()
-    if failed and sequence < 0:
-        raise HandOverError(f"{seen} of {expected} dQ tiles got all their contributions")
-    if failed:
-        raise HandOverError(
+    if not failed:
+        return
+    if sequence < 0:
+        what = f"{seen} of {expected} dQ tiles got all their contributions"
+    else:
+        what = (
             f"sequence {sequence}, q head {head}, kv tile {kv_tile}, q tile {q_tile}: waited for ticket "
             f"{expected}, the counter stayed at {seen}"
         )
+    raise HandOverError(what if trace is None else f"{what}; {_saved(trace)}")
+
+
+def _saved(trace: Tensor) -> str:
+    """Save what a trace holds (:class:`Result`), and say where."""
+    descriptor, path = tempfile.mkstemp(prefix="dash-attn-trace-", suffix=".npy")
+    with open(descriptor, "wb") as file:
+        np.save(file, trace.cpu().numpy())
+    done = int((trace[..., 2] > 0).sum())
+    return f"{done} contributions were made until then; when, and on which SM, is in {path}"
 
 
 @cache
