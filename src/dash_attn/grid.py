@@ -8,8 +8,8 @@ Coordinates
     task            one (kv tile, q tile) pair in which the mask leaves at least one element
 
 Every mask here is a band: row ``i`` sees column ``j`` when ``-left <= j - (i + q_start) <= right``, each side
-unbounded when it is None. ``q_start`` is the column aligned with row 0, by default ``seqlen_k - seqlen_q``: this
-aligns the band with the bottom-right corner, as FlashAttention does.
+unbounded when it is None. ``q_start`` is the column aligned with row 0. By default it is
+``seqlen_k - seqlen_q``, which aligns the band with the bottom-right corner, as FlashAttention does.
 
 This module imports neither torch nor cutlass.
 """
