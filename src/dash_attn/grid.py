@@ -168,7 +168,9 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
             beyond = np.minimum(np.maximum(-((first - columns) // tile_m), 0), q_tiles)
         columns_of_table = (q_tiles, kv_tiles, low, high, ragged, beyond)
         lists = (x.tolist() if isinstance(x, np.ndarray) else x for x in columns_of_table)
-        return [_tile_grid(q, kv, tile_m, tile_n, *rest) for q, kv, *rest in zip(*lists)]
+        fields = [(q, kv, tile_m, tile_n, *rest) for q, kv, *rest in zip(*lists)]
+        made = {one: _tile_grid(*one) for one in dict.fromkeys(fields)}
+        return [made[one] for one in fields]
 
     @cached_property
     def _kv_bounds(self) -> tuple[IntArray, IntArray]:
@@ -239,7 +241,15 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
         return f"{self.tasks} tasks of {self.q_tiles} x {self.kv_tiles} tiles ({self.tile_m} x {self.tile_n})"
 
 
-_tile_grid = lru_cache(1 << 14)(TileGrid)
+_KEPT_GRIDS, _KEPT_TILES = 4096, 2048
+"""Grids kept, and tiles of one side of the largest: a long one keeps megabytes, and seldom comes again."""
+
+_kept_grid = lru_cache(_KEPT_GRIDS)(TileGrid)
+
+
+def _tile_grid(q_tiles: int, kv_tiles: int, *rest: Any) -> TileGrid:
+    make = _kept_grid if max(q_tiles, kv_tiles) <= _KEPT_TILES else TileGrid
+    return make(q_tiles, kv_tiles, *rest)
 
 
 def _read_only(x: IntArray) -> IntArray:

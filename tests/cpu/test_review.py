@@ -16,8 +16,9 @@ import torch
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.api import apply_plan
 from dash_attn.errors import PlacementError, PlanMismatchError, TableError
+from dash_attn.grid import IntArray, Mask, SequenceGrid, TileGrid
 from dash_attn.ops import lengths
-from dash_attn.problem import IntArray, Mask, Problem, SequenceGrid
+from dash_attn.problem import Problem
 from dash_attn.schedule import (
     FA3,
     SPT,
@@ -80,6 +81,18 @@ def test_a_copy_is_proven_anew_and_cannot_be_written(duplicate: Any) -> None:
 def test_arrays_of_a_grid_belong_to_all_problems_with_its_tiles(name: str) -> None:
     with pytest.raises(ValueError, match="read-only"):
         getattr(SequenceGrid(300, 300, 128, 128, Mask.causal()), name)[0] = 7
+
+
+def test_equal_grids_of_a_problem_are_one_and_long_ones_are_not_kept() -> None:
+    def grids(*seqlens: int) -> list[TileGrid]:
+        return list(Problem.varlen(seqlens, heads=1, head_dim=64).tile_grids.values())
+
+    long, also_long, short = grids(2**19, 2**19 - 1, 300)
+    assert long is also_long
+    assert short is grids(299)[0]
+    kept = weakref.ref(long)
+    del long, also_long
+    assert kept() is None
 
 
 @dataclass(frozen=True)
