@@ -67,8 +67,11 @@ class Forward:
         (total_q, heads, head_dim), lse (heads, total_q).
         """
         bounds = () if lengths is None else lengths[:2]
-        # What decides FlashAttention-4's choice of a kernel on Hopper: neither lengths nor batch do.
-        kind = (q.device, q.dtype, q.shape[-1], q.shape[-2] // k.shape[-2], self._mask, lengths is None)
+        # What decides FlashAttention-4's choice of a kernel on Hopper. Lengths do not. Packed batches of more
+        # than 256 sequences have another one.
+        many = lengths is not None and len(lengths.cu_seqlens_q) > 257
+        group = q.shape[-2] // k.shape[-2]
+        kind = (q.device, q.dtype, q.shape[-1], group, self._mask, lengths is None, many)
         if (kernel := _KERNELS.get(kind)) is not None:
             *rows, heads, _ = q.shape
             shape = (heads, *rows) if lengths is not None else (rows[0], heads, rows[1])

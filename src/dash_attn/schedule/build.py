@@ -22,7 +22,7 @@ __all__ = ["PLACEMENTS", "build_plan"]
 PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
 """Placements that go with every policy."""
 
-_KEPT_PATTERNS, _KEPT_KV_TILES = 4096, 512
+_KEPT_PATTERNS, _KEPT_KV_TILES = 1024, 512
 """Patterns kept, and kv tiles of the largest: the next packed batch has other lengths, few other grids."""
 
 

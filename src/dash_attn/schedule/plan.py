@@ -36,8 +36,9 @@ from .tickets import RunTuple
 __all__ = ["HeadPattern", "Plan", "Run", "Verdict", "named"]
 
 
-_MOST_TILED = 128
-"""Arrays kept per pattern. Names hold the order of its items, and of those there may be any number."""
+_MOST_TILED, _LONGEST_TILED = 128, 2048
+"""Arrays kept per pattern, and items of the longest of them. Names hold the order of items, and of those there
+may be any number. A process that sees all lengths keeps a thousand patterns (``build.py``)."""
 
 
 class Run(NamedTuple):
@@ -125,12 +126,14 @@ class HeadPattern:
         return orders
 
     def tiled(self, name: Hashable, values: Callable[[HeadPattern], Any], heads: int) -> Any:
-        """An array over the kv tiles, behind itself for so many heads; computed once per name."""
+        """An array over the kv tiles, behind itself for so many heads. Short ones are made once per name."""
         known: dict[object, Any] = self._tiled  # type: ignore[attr-defined]
         if (found := known.get((name, heads))) is None:
-            if len(known) >= _MOST_TILED:
-                known.clear()
-            found = known[name, heads] = np.concatenate([values(self)] * heads)
+            found = np.concatenate([values(self)] * heads)
+            if len(found) <= _LONGEST_TILED:
+                if len(known) >= _MOST_TILED:
+                    known.clear()
+                known[name, heads] = found
         return found
 
     @cached_property
