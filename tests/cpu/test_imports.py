@@ -14,7 +14,18 @@ import dash_attn
 SOURCE = Path(dash_attn.__file__).parent
 
 BELOW_BACKENDS = {"errors", "machine", "problem", "schedule"}
-LIBRARY = {"__init__", "errors", "machine", "problem", "schedule", "model", "backends", "peers", "api", "integrations"}
+LIBRARY = {
+    "__init__",
+    "errors",
+    "machine",
+    "problem",
+    "schedule",
+    "model",
+    "backends",
+    "peers",
+    "api",
+    "integrations",
+}
 LAYERS = {
     "errors": set(),
     "grid": {"errors"},

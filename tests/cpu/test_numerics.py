@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from numerics import MASKS, POISONS, UNUSUAL, assert_as_plain_attention, assert_shows, errors, problem
 from test_fuzz import executor, spoiled
 
 from dash_attn.backends.cpu import oracle_backward, oracle_forward
 from dash_attn.problem import Mask
+from numerics import MASKS, POISONS, UNUSUAL, assert_as_plain_attention, assert_shows, errors, problem
 
 EVERY_MASK = pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import CAUSAL, auto_plan, packed
-from sanitize import TOOLS, contributed, findings, inputs, plans
 
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import variants
+from gpu_cases import CAUSAL, auto_plan, packed
+from sanitize import TOOLS, contributed, findings, inputs, plans
 
 
 def race(*accesses: tuple[str, str], kernel: str = "kernel_sm90Backward_1") -> str:

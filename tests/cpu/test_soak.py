@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from soak import Hang, failures, signs_of_life
 
 

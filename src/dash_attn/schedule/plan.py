@@ -37,8 +37,8 @@ __all__ = ["HeadPattern", "Plan", "Run", "Verdict", "named"]
 
 
 _MOST_TILED, _LONGEST_TILED = 128, 2048
-"""Arrays kept per pattern, and items of the longest of them. Names hold the order of items, and of those there
-may be any number. A process that sees all lengths keeps a thousand patterns (``build.py``)."""
+"""Arrays kept per pattern, and items of the longest. Names hold the order of items, and of those there may be
+any number. A process that sees all lengths keeps a thousand patterns (``build.py``)."""
 
 
 class Run(NamedTuple):
