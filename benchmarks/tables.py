@@ -199,6 +199,40 @@ def shared_table() -> str:
     return table_of(head, [[what, *(f"{r.shared[what]:,.0f}" for r in found)] for what in found[0].shared])
 
 
+def host_table() -> str:
+    """Host time of a call beside FlashAttention-4's, microseconds."""
+    lines = [
+        [row["problem"], row["what"], f"{row['us']['dash_attn']:.0f}", f"{row['us']['fa4']:.0f}",
+         f"{row['us']['dash_attn'] / row['us']['fa4']:.2f}"]
+        for row in read("h200-host.json")
+        if row["what"] in ("forward", "forward and backward") and "unseen" not in row["problem"]
+    ]  # fmt: skip
+    return table_of(["problem", "call", "ours, us", "FA4, us", "ours / FA4"], lines)
+
+
+def host_values() -> Iterator[tuple[str, Value]]:
+    """Host times: all known lengths as a table, the others by what they are of."""
+    yield "known", host_table
+    for name, problem, what, key in (
+        ("plan", "64 unseen lengths on cpu", "forward and backward", "plan_for"),
+        ("unseen-on-cpu", "64 unseen lengths on cpu", "forward and backward", "new lengths"),
+        ("unseen-on-gpu", "64 unseen lengths on cuda", "forward and backward", "new lengths"),
+        ("look-up", "64 known lengths", "look-up", "dash_attn"),
+        ("graph", "4 x 256, 8 heads", "graph", "dash_attn"),
+        ("graph-fa4", "4 x 256, 8 heads", "graph", "fa4"),
+        ("graph-backward", "4 x 256, 8 heads", "graph, backward alone", "dash_attn"),
+        ("graph-backward-fa4", "4 x 256, 8 heads", "graph, backward alone", "fa4"),
+    ):
+        yield name, partial(_host, problem, what, key)
+
+
+def _host(problem: str, what: str, key: str) -> str:
+    (us,) = (
+        row["us"][key] for row in read("h200-host.json") if (row["problem"], row["what"]) == (problem, what)
+    )
+    return f"{us / 1000:.1f} ms" if us >= 1000 else f"{us:.0f} us"
+
+
 def _values() -> Iterator[tuple[tuple[str, str], Value]]:
     folder = "benchmarks/results/h200-"
     of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
@@ -208,6 +242,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}demo.json": demo_values(),
         f"{folder}traces.json": trace_values(),
         f"{folder}ranking.json": ranking_values(),
+        f"{folder}host.json": host_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
         COUNTS: count_values(),
