@@ -211,7 +211,7 @@ def host_table() -> str:
 
 
 def host_values() -> Iterator[tuple[str, Value]]:
-    """Host times: all known lengths as a table, the others by what they are of."""
+    """Host times: all known lengths as a table, the others by what they are of; in ms from 1,000 us on."""
     yield "known", host_table
     for name, problem, what, key in (
         ("plan", "64 unseen lengths on cpu", "forward and backward", "plan_for"),
@@ -230,7 +230,7 @@ def _host(problem: str, what: str, key: str) -> str:
     (us,) = (
         row["us"][key] for row in read("h200-host.json") if (row["problem"], row["what"]) == (problem, what)
     )
-    return f"{us / 1000:.1f} ms" if us >= 1000 else f"{us:.0f} us"
+    return f"{us / 1000:.1f}" if us >= 1000 else f"{us:.0f}"
 
 
 def _values() -> Iterator[tuple[tuple[str, str], Value]]:
