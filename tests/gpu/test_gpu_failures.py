@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -31,16 +32,16 @@ def test_out_of_memory_in_the_workspace():
     first = run_backward(plan, inputs, 0.1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    allowed, held = torch.cuda.memory_reserved() + (64 << 20), []
+    allowed, taken = torch.cuda.memory_reserved() + (64 << 20), []
     try:
         torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
-        with pytest.raises(torch.OutOfMemoryError):  # what earlier tests left in PyTorch's cache is taken, too
-            while True:
-                held.append(torch.empty(64 << 20, dtype=torch.uint8, device="cuda"))
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:  # what earlier tests left in PyTorch's cache is taken, too
+                taken.append(torch.empty(64 << 20, dtype=torch.uint8, device="cuda"))
         with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
             run_backward(plan, inputs, 0.1)
     finally:
-        held.clear()
+        taken.clear()
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert not differing(first, run_backward(plan, inputs, 0.1))
 
