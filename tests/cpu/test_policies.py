@@ -13,6 +13,7 @@ from dash_attn.model import H200, H200_WORKERS, Costs, simulate
 from dash_attn.problem import Mask, Problem, TileGrid
 from dash_attn.schedule import (
     FA3,
+    POLICIES,
     SPT,
     ByLength,
     Descending,
@@ -44,6 +45,10 @@ def orders_by_definition(grid: TileGrid, groups: tuple[SummationGroup, ...]) -> 
                 kv = group.kv_first if kv > group.kv_last else group.kv_last if kv < group.kv_first else kv
         orders.append([kv for kv in order if grid.kv_first[q] <= kv <= grid.kv_last[q]])
     return orders
+
+
+def test_every_policy_is_tested() -> None:
+    assert {type(policy) for policy in ALL_POLICIES} == set(POLICIES.values())
 
 
 @pytest.mark.parametrize("numerics", ALL_POLICIES, ids=str)
@@ -248,7 +253,7 @@ def test_by_length_decides_sequence_by_sequence(problem: Problem, long_from: int
     for pair in problem.tile_grids:
         like = build_plan(problem, Descending() if pair[1] >= long_from else SPT())
         assert np.array_equal(plan.patterns[pair].runs, like.patterns[pair].runs)
-    if problem.mask.name == "causal":
+    if problem.mask.is_causal:
         assert plan.min_workers <= 1
 
 
