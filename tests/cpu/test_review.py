@@ -17,7 +17,6 @@ from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.api import apply_plan
 from dash_attn.errors import PlacementError, PlanMismatchError, TableError
 from dash_attn.grid import IntArray, Mask, SequenceGrid, TileGrid
-from dash_attn.ops import lengths
 from dash_attn.problem import Problem
 from dash_attn.schedule import (
     FA3,
@@ -194,21 +193,3 @@ def test_a_batch_of_output_gradients_is_refused_by_name() -> None:
     out = flash_attn_func(q, q, q)
     with pytest.raises(RuntimeError, match=r"no rule for torch.vmap"):
         torch.autograd.grad(out, q, torch.ones(2, *out.shape), is_grads_batched=True)
-
-
-def test_what_a_graph_compares_lengths_with_outlives_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay writes the comparison where the capture did, also after the lengths were read anew."""
-    monkeypatch.setattr(lengths, "_CAPTURED", {})
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    ends = torch.tensor([0, 3], dtype=torch.int32)
-    same = torch.empty(2, dtype=torch.bool)
-    read = lengths.Lengths((3,), 3, 3)
-    known = lengths._Known(weakref.ref(ends), 0, read, ends.clone(), same, same.new_empty(()), 0)
-    memory = weakref.ref(known.all_same)
-    for capturing in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
-        lengths._assert_unchanged("cu_seqlens_q", ends, known)
-        assert bool(known.all_same)
-        assert bool(lengths._CAPTURED) == capturing
-    del known
-    assert memory() is not None

@@ -10,12 +10,12 @@ Positions on a GPU are read once for all layers of a forward, which waits for th
 from __future__ import annotations
 
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..ops.host_reads import HostReads
 
 __all__ = ["Sizes", "assert_separate", "separate"]
 
@@ -28,16 +28,11 @@ class Sizes(NamedTuple):
     seqlen_k: int
 
 
-class _Read(NamedTuple):
-    """Positions that were read from a GPU; ``copy`` holds them on their device."""
-
-    tensor: ref[Tensor]
-    version: int
-    copy: Tensor
-    host: Tensor
+def _positions(name: str, position_ids: Tensor) -> Tensor:
+    return position_ids.cpu().long()
 
 
-_READ: dict[int, _Read] = {}
+_READS = HostReads(_positions)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -64,7 +59,7 @@ def separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) -> Tens
     >>> separate(torch.tensor([[0, 1, 2, 0, 1]]), None, Sizes(1, 5, 5)).diff().tolist()
     [[0, 0, 1, 0]]
     """
-    positions = _on_host(position_ids).reshape(-1, sizes.seqlen_q)
+    positions = _READS.of("position_ids", position_ids).reshape(-1, sizes.seqlen_q)
     if numbers is None and sizes.seqlen_q == sizes.seqlen_k and bool((positions.diff(dim=1) == 1).all()):
         return None
     positions = positions.expand(sizes.batch, -1)
@@ -124,37 +119,4 @@ def assert_separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) 
         continued.all() & follows.all(),
         "position_ids pack sequences that the mask of 'dash' attention does not have, or beside cached keys; "
         "under torch.compile call the model with use_cache=False",
-    )
-
-
-def _on_host(position_ids: Tensor) -> Tensor:
-    """The positions as int64 on the CPU."""
-    if not position_ids.is_cuda:
-        return position_ids.long()
-    key = id(position_ids)
-    version = -1 if position_ids.is_inference() else position_ids._version
-    known = _READ.get(key)
-    if known is not None and known.version == version and known.tensor() is position_ids:
-        _assert_unchanged(position_ids, known.copy)
-        return known.host
-    if torch.cuda.is_current_stream_capturing():
-        raise InputError(
-            f"position_ids on {position_ids.device} cannot be read while a CUDA graph is captured: call the "
-            "model once before the capture, with the same position_ids tensor"
-        )
-    copy = position_ids.clone()
-    host = copy.cpu().long()
-    if version >= 0:
-        tensor = ref(position_ids, lambda _: _READ.pop(key, None))
-        _READ[key] = _Read(tensor, version, copy, host)
-    return host
-
-
-def _assert_unchanged(position_ids: Tensor, copy: Tensor) -> None:
-    """A write that PyTorch does not count is seen by the device only."""
-    if not torch.cuda.is_current_stream_capturing():
-        copy.record_stream(torch.cuda.current_stream(copy.device))  # it may be freed before it is compared
-    torch._assert_async(
-        (position_ids == copy).all(),
-        "position_ids was changed without PyTorch's knowledge after it was read; pass a new tensor",
     )
