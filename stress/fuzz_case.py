@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.errors import HandOverError
@@ -145,20 +146,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "one_head": _one_head,
 }
 """The same values in other strides, but for the last one, which ``out`` cannot have."""
-
-
-class Tensors(NamedTuple):
-    """Of a backward, in the order in which backends take them: dense, or packed."""
-
-    dout: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-
-    def contiguous(self) -> Tensors:
-        return Tensors(*(x.clone(memory_format=torch.contiguous_format) for x in self))
 
 
 class Cut:
@@ -392,7 +379,8 @@ class _Checks:
             for other in backend.together(half):
                 self._same(f"replays, {case.streams} streams", first, other)
         if set(case.layouts) != {"plain"}:
-            other = self._launch(usual, How(), self.tensors.contiguous())
+            contiguous = Tensors(*(x.clone(memory_format=torch.contiguous_format) for x in self.tensors))
+            other = self._launch(usual, How(), contiguous)
             self._same("these strides and contiguous inputs", first, other)
         if len(case.lengths) > 1:
             self._alone(first)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.base import Prepared, backend_for
+from dash_attn.backends.base import Tensors as Inputs
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.backends.cpu.oracle import Results
@@ -31,7 +32,6 @@ from dash_attn.schedule import (
 )
 from dash_attn.testing import same_bytes
 from fuzz_case import GRADS
-from fuzz_case import Tensors as Inputs
 
 FULL, CAUSAL, WINDOW = Mask.full(), Mask.causal(), Mask.window(300, 0)
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.masks import hidden_elements
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import build_plan, choose_policy
 from dash_attn.testing import assert_same_bytes
 from dash_attn.tools.verify.accuracy import error_norms
-from fuzz_case import GRADS, Backend, Grads, How, Sequence, Tensors
+from fuzz_case import GRADS, Backend, Grads, How, Sequence
 
 MASKS = (Mask.full(), Mask.causal(), Mask.window(70, 20))
 

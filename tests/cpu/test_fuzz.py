@@ -18,11 +18,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import masks, tiles
 
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu.executor import backward
 from dash_attn.problem import DTYPES
 from dash_attn.schedule import PLACEMENTS, POLICIES, Plan
 from fuzz import Summary, mask_kind, run
-from fuzz_case import LAYOUTS, Backend, FuzzCase, Grads, How, Tensors, check, make_tensors
+from fuzz_case import LAYOUTS, Backend, FuzzCase, Grads, How, check, make_tensors
 from fuzz_draw import MOST_ATTEMPTS, draw, script_of, shrink, size
 
 torch.set_num_threads(1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from dash_attn.backends.sm90.launch import Debug, Result, run_backward
 from dash_attn.problem import Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, prove
 from dash_attn.testing import assert_same_bytes, same_bytes
+from dash_attn.tools.verify.checks import contention
 from golden_cases import auto_problems
 from gpu_cases import (
     CAUSAL,
@@ -57,21 +57,6 @@ def assert_replays(first: Result, again: Callable[[], Result], replays: int) -> 
         assert not (names := differing(first, again())), f"replay {replay}: {names} differ"
 
 
-@contextmanager
-def busy_stream() -> Iterator[Callable[[], None]]:
-    """A second stream; each call of what it yields gives it another matrix product."""
-    stream = torch.cuda.Stream()
-    a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
-    stream.wait_stream(torch.cuda.current_stream())
-
-    def product() -> None:
-        with torch.cuda.stream(stream):
-            torch.mm(a, a)
-
-    yield product
-    stream.synchronize()
-
-
 @BOTH_DIMS
 @EVERY_POLICY
 def test_replays(mask, policy, head_dim, replays):
@@ -90,7 +75,7 @@ def test_replays_beside_a_busy_stream(mask, policy, head_dim, replays):
     problem = dense(mask, seqlen=1100, heads=8, kv_heads=4, head_dim=head_dim)
     plan, case = build_plan(problem, policy), make_case(problem)
     first = launch(plan, case)
-    with busy_stream() as product:
+    with contention("cuda") as product:
 
         def again() -> Result:
             product()
@@ -107,7 +92,7 @@ def test_what_auto_runs_repeats_and_differs_without_order(name, replays):
     assert_replays(first, lambda: launch(plan, case), replays // 4)
     dump = {"debug": Debug(contributions=True)}
     sums = launch(plan, case, **dump).dq_tiles
-    with busy_stream() as product:
+    with contention("cuda") as product:
 
         def loose() -> Result:
             product()

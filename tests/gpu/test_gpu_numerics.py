@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import dash_attn
+from dash_attn.backends.base import Tensors
 from dash_attn.testing import assert_same_bytes
-from fuzz_case import How, Tensors, hopper
+from fuzz_case import How, hopper
 from gpu_cases import CAUSAL, FULL, auto_plan, dense, random_tensors
 from numerics import MASKS, POISONS, UNUSUAL, assert_as_plain_attention, assert_shows, problem
 

@@ -20,7 +20,17 @@ from ..errors import InputError
 from ..problem import Problem
 from ..schedule import Plan
 
-__all__ = ["BACKENDS", "Backend", "Gradients", "Prepared", "Tensors", "backend_for", "check_device"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Gradients",
+    "Prepared",
+    "Shapes",
+    "Tensors",
+    "backend_for",
+    "check_device",
+    "tensor_shapes",
+]
 
 BACKENDS = {"cpu": ".cpu.backend", "cuda": ".sm90.backend"}
 """Module of the backend of each type of device. It is imported when the first tensor is there."""
@@ -40,6 +50,21 @@ class Tensors(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of q, k and lse; v is like k, out and dout are like q."""
+
+
+def tensor_shapes(problem: Problem) -> dict[int, Shapes]:
+    """Shapes of a problem's tensors by rank; none of rank 4 where sequences are not alike."""
+    total_q, total_k = (sum(side) for side in zip(*problem.sequences))
+    q, k = (problem.heads, problem.head_dim), (problem.kv_heads, problem.head_dim)
+    found: dict[int, Shapes] = {3: ((total_q, *q), (total_k, *k), (problem.heads, total_q))}
+    if len(set(problem.shapes)) == 1:
+        batch, (seqlen_q, seqlen_k) = len(problem.sequences), problem.sequences[0]
+        found[4] = ((batch, seqlen_q, *q), (batch, seqlen_k, *k), (batch, problem.heads, seqlen_q))
+    return found
 
 
 class Gradients(NamedTuple):

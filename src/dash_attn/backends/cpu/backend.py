@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import Plan
-from ..base import Backend, Gradients, Prepared, Tensors
+from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
 from . import executor
 
 __all__ = ["BACKEND"]
@@ -34,13 +34,12 @@ class _Prepared(Prepared):
 
     def _check_dense(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """The executor sees packed rows, where one sequence of 200 rows looks like two of 100."""
-        p = self.problem
-        same = len(p.tile_grids) == 1
-        for name, x, heads, side in (("q", q, p.heads, 0), ("k", k, p.kv_heads, 1), ("v", v, p.kv_heads, 1)):
-            shape = (len(p.sequences), p.sequences[0][side], heads, p.head_dim)
-            if not same or x.shape != shape:
-                wanted = f"{shape}" if same else "packed tensors"
-                raise PlanMismatchError(f"{name} has shape {tuple(x.shape)}, the problem is for {wanted}")
+        q_shape, k_shape, _ = tensor_shapes(self.problem).get(4, ((), (), ()))
+        for name, x, shape in (("q", q, q_shape), ("k", k, k_shape), ("v", v, k_shape)):
+            if x.shape != shape:
+                raise PlanMismatchError(
+                    f"{name} has shape {tuple(x.shape)}, the problem is for {shape or 'packed tensors'}"
+                )
 
     def backward(
         self,

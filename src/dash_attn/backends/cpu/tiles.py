@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...problem import Mask, Problem, SequenceGrid
+from ..base import tensor_shapes
 from .masks import hidden_elements
 
 __all__ = ["TileMasks", "TileRows", "accumulator", "check_packed", "copy_tile", "exact"]
@@ -73,9 +74,7 @@ class TileMasks:
 
 def check_packed(problem: Problem, q_like: dict[str, Tensor], k_like: dict[str, Tensor]) -> None:
     """Packed shapes, dtype and device of every tensor."""
-    total_q, total_k = (sum(pair[side] for pair in problem.sequences) for side in (0, 1))
-    q_shape = (total_q, problem.heads, problem.head_dim)
-    k_shape = (total_k, problem.kv_heads, problem.head_dim)
+    q_shape, k_shape, _ = tensor_shapes(problem)[3]
     for tensors, shape in ((q_like, q_shape), (k_like, k_shape)):
         for name, x in tensors.items():
             if x.shape != shape:

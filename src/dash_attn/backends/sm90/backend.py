@@ -14,11 +14,10 @@ from torch import Tensor
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import Plan
-from ..base import Backend, Gradients, Prepared, Tensors
+from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
 from ..cuda.upload import Upload
 from .forward import Forward, PackedLengths, why_no_forward
 from .launch import DTYPES, Debug, run_backward
-from .resident import shapes_of
 from .tiles import TILES, tiles_of
 
 __all__ = ["BACKEND"]
@@ -31,7 +30,7 @@ class _Prepared(Prepared):
         self._longest: tuple[int, ...] = (0, 0)
         self._forward = Forward(problem, packed)
         # None of dense tensors where sequences are not equally long: no tensor fits then.
-        self._shapes = shapes_of(problem).get(3 if packed else 4, ((), (), ()))[:2]
+        self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         self._check(q, k, v)

@@ -10,17 +10,14 @@ from torch import Tensor
 
 from ...errors import PlanMismatchError
 from ...machine import CONVERSION_CYCLES, FEW_ROUNDS, ITEM_CYCLES, TASK_CYCLES
-from ...problem import Problem
 from ...schedule.plan import Plan
 from ...schedule.table import to_table
+from ..base import Shapes, tensor_shapes
 from ..cuda.upload import Upload
 from .backward.config import CONTROL_WORDS, BackwardConfig
 from .tiles import tiles_of
 
-__all__ = ["OnDevice", "on_device", "shapes_of"]
-
-Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Of q, k and lse."""
+__all__ = ["OnDevice", "on_device"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +100,7 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
     work = TASK_CYCLES * p.tasks + ITEM_CYCLES * len(plan.items) + conversion
     return OnDevice(
         upload,
-        shapes_of(p),
+        tensor_shapes(p),
         getattr(torch, p.dtype),
         p.heads,
         int(batch.q_tiles.sum()),
@@ -115,17 +112,6 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
         plan.min_workers,
         conversion / max(1, work),
     )
-
-
-def shapes_of(p: Problem) -> dict[int, Shapes]:
-    """Shapes of the tensors of a problem by rank; none of rank 4 where sequences are not equally long."""
-    total_q, total_k = (sum(side) for side in zip(*p.sequences))
-    q, k = (p.heads, p.head_dim), (p.kv_heads, p.head_dim)
-    found: dict[int, Shapes] = {3: ((total_q, *q), (total_k, *k), (p.heads, total_q))}
-    if len(p.tile_grids) == 1:
-        batch, (seqlen_q, seqlen_k) = len(p.sequences), p.sequences[0]
-        found[4] = ((batch, seqlen_q, *q), (batch, seqlen_k, *k), (batch, p.heads, seqlen_q))
-    return found
 
 
 def _check_tiles(plan: Plan) -> None:

@@ -24,7 +24,7 @@ from .accuracy import allowed_errors, error_norms
 from .batch import NAMES, Batch, Inputs, Results, digest, random_inputs
 from .report import Check, Report, Status
 
-__all__ = ["CHECKS", "Settings", "verify_shape"]
+__all__ = ["CHECKS", "Settings", "contention", "verify_shape"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _accuracy(subject: _Subject) -> str:
 
 def _replays(subject: _Subject) -> str:
     runs = subject.settings.replays
-    with _contention(subject.settings.device) as disturb:
+    with contention(subject.settings.device) as disturb:
         for replay in range(runs):
             disturb()
             _compare(f"replay {replay}", subject.first, subject.batch.run())
@@ -137,7 +137,7 @@ def _replays(subject: _Subject) -> str:
 
 
 @contextmanager
-def _contention(device: str) -> Iterator[Callable[[], None]]:
+def contention(device: str) -> Iterator[Callable[[], None]]:
     """A function that gives a second stream work of its own; on the CPU it does nothing."""
     if device != "cuda":
         yield lambda: None
@@ -225,7 +225,7 @@ _CONTROL_LENGTH = 2048
 def _change_without_order(batch: Batch, settings: Settings) -> str:
     """What giving up the order changed in dq; empty if nothing, in several runs."""
     dq = batch.run()[NAMES.index("dq")]
-    with _contention(settings.device) as disturb:
+    with contention(settings.device) as disturb:
         for attempt in range(1, 21 if settings.device == "cuda" else 4):
             disturb()
             found = batch.unordered_dq(attempt)
