@@ -28,10 +28,10 @@ from .arguments import (
     check_flash_options,
     check_no_positional,
 )
-from .backends.base import Backend, Gradients, Prepared, Tensors, backend_for
+from .backends.base import Backend, Gradients, Prepared, Tensors, as_current, backend_for
 from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, as_current, dense_call, packed_call
+from .ops.calls import DTYPE_NAMES, Call, dense_call, packed_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, VARLEN
 from .schedule import Numerics, Plan, Schedule
@@ -376,11 +376,10 @@ def _run_dense(
     if call_directly(q, k, v) and (call := _KNOWN.find(q, k, v, asked)) is not None:
         out, lse = attend(call, q, k, v)
         return (out, lse) if return_lse else out
-    checked = check_call(q, k, v, None, asked)
-    found = _run(checked, return_lse)
-    if checked.q is q and not _is_empty(checked) and call_directly(q, k, v):
-        _KNOWN.add(_find(checked), q, k, v, asked)
-    return found
+    call, out, lse = _run(check_call(q, k, v, None, asked))
+    if call is not None:
+        _KNOWN.add(call, q, k, v, asked)
+    return (out, lse) if return_lse else out
 
 
 def _run_packed(
@@ -393,24 +392,24 @@ def _run_packed(
         out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v)
         return (out, lse) if return_lse else out
     checked = check_call(q, k, v, packing, asked)
-    found = _run(checked, return_lse)
-    if checked.q is q and checked.packing is not None and not _is_empty(checked) and call_directly(q, k, v):
+    call, out, lse = _run(checked)
+    if call is not None and checked.packing is not None:
         _KNOWN_PACKED.add((checked.spec, checked.packing[2:]), q, k, v, asked, packing)
-    return found
+    return (out, lse) if return_lse else out
 
 
-def _run(checked: CheckedCall, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
+    """(call, out, lse); the call of those that need no operator."""
     q, k, v, _, packing = checked
     if _is_empty(checked):
-        out, lse = _empty_results(q, k, v)
-    elif call_directly(q, k, v):
-        out, lse = attend(_find(checked), q, k, v)
-    elif torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        functions = DENSE if packing is None else VARLEN
-        out, lse = functions.forward(q, k, v, *checked.rest)
-    else:
-        out, lse = with_gradients(DENSE if packing is None else VARLEN, q, k, v, *checked.rest)
-    return (out, lse) if return_lse else out
+        return None, *_empty_results(q, k, v)
+    if call_directly(q, k, v):
+        call = _find(checked)
+        return call, *attend(call, q, k, v)
+    functions = DENSE if packing is None else VARLEN
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return None, *functions.forward(q, k, v, *checked.rest)
+    return None, *with_gradients(functions, q, k, v, *checked.rest)
 
 
 def _find(checked: CheckedCall) -> Call:

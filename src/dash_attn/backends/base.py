@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,13 @@ from ..schedule import Plan
 
 __all__ = [
     "BACKENDS",
+    "NOTHING",
     "Backend",
     "Gradients",
     "Prepared",
     "Shapes",
     "Tensors",
+    "as_current",
     "backend_for",
     "check_device",
     "tensor_shapes",
@@ -122,6 +125,17 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
         """The problem, which it covers, on a device."""
+
+
+def as_current(device: torch.device) -> Any:
+    """The tensors' GPU as the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return NOTHING
+    return torch.cuda.device(device)
+
+
+NOTHING = nullcontext()
+"""Made once: calls enter it at every launch."""
 
 
 @cache

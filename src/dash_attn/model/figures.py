@@ -16,7 +16,6 @@ import numpy as np
 from ..problem import IntArray, Mask, Problem
 from ..schedule.build import build_plan
 from ..schedule.graph import dependency_graph
-from ..schedule.numerics import policy_by_name
 from .bounds import closed_form
 from .charts import IDLE, PALETTE, lighter, new_figure, plotting, save_figure
 from .graph_chart import RED, Node, draw_arrow, draw_graph, draw_graph_legend
@@ -43,7 +42,7 @@ FORMULAS = {
 def _simulated(policy: str, mask: Mask, n: int, m: int) -> Timeline:
     """m heads of n kv tiles by n q tiles on n workers."""
     problem = Problem.dense(heads=m, seqlen=128 * n, head_dim=64, mask=mask)
-    return simulate(build_plan(problem, policy_by_name(policy)), PAPER_COSTS, n)
+    return simulate(build_plan(problem, policy), PAPER_COSTS, n)
 
 
 def _verdict(t: Timeline) -> str:

@@ -7,14 +7,12 @@ plan is made when a gradient is asked for, for the forward has none.
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.base import Gradients, Prepared, Tensors, backend_for
+from ..backends.base import Gradients, Prepared, Tensors, as_current, backend_for
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
@@ -22,7 +20,7 @@ from ..spec import AttentionSpec
 from .lengths import Lengths, host_lengths
 from .policies import forget_with, schedule_named
 
-__all__ = ["DTYPE_NAMES", "Call", "Packing", "as_current", "dense_call", "packed_call"]
+__all__ = ["DTYPE_NAMES", "Call", "Packing", "dense_call", "packed_call"]
 
 _CALLS = 64
 """Calls kept for reuse; a model uses one for each of its attention shapes."""
@@ -73,16 +71,6 @@ class Call:
         ordered = self.spec.ordered or _order_is_required()
         with as_current(self.device):
             return self.prepared.backward(self.plan, tensors, self.spec.softmax_scale, ordered=ordered)
-
-
-def as_current(device: torch.device) -> Any:
-    """The tensors' GPU as the current one."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(device)
-
-
-_NOTHING = nullcontext()
 
 
 def _order_is_required() -> bool:

@@ -78,11 +78,6 @@ def _varlen_backward_kernel(*arguments: Any) -> Gradients:
     return Gradients(*(x.contiguous() for x in call.backward(tensors)))
 
 
-def _contiguous(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """As the fake kernels say."""
-    return tuple(x.contiguous() for x in tensors)
-
-
 DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, lengths=0)
 """(q, k, v, *spec), (batch, seqlen, heads, head_dim)."""
 

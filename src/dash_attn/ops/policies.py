@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from ..errors import DashError, InputError
 from ..schedule import POLICIES, Numerics, Schedule
-from ..schedule.placement import default_placement
 
 __all__ = ["forget_with", "policy_key", "schedule_named"]
 
@@ -52,7 +51,7 @@ def schedule_named(name: str) -> Schedule:
     own, _, placement = name.partition(" + ")
     try:
         if own in _OWN:
-            return Schedule.of(_OWN[own], placement or default_placement(_OWN[own]))
+            return Schedule.of(_OWN[own], placement or "policy")
         return Schedule.parse(name)
     except DashError as error:
         hint = "a Policy of your own is known once a call outside of torch.compile has used it"

@@ -73,9 +73,14 @@ class Batch:
         return self.per_sequence(lambda p: p.head_groups)
 
     @cached_property
+    def groups(self) -> IntArray:
+        """Head groups of each sequence, shape (sequences,)."""
+        return self.problem.kv_heads * self.head_groups
+
+    @cached_property
     def group_first(self) -> IntArray:
         """Head groups of all sequences before each one, and of all; shape (sequences + 1,)."""
-        return first_of_each(self.problem.kv_heads * self.head_groups)
+        return first_of_each(self.groups)
 
     @cached_property
     def group_sum_first(self) -> IntArray:
@@ -86,12 +91,12 @@ class Batch:
     @cached_property
     def items_of_group(self) -> IntArray:
         """Items of each head group of the batch, shape (head groups,)."""
-        return np.repeat(self.kv_tiles, self.problem.kv_heads * self.head_groups)
+        return np.repeat(self.kv_tiles, self.groups)
 
     @cached_property
     def items_of_sequence(self) -> IntArray:
         """Items of each sequence, shape (sequences,)."""
-        return self.kv_tiles * (self.problem.kv_heads * self.head_groups)
+        return self.kv_tiles * self.groups
 
     @cached_property
     def item_count(self) -> int:
@@ -157,7 +162,7 @@ class Batch:
         """Every item, by code."""
         found = np.empty((self.item_count, 3), dtype=np.int32)
         groups = np.arange(len(self.items_of_group))
-        groups -= np.repeat(self.group_first[:-1], self.problem.kv_heads * self.head_groups)
+        groups -= np.repeat(self.group_first[:-1], self.groups)
         found[:, 0], found[:, 1], found[:, 2] = self.sequence, self.per_item(groups), self.kv
         return found
 

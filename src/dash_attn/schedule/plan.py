@@ -227,9 +227,9 @@ class Plan:
             PlacementError: an item does not exist.
         """
         items, batch = self.items, self.batch
-        groups, sequence = np.diff(batch.group_first), np.clip(items[:, 0], 0, len(batch.patterns) - 1)
+        sequence = np.clip(items[:, 0], 0, len(batch.patterns) - 1)
         exists = (items >= 0).all(1) & (items[:, 0] == sequence)
-        exists &= (items[:, 1] < groups[sequence]) & (items[:, 2] < batch.kv_tiles[sequence])
+        exists &= (items[:, 1] < batch.groups[sequence]) & (items[:, 2] < batch.kv_tiles[sequence])
         for at in np.flatnonzero(~exists)[:1]:
             raise PlacementError(f"item {at}: {named(*items[at].tolist())} does not exist")
         return batch.codes_of(items)

@@ -53,11 +53,11 @@ def to_table(plan: Plan) -> Words:
     q_map_offset = total_offset + len(totals)
     sequences = _sequence_records(plan, total_offset + total_first)
     maps = [_padded(np.repeat(np.arange(len(sequences)), tiles)) for tiles in (batch.q_tiles, batch.kv_tiles)]
-    left, right = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
     header = np.array(HeaderRecord(
         MAGIC, ABI_VERSION, len(plan.items), len(runs), len(p.sequences), item_offset, run_offset,
-        sequence_offset, total_offset, p.tile_m, p.tile_n, p.heads, p.kv_heads, plan.min_workers, left, right,
-        q_map_offset, batch.q_tiles.sum(), q_map_offset + len(maps[0]), plan.group_sum_first[-1],
+        sequence_offset, total_offset, p.tile_m, p.tile_n, p.heads, p.kv_heads, plan.min_workers,
+        *p.mask.sides, q_map_offset, batch.q_tiles.sum(), q_map_offset + len(maps[0]),
+        plan.group_sum_first[-1],
     ))  # fmt: skip
     for words in (header, sequences):  # all other words are at most one of these
         if words.max() > 2**31 - 1:
@@ -176,7 +176,7 @@ def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | No
             raise TableError(f"{count} {name} at word {offset} do not fit a table of {len(words)} words")
         sections.append(words[offset : offset + count * size].astype(np.int64).reshape(count, size))
     items, packed, sequences = sections
-    mask = Mask(*(None if side < 0 else side for side in (head.window_left, head.window_right)))
+    mask = Mask.of_sides(head.window_left, head.window_right)
     pairs = tuple((q, k) for q, k in sequences[:, [SEQUENCE.seqlen_q, SEQUENCE.seqlen_k]].tolist())
     problem = Problem(pairs, head.heads, head.kv_heads, head_dim, mask, dtype, head.tile_m, head.tile_n)
     patterns = _patterns(problem, items, _unpack_runs(packed), sequences)

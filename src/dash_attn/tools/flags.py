@@ -115,11 +115,8 @@ def problem_of(args: argparse.Namespace, *, kernel_tiles: bool = False) -> Probl
 
 
 def _mask_of(args: argparse.Namespace) -> Mask:
-    causal = args.mask == "causal"
-    if args.window is None:
-        return Mask.causal() if causal else Mask.full()
-    left, right = (None if side == -1 else side for side in args.window)
-    return Mask.window(left, 0 if causal else right)
+    left, right = (None if side == -1 else side for side in args.window or (-1, -1))
+    return Mask.window(left, 0 if args.mask == "causal" else right)
 
 
 def plan_of(args: argparse.Namespace, problem: Problem) -> Plan:

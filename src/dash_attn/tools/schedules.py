@@ -14,7 +14,7 @@ from ..model import Costs, lower_bounds, simulate
 from ..model.bounds import paper_makespan
 from ..model.output import require_writable
 from ..problem import Problem
-from ..schedule import POLICIES, Plan, build_plan, policy_by_name
+from ..schedule import POLICIES, Plan, build_plan
 from ..schedule.head_groups import default_head_groups
 from .flags import add_command, cost_flags, emit, machine_of, plan_of, problem_flags, problem_of
 from .limits import announce, is_long, require_simulable
@@ -141,10 +141,10 @@ def run_bounds(args: argparse.Namespace) -> int:
     require_simulable(problem, workers)
     bounds = lower_bounds(problem, costs, workers)
     groups = default_head_groups(problem.group, next(iter(problem.tile_grids.values())))
-    policies = {}
+    policies, bound = {}, max(bounds.values())
     for number, name in enumerate(POLICIES, 1):
         _announce_simulation(f"policy {number} of {len(POLICIES)}, {name}", problem)
-        policies[name] = _policy_makespan(problem, name, costs, workers)
+        policies[name] = _policy_makespan(problem, name, costs, workers, bound)
     if args.json:
         facts = {"lower_bounds": bounds, "head_groups": groups, "workers": workers, "costs": asdict(costs)}
         print(json.dumps({**facts, "policies": policies}))
@@ -163,13 +163,12 @@ def run_bounds(args: argparse.Namespace) -> int:
     return 0
 
 
-def _policy_makespan(problem: Problem, name: str, costs: Costs, workers: int) -> dict[str, Any]:
+def _policy_makespan(problem: Problem, name: str, costs: Costs, workers: int, bound: float) -> dict[str, Any]:
     try:
-        plan = build_plan(problem, policy_by_name(name))
+        plan = build_plan(problem, name)
         makespan = simulate(plan, costs, workers).makespan
     except DashError as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    bound = max(lower_bounds(problem, costs, workers).values())
     return {
         "makespan": makespan,
         "of_bound": makespan / bound if bound else 1.0,

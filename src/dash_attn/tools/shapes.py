@@ -97,8 +97,8 @@ class Shape:
         Raises:
             InputError: a size is out of range.
         """
-        left, right = (None if side == -1 else side for side in self.window or (-1, -1))
-        mask = Mask.window(left, 0 if self.causal else right)
+        left, right = self.window or (-1, -1)
+        mask = Mask.of_sides(left, 0 if self.causal else right)
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
         try:
             return Problem(self.sequences, self.heads, kv_heads, self.head_dim, mask, self.dtype)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from torch import Tensor
 from ...errors import HandOverError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
-from ..base import Gradients, Tensors
+from ..base import NOTHING, Gradients, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
@@ -133,15 +132,11 @@ def run_backward(
         workers=with_items,
         complete=place.complete_tiles,
     )
-    same_device = q.device.index == torch.cuda.current_device()
-    with _NOTHING if same_device else torch.cuda.device(q.device), in_turn(q.device) if ring else _NOTHING:
+    with as_current(q.device), in_turn(q.device) if ring else NOTHING:
         variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *launch)
     if debug is _NO_DEBUG:
         return Result(*grads)
     return work.result(grads, debug)
-
-
-_NOTHING = nullcontext()
 
 
 class _Variant(NamedTuple):

@@ -45,7 +45,7 @@ class LongFirst(Placement):
         is_long = np.array([seqlen_k >= self.long_from for _, seqlen_k in batch.problem.sequences])
         if not is_long.any():
             return short_order
-        of_group = np.repeat(is_long, np.diff(batch.group_first))
+        of_group = np.repeat(is_long, batch.groups)
         section = np.where(of_group, (np.cumsum(of_group) - 1) // HEADS_TOGETHER, len(of_group))
         long = batch.per_item(of_group)
         codes = np.where(long, np.arange(batch.item_count), short_order)

@@ -71,11 +71,10 @@ def _longest_first(batch: Batch, codes: IntArray, l2_bytes: int | None, heads_in
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
     group = problem.group
     tasks = batch.flat(("tasks of heads", group), lambda p: p.task_counts * group // p.head_groups)
-    counts = problem.kv_heads * batch.head_groups
     if heads_in_order:
-        section = np.array(_sections(_head_bytes(batch).tolist(), counts.tolist(), l2_bytes))
+        section = np.array(_sections(_head_bytes(batch).tolist(), batch.groups.tolist(), l2_bytes))
     else:
-        section = _by_appearance(batch, codes, np.repeat(_head_bytes(batch), counts), l2_bytes)
+        section = _by_appearance(batch, codes, np.repeat(_head_bytes(batch), batch.groups), l2_bytes)
     return sorted_by(codes, batch.per_item(section)[codes], -tasks[codes])
 
 

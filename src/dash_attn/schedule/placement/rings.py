@@ -32,7 +32,7 @@ class Rings(Placement):
             raise PlacementError(f"the placement rings is for shift, got {numerics}")
         ring = batch.flat(("ring", numerics), lambda p: numerics.ring_of(p.grid))
         first = batch.per_sequence(lambda p: int((numerics.ring_of(p.grid) == 0).sum()))
-        section = filling(first, np.diff(batch.group_first))
+        section = filling(first, batch.groups)
         return sorted_by(np.arange(batch.item_count), batch.per_item(section), ring)
 
 
