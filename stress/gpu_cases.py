@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Prepared, backend_for
+from dash_attn.backends.base import Prepared, backend_for, tensor_shapes
 from dash_attn.backends.base import Tensors as Inputs
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
@@ -73,16 +73,12 @@ def auto_plan(problem: Problem, **how: Any) -> Plan:
 
 def random_tensors(problem: Problem, seed: int = 0, outliers: bool = False) -> list[Tensor]:
     """dout, q, k, v of a dense batch: normal; with outliers, one element in 2,000 is 30 times larger."""
-    (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
-    return _random(problem, (batch, seqlen_q), (batch, seqlen_k), seed, outliers)
+    return _random(problem, 4, seed, outliers)
 
 
-def _random(
-    problem: Problem, q_rows: tuple[int, ...], k_rows: tuple[int, ...], seed: int, outliers: bool
-) -> list[Tensor]:
+def _random(problem: Problem, rank: int, seed: int, outliers: bool) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
-    q = (*q_rows, problem.heads, problem.head_dim)
-    k = (*k_rows, problem.kv_heads, problem.head_dim)
+    q, k, _ = tensor_shapes(problem)[rank]
     tensors = []
     for size in (q, q, k, k):
         x = torch.randn(size, generator=generator, device="cuda")
@@ -103,8 +99,7 @@ def make_case(problem: Problem, seed: int = 0, outliers: bool = False) -> Case:
 
 def make_packed_case(problem: Problem, seed: int = 0, outliers: bool = False) -> Case:
     """The same with packed tensors: all rows of all sequences one after the other, lse (heads, total_q)."""
-    total_q, total_k = (sum(pair[side] for pair in problem.sequences) for side in (0, 1))
-    dout, q, k, v = _random(problem, (total_q,), (total_k,), seed, outliers)
+    dout, q, k, v = _random(problem, 3, seed, outliers)
     found = [
         _exact(problem, index, dout[rows.q], q[rows.q], k[rows.k], v[rows.k])
         for index, rows in enumerate(sequence_rows(problem))

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from dash_attn.backends.base import tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import program, variants
@@ -199,12 +200,8 @@ def contributed(plan: Plan, dumped: Tensor) -> Tensor:
 def inputs(problem: Problem) -> list[Tensor]:
     """dout, q, k, v, out, lse: made on the CPU, so that few kernels but ours run."""
     generator = torch.Generator().manual_seed(0)
-    (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
-    rows_q, rows_k, stats = (batch, seqlen_q), (batch, seqlen_k), (batch, problem.heads, seqlen_q)
-    if len(set(problem.sequences)) > 1:
-        total_q, total_k = (sum(pair[side] for pair in problem.sequences) for side in (0, 1))
-        rows_q, rows_k, stats = (total_q,), (total_k,), (problem.heads, total_q)
-    q, k = (*rows_q, problem.heads, problem.head_dim), (*rows_k, problem.kv_heads, problem.head_dim)
+    shapes = tensor_shapes(problem)
+    q, k, stats = shapes.get(4, shapes[3])
     dtype = getattr(torch, problem.dtype)
     tensors = [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in (q, q, k, k, q)]
     return [*tensors, torch.full(stats, 6.0).cuda()]

@@ -28,19 +28,17 @@ from broken_plans import broken_plan
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.launch import Debug, Result
 from dash_attn.errors import HandOverError, TooFewWorkersError
-from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from gpu_cases import (
     CAUSAL,
     FULL,
     GRADS,
     WINDOW,
-    Case,
+    any_case,
     auto_plan,
     dense,
     launch,
     make_case,
-    make_packed_case,
     packed,
     relative_error,
 )
@@ -74,7 +72,7 @@ class Subject:
 
     def __init__(self, name: str, plan: Plan, streams: int) -> None:
         self.name, self.plan = name, plan
-        self.case = _case(plan.problem)
+        self.case = any_case(plan.problem)
         self.first = launch(self.plan, self.case)
         for grad in GRADS:
             error = relative_error(getattr(self.first, grad), self.case.exact[grad])
@@ -108,10 +106,6 @@ class Subject:
         return digest.hexdigest()
 
 
-def _case(problem: Problem) -> Case:
-    return make_case(problem) if len(set(problem.sequences)) == 1 else make_packed_case(problem)
-
-
 class Soak:
     """The subjects, the streams they run on, and what disturbs them."""
 
@@ -120,7 +114,7 @@ class Soak:
         self.random = random.Random(0)
         self.streams = [torch.cuda.Stream() for _ in range(2)]
         self.subjects = [Subject(name, plan, 2) for name, plan in PLANS.items()]
-        self.others = [(auto_plan(problem), _case(problem)) for problem in OTHERS]
+        self.others = [(auto_plan(problem), any_case(problem)) for problem in OTHERS]
         for other in self.others:
             launch(*other)
         torch.cuda.synchronize()

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dash_attn.backends.base import tensor_shapes
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Descending, Plan, Shift, build_plan, choose_policy, policy_by_name
 
@@ -109,13 +110,10 @@ def completed(
 def golden_inputs(plan: Plan) -> list[Tensor]:
     """dout, q, k, v, out and lse on the CPU; packed where the lengths differ, dense otherwise."""
     p = plan.problem
-    dense = len(p.grids) == 1
-    (seqlen_q, seqlen_k), batch = p.sequences[0], len(p.sequences)
-    rows = [(batch, seqlen_q), (batch, seqlen_k)] if dense else [(sum(n),) for n in zip(*p.sequences)]
-    q, k = (*rows[0], p.heads, p.head_dim), (*rows[1], p.kv_heads, p.head_dim)
+    shapes = tensor_shapes(p)
+    q, k, lse = shapes.get(4, shapes[3])
     dtype = getattr(torch, p.dtype)
     tensors = [_noise(size, seed).to(dtype) for seed, size in enumerate((q, q, k, k, q))]
-    lse = (batch, p.heads, seqlen_q) if dense else (p.heads, *rows[0])
     return [*tensors, 6.0 + _noise(lse, 5)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Tensors
+from dash_attn.backends.base import Tensors, tensor_shapes
 from dash_attn.backends.cpu import backward, forward, plain_attention
 from dash_attn.backends.cpu.oracle import Inputs
 from dash_attn.problem import Problem
@@ -22,9 +22,7 @@ torch.set_num_threads(1)  # tests run in parallel processes, and threads of many
 def packed_tensors(problem: Problem, seed: int = 0) -> list[Tensor]:
     """dout, q, k, v in the problem's dtype, packed."""
     generator = torch.Generator().manual_seed(seed)
-    rows = [sum(pair[side] for pair in problem.sequences) for side in (0, 1)]
-    q = (rows[0], problem.heads, problem.head_dim)
-    k = (rows[1], problem.kv_heads, problem.head_dim)
+    q, k, _ = tensor_shapes(problem)[3]
     dtype = getattr(torch, problem.dtype)
     return [torch.randn(size, generator=generator).to(dtype) for size in (q, q, k, k)]
 

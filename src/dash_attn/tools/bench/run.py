@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...api import plan_for
-from ...backends.base import Tensors, backend_for
+from ...backends.base import Tensors, backend_for, tensor_shapes
 from ...errors import InputError, UnavailableError, UnsupportedMaskError
 from ...peers.registry import PEERS, Backward, Inputs
 from ...schedule import Plan
@@ -159,16 +159,10 @@ def _tensors(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, ...], tu
     """Normal dout, q, k, v in the layout of the shape, and cu_seqlens of q and k if it is packed."""
     problem, dtype = shape.problem, getattr(torch, shape.dtype)
     generator = torch.Generator(device).manual_seed(shape.seed)
-    lengths = list(zip(*shape.sequences))  # of q, of k
-    heads = (problem.heads, problem.kv_heads)
-
-    def draw(side: int) -> Tensor:
-        rows = (sum(lengths[side]),) if shape.packed else (len(lengths[side]), lengths[side][0])
-        size = (*rows, heads[side], shape.head_dim)
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    bounds = [torch.tensor([0, *side]).cumsum(0).int().to(device) for side in lengths]
-    return tuple(map(draw, (0, 0, 1, 1))), tuple(bounds) if shape.packed else ()
+    q, k, _ = tensor_shapes(problem)[3 if shape.packed else 4]
+    drawn = (torch.randn(size, generator=generator, device=device).to(dtype) for size in (q, q, k, k))
+    bounds = [torch.tensor([0, *side]).cumsum(0).int().to(device) for side in zip(*shape.sequences)]
+    return tuple(drawn), tuple(bounds) if shape.packed else ()
 
 
 Entry = tuple[Row, Contender]
