@@ -12,9 +12,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from quoted import ROOT, filled, pages
+from summary import Row
 from throughput import grid_rows
 
 from dash_attn.model.charts import PALETTE, lighter, new_figure, plotting, save_figure
@@ -22,7 +22,6 @@ from dash_attn.schedule import ByLength
 
 DOCS = ROOT / "docs"
 
-Row = dict[str, Any]
 COLOURS = {
     "shift": PALETTE[0],
     "shift(ring=32)": "#7A5195",

@@ -20,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -122,7 +122,7 @@ def both(forwards: dict[str, Call], leaves: list[Tensor], dout: Tensor) -> dict[
 def packed_calls(shape: dict[str, Any], place: str) -> dict[str, dict[str, Call]]:
     lengths = shape["lengths"]
     dout, (q, k, v) = tensors((sum(lengths),), shape)
-    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    ends = bounds_of(lengths)
     on_gpu, mine, longest = ends.cuda(), ends.to(place), max(lengths)
     forwards = {
         "dash_attn": lambda: dash_attn.flash_attn_varlen_func(
@@ -166,6 +166,11 @@ def known(rounds: int) -> Iterator[dict[str, Any]]:
             yield {"problem": name, "what": what, "us": medians(calls, rounds)}
 
 
+def bounds_of(lengths: Sequence[int]) -> Tensor:
+    """cu_seqlens, int32, on the CPU."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
 def drawn_lengths(rng: random.Random) -> tuple[int, ...]:
     """New lengths with the same sum every time, so that tensors are the same."""
     low, high, n = UNSEEN["shortest"], UNSEEN["longest"], UNSEEN["sequences"]
@@ -185,7 +190,7 @@ def unseen(rounds: int) -> Iterator[dict[str, Any]]:
     longest = UNSEEN["longest"]
 
     def ends() -> Tensor:
-        return torch.tensor([0, *drawn_lengths(rng)]).cumsum(0).int()
+        return bounds_of(drawn_lengths(rng))
 
     def ours(bounds: Tensor) -> Call:
         forward = lambda: dash_attn.flash_attn_varlen_func(q, k, v, bounds, bounds, causal=True)  # noqa: E731
@@ -324,7 +329,7 @@ def profile_unseen() -> None:
     dout, (q, k, v) = tensors((sum(drawn_lengths(rng)),), UNSEEN)
     profiler = cProfile.Profile()
     for number in range(80):
-        bounds = torch.tensor([0, *drawn_lengths(rng)]).cumsum(0).int()
+        bounds = bounds_of(drawn_lengths(rng))
         torch.cuda.synchronize()
         with torch.autograd.set_multithreading_enabled(False):
             if number >= 30:

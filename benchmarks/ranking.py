@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from summary import first_ms
+from documents import RESULTS
+from summary import Row, first_ms
 
 from dash_attn.model import H200, H200_WORKERS, simulate
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Schedule, build_plan
 
-RESULTS = Path(__file__).parent / "results"
 OTHER_NAMES = {"symmetric_shift(heads_at_once=2)": "symmetric_shift + pairs(heads_at_once=2)"}
 """Schedules that files of results name in a form that is not parsed."""
 KEPT = ("policy", "placement", "mask", "head_dim", "seqlen", "auto", "ms")
@@ -36,11 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     args = parser.parse_args(argv)
     rows = []
-    for row in json.loads(args.measured.read_text())["rows"]:
-        if row["impl"] != "dash_attn" or not row["deterministic"] or "ms" not in row:
-            continue
-        if row.get("set", "grid") != "grid":
-            continue
+    for row in ranked(json.loads(args.measured.read_text())["rows"]):
         row["ms"] = first_ms(row)
         plan = plan_of(row)
         cycles = simulate(plan, H200, H200_WORKERS).makespan
@@ -49,6 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(rows[-1], flush=True)
         args.output.write_text(json.dumps({"measured": args.measured.name, "rows": rows}, indent=1) + "\n")
     return 0
+
+
+def ranked(rows: Iterable[Row]) -> list[Row]:
+    """Those of our plans on the grid that were measured, in their order."""
+    return [
+        row
+        for row in rows
+        if row["impl"] == "dash_attn" and row["deterministic"] and "ms" in row
+        if row.get("set", "grid") == "grid"
+    ]
 
 
 def plan_of(row: dict[str, Any]) -> Plan:

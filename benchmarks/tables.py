@@ -14,7 +14,7 @@ from itertools import combinations
 
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
-from ranking import plan_of
+from ranking import plan_of, ranked
 from summary import Row
 from throughput import grid_rows, throughput_values
 
@@ -138,10 +138,7 @@ def ranking_values() -> Iterator[tuple[str, Value]]:
 
 def plans_of_today() -> str:
     """Of the plans that were ranked, how many have the fingerprint that was measured."""
-    measured = [
-        row for row in grid_rows() if row["impl"] == "dash_attn" and row["deterministic"] and "ms" in row
-    ]
-    return str(sum(plan_of(row).fingerprint == row["fingerprint"] for row in measured))
+    return str(sum(plan_of(row).fingerprint == row["fingerprint"] for row in ranked(grid_rows())))
 
 
 def ranking_table() -> str:

@@ -16,7 +16,7 @@ class Packing(NamedTuple):
     """Which rows of a padded batch are tokens, and where their sequences begin.
 
     Attributes:
-        rows_q, rows_k: (total,) int64, rows of the flattened batch, on the mask's device.
+        rows_q, rows_k: (total,) int64, rows of the flattened batch.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the CPU, where plans are made.
         holes: there is padding between two tokens of a sequence, so that columns are not distances.
     """
@@ -29,7 +29,9 @@ class Packing(NamedTuple):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def packing_of(mask: Tensor, seqlen_q: int, *, keep_queries: bool = False) -> Packing:
+def packing_of(
+    mask: Tensor, seqlen_q: int, *, keep_queries: bool = False, device: torch.device | str | None = None
+) -> Packing:
     """The packing of a mask as it is now. A mask on a GPU is read each time, which waits for the device.
 
     Args:
@@ -37,6 +39,7 @@ def packing_of(mask: Tensor, seqlen_q: int, *, keep_queries: bool = False) -> Pa
         seqlen_q: number of queries of a row. They belong to its last columns: with a key cache they are
             fewer than the columns.
         keep_queries: queries have nothing to do with columns; all of a row's see all of its tokens.
+        device: of the rows; by default the mask's.
 
     Raises:
         InputError: the mask is too short, or packed sequences meet ``keep_queries``.
@@ -51,7 +54,7 @@ def packing_of(mask: Tensor, seqlen_q: int, *, keep_queries: bool = False) -> Pa
             f"packed sequences of {mask.shape[1]} keys with {seqlen_q} queries that see all keys"
         )
     packing = _every_query(numbers, seqlen_q) if keep_queries else _tokens(numbers, seqlen_q)
-    rows_q, rows_k = (rows.to(mask.device) for rows in packing[:2])
+    rows_q, rows_k = (rows.to(mask.device if device is None else device) for rows in packing[:2])
     return packing._replace(rows_q=rows_q, rows_k=rows_k)
 
 

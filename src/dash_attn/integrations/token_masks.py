@@ -156,7 +156,8 @@ def token_mask(
     packing = None
     if numbers is not None:
         keep_queries = not band.causal and band.window == (-1, -1)
-        packing, numbers = _packing(numbers, q_length, device, keep_queries=keep_queries)
+        packing = packing_of(numbers, q_length, keep_queries=keep_queries, device=device)
+        numbers = numbers.to(device)
     sizes = (batch_size, q_length, kv_length)
     return TokenMask(*sizes, band.causal, band.window, local_size, tokens is not None, packing, numbers)
 
@@ -200,20 +201,11 @@ def _with_numbers(mask: TokenMask, numbers: Tensor, device: torch.device) -> Tok
             "position_ids pack several sequences into a row under a bidirectional mask: 'dash' attention "
             "needs cu_seq_lens_q and cu_seq_lens_k for that"
         )
-    packing, on_device = _packing(numbers, mask.q_length, device)
+    packing = packing_of(numbers, mask.q_length, device=device)
     longest = int(packing.cu_seqlens_k.diff().max())
     hides = mask.local_size is None or longest > mask.local_size
     window = mask.window if hides else (-1, -1)
-    return replace(mask, window=window, packing=packing, numbers=on_device)
-
-
-def _packing(
-    numbers: Tensor, q_length: int, device: torch.device | str, *, keep_queries: bool = False
-) -> tuple[Packing, Tensor]:
-    """The packing of numbers on the CPU, and the numbers, for a device."""
-    packing = packing_of(numbers, q_length, keep_queries=keep_queries)
-    rows_q, rows_k = (rows.to(device) for rows in packing[:2])
-    return packing._replace(rows_q=rows_q, rows_k=rows_k), numbers.to(device)
+    return replace(mask, window=window, packing=packing, numbers=numbers.to(device))
 
 
 def _made_before(mask: TokenMask, sizes: Sizes, local_size: int | None) -> TokenMask:

@@ -116,7 +116,10 @@ def attention_forward(
         numbers = _numbers(attention_mask, sizes)
         if position_ids is not None and cu_seq_lens_q is None:
             numbers = _separated(numbers, position_ids, sizes, causal)
-        packing = _packing(numbers, sizes, q.device, keep_queries=not causal and window == (-1, -1))
+        keep = not causal and window == (-1, -1)
+        packing = None
+        if numbers is not None:
+            packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
@@ -205,15 +208,6 @@ def _numbers(mask: Tensor | None, sizes: Sizes) -> Tensor | None:
             f"attention_mask has shape {tuple(mask.shape)}, the keys are (batch, seqlen_k) {keys}"
         )
     return mask
-
-
-def _packing(
-    numbers: Tensor | None, sizes: Sizes, device: torch.device, *, keep_queries: bool
-) -> Packing | None:
-    if numbers is None:
-        return None
-    packing: Packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep_queries)
-    return packing._replace(rows_q=packing.rows_q.to(device), rows_k=packing.rows_k.to(device))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
