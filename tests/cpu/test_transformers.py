@@ -5,16 +5,14 @@ from __future__ import annotations
 import sys
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
+from token_cases import LENGTHS, PACKED, padding_of
 from torch import Tensor
 
-from dash_attn import attention
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import token_masks
-from dash_attn.integrations.padding import packing_of
-from dash_attn.integrations.positions import Sizes, assert_separate, separate
+from dash_attn.integrations.positions import separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
 from dash_attn.testing import assert_same_bytes, same_bytes
 
@@ -58,14 +56,6 @@ def tokens_of(batch=3, length=33, seed=1):
     return torch.randint(61, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def padding_of(side, batch=3, length=33):
-    """Rows of 33, 20 and 5 tokens."""
-    mask = torch.zeros(batch, length, dtype=torch.long)
-    for row, tokens in enumerate((33, 20, 5)):
-        mask[row, slice(0, tokens) if side == "right" else slice(length - tokens, None)] = 1
-    return mask
-
-
 def run(model, tokens, mask=None, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits (zero in padded rows) and the gradient of every weight."""
     model.zero_grad()
@@ -101,18 +91,6 @@ def test_packed_sequences_by_position_ids(config):
     assert_close_to_sdpa(config, tokens_of(), position_ids=positions)
 
 
-def test_a_window_that_hides_nothing_of_a_packed_sequence_is_none():
-    """As in the masks that transformers makes without a cache: the same plans, the same bytes."""
-    for size, window in ((24, (-1, -1)), (20, (-1, -1)), (19, (18, 0))):
-        made = token_mask(1, 33, 33, mask_function=see_window(size), local_size=size)
-        assert made.window == (size - 1, 0)
-        assert isolate(made, PACKED).window == window
-
-
-LENGTHS = (20, 1, 12)
-PACKED = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-
-
 def assert_alone(model, logits, tokens, lengths=LENGTHS, rest=0):
     """Every document has the logits that it has alone in the model; the ``rest`` of the row is padding."""
     logits, tokens = (x[:, : x.shape[1] - rest] for x in (logits, tokens))
@@ -133,24 +111,6 @@ def test_packed_sequences_with_a_cache(config, rows):
         assert_same_bytes(again, logits)
         for name, grad in grads.items():
             assert_same_bytes(again_grads[name], grad, name)
-
-
-def test_packed_sequences_in_chunks():
-    """As transformers' own mask of both, which it makes without a cache."""
-    document = (PACKED.diff(dim=1, prepend=PACKED[:, :1] - 1) != 1).cumsum(1)[0]
-
-    def chunks(batch, head, row, column):
-        return (column <= row) & (row // 8 == column // 8)
-
-    def both(batch, head, row, column):
-        return chunks(batch, head, row, column) & (document[row] == document[column])
-
-    of_chunks, expected = (token_mask(2, 33, 33, mask_function=see, local_size=8) for see in (chunks, both))
-    found = isolate(of_chunks, PACKED)
-    assert same_packing(found.numbers, expected.numbers, found.sizes)
-    assert not same_packing(of_chunks.numbers, expected.numbers, found.sizes)
-    assert found.window == expected.window
-    assert isolate(expected, PACKED).window == expected.window
 
 
 @CONFIGS
@@ -192,27 +152,6 @@ def test_the_cache_of_packed_sequences_is_not_continued():
         call(one, torch.tensor([[20, 21, 22, 0, 1]]))
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("count", [lambda mask: mask.cumsum(1) - 1, lambda mask: torch.arange(33)[None]])
-def test_positions_beside_padding_are_one_sequence(side, count):
-    mask = padding_of(side)
-    positions = count(mask).clamp(min=1)  # as ``generate`` numbers padding
-    made = token_mask(3, 33, 33, attention_mask=mask.bool())
-    positions = torch.where(mask.bool(), count(mask), positions)
-    assert isolate(made, positions) is made
-    made = token_mask(3, 4, 33, q_offset=29, attention_mask=padding_of("left").bool())
-    positions = (padding_of("left").cumsum(1) - 1)[:, -4:]
-    assert isolate(made, positions) is made
-
-
-def test_positions_over_holes():
-    numbers = torch.tensor([[1, 1, 0, 1, 1]])
-    for positions in ([0, 1, 9, 2, 3], [0, 1, 2, 3, 4]):
-        assert separate(torch.tensor([positions]), numbers, Sizes(1, 5, 5)) is None
-    found = separate(torch.tensor([[0, 1, 9, 0, 1]]), numbers, Sizes(1, 5, 5))
-    assert packing_of(found, 5).cu_seqlens_k.tolist() == [0, 2, 4]
-
-
 def test_positions_are_looked_at_once_for_all_layers_and_again_after_a_write(monkeypatch):
     calls = []
     counted = lambda *args: calls.append(args) or separate(*args)  # noqa: E731
@@ -233,7 +172,7 @@ def test_positions_are_looked_at_once_for_all_layers_and_again_after_a_write(mon
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
 @pytest.mark.parametrize("side", ["left", "right", None])
 def test_compiled_code_checks_positions_on_the_device(side):
-    mask, model = None if side is None else padding_of(side), model_of(sliding).eval()
+    mask, model = padding_of(side), model_of(sliding).eval()
     expected = model(tokens_of(), attention_mask=mask).logits
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
@@ -246,77 +185,6 @@ def test_compiled_code_checks_positions_on_the_device(side):
         packed = model(tokens_of(), position_ids=PACKED).logits
         again = compiled(tokens_of(), position_ids=PACKED, use_cache=False).logits
         assert_same_bytes(again, packed)
-
-
-@pytest.mark.parametrize(
-    ("positions", "numbers", "sizes", "holds"),
-    [
-        ([[0, 1, 2, 0]], None, (2, 4, 4), False),
-        ([[0, 1, 2, 0]], [[1, 1, 1, 2], [1, 1, 1, 0]], (2, 4, 4), True),
-        ([[0, 1, 2, 0]], [[1, 1, 1, 2], [1, 1, 1, 1]], (2, 4, 4), False),
-        ([[1, 1, 0, 1]], [[0, 0, 1, 1]], (1, 4, 4), True),
-        ([[4, 5]], None, (1, 2, 6), True),
-        ([[3, 4]], None, (1, 2, 6), False),
-        ([[4, 0]], None, (1, 2, 6), False),
-        ([[3, 4]], [[0, 1, 1, 1, 1, 1]], (1, 2, 6), True),
-        ([[2, 3]], [[0, 1, 1, 1, 1, 1]], (1, 2, 6), False),
-        ([[1, 0]], [[0, 0, 0, 0, 0, 1]], (1, 2, 6), True),
-        ([[0]], None, (1, 1, 1), True),
-    ],
-)
-def test_the_check_on_the_device_is_the_one_on_the_host(positions, numbers, sizes, holds):
-    positions = torch.tensor(positions)
-    numbers = None if numbers is None else torch.tensor(numbers)
-    sizes = Sizes(*sizes)
-    if holds:
-        assert_separate(positions, numbers, sizes)
-    else:
-        with pytest.raises(RuntimeError, match="position_ids pack sequences"):
-            assert_separate(positions, numbers, sizes)
-    try:
-        found = separate(positions, numbers, sizes)
-        stands = found is None or same_packing(found, numbers, sizes)
-    except InputError:
-        stands = False
-    assert stands is holds
-
-
-def same_packing(found, numbers, sizes):
-    if numbers is None:
-        return False
-    a, b = (packing_of(x, sizes.seqlen_q) for x in (found, numbers))
-    return all(torch.equal(x, y) for x, y in zip(a[:4], b[:4]))
-
-
-def test_positions_for_plain_masks_and_none():
-    q = torch.randn(2, 4, 33, 16)
-    module = torch.nn.Module()
-    expected = attention(*[q.transpose(1, 2)[:, :20]] * 3, causal=True)
-    for mask in (None, torch.ones(2, 33)):
-        for positions in (PACKED, PACKED[0], PACKED.expand(2, -1)):
-            out, _ = dash.attention_forward(module, q, q, q, mask, position_ids=positions)
-            assert_same_bytes(out[:, :20], expected)
-    with pytest.raises(InputError, match=r"position_ids have shape \(1, 32\), the queries .* \(2, 33\)"):
-        dash.attention_forward(module, q, q, q, None, position_ids=PACKED[:, 1:])
-    full = dash.attention_forward(module, q, q, q, None)[0]
-    places = dash.attention_forward(module, q, q, q, None, position_ids=PACKED.expand(3, 2, -1))[0]
-    assert_same_bytes(places, full)
-
-
-def test_positions_under_bidirectional_masks():
-    q, k = torch.randn(1, 4, 33, 16), torch.randn(1, 4, 40, 16)
-    module = torch.nn.Module()
-    both = token_mask(1, 33, 33, mask_function=sees_all)
-    with pytest.raises(InputError, match="several sequences into a row under a bidirectional mask"):
-        dash.attention_forward(module, q, q, q, both, position_ids=PACKED)
-    with pytest.raises(InputError, match="packed sequences of 33 keys with 33 queries that see all keys"):
-        dash.attention_forward(module, q, q, q, None, is_causal=False, position_ids=PACKED)
-    bounds = torch.tensor([0, 20, 21, 33], dtype=torch.int32)
-    how = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    out, _ = dash.attention_forward(module, q, q, q, both, position_ids=PACKED, **how)
-    assert_same_bytes(out[:, :20], attention(*[q.transpose(1, 2)[:, :20]] * 3))
-    cross = dash.attention_forward(module, q, k, k, None, is_causal=False, position_ids=PACKED)[0]
-    assert_same_bytes(cross, dash.attention_forward(module, q, k, k, None, is_causal=False)[0])
 
 
 def test_packed_sequences_by_cu_seq_lens():
@@ -359,7 +227,7 @@ def test_encoders(side):
             vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
         )
         model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
-        mask = None if side is None else padding_of(side)
+        mask = padding_of(side)
         return model(tokens_of(), attention_mask=mask).last_hidden_state
 
     torch.testing.assert_close(outputs("dash"), outputs("sdpa"), atol=2e-5, rtol=1e-4)
@@ -375,7 +243,7 @@ def test_encoders_with_a_window(side):
             cls_token_id=1, sep_token_id=2,
         )  # fmt: skip
         model = transformers.AutoModel.from_config(config, attn_implementation=implementation).eval()
-        mask = None if side is None else padding_of(side)
+        mask = padding_of(side)
         out = model(tokens_of(), attention_mask=mask).last_hidden_state
         return out if mask is None else out * mask[..., None]
 
@@ -419,7 +287,7 @@ def test_two_training_runs_end_in_the_same_bytes():
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_:FutureWarning")  # other names from 5.23 on
 @pytest.mark.parametrize("side", ["left", None])
 def test_checkpointing_and_compiling_change_no_byte(side):
-    mask, model = None if side is None else padding_of(side), model_of(sliding)
+    mask, model = padding_of(side), model_of(sliding)
     logits, grads = run(model, tokens_of(), mask)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     again, again_grads = run(model, tokens_of(), mask)
@@ -433,60 +301,6 @@ def test_checkpointing_and_compiling_change_no_byte(side):
     if mask is not None:
         compiled_logits = compiled_logits * mask[..., None]
     assert_same_bytes(compiled_logits.detach(), logits)
-
-
-def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
-    q, k, v = (torch.randn(2, heads, 200, 16) for heads in (4, 2, 2))
-    module = torch.nn.Module()
-    alone = attention(*(x[1:, :, :150].transpose(1, 2) for x in (q, k, v)), causal=True)
-    mask = torch.ones(2, 200, dtype=torch.bool)
-    mask[1, 150:] = False
-    out, weights = dash.attention_forward(module, q, k, v, mask)
-    assert weights is None
-    assert_same_bytes(out[1:, :150], alone)
-    assert not out[1, 150:].any()
-    rolled = [x.clone() for x in (q, k, v)]
-    for x in rolled:
-        x[1] = x[1].roll(50, 1)
-    out, _ = dash.attention_forward(module, *rolled, torch.cat([mask[:1], mask[1:].roll(50, 1)]))
-    assert_same_bytes(out[1:, 50:], alone)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"dropout": 0.1}, "dropout is not supported by 'dash' attention, got 0.1"),
-        ({"softcap": 30.0}, "softcap is not supported by 'dash' attention, got 30.0"),
-        (
-            {"s_aux": torch.zeros(4)},
-            r"s_aux is not supported .*, got a tensor of shape \(4,\)",
-        ),
-        ({"output_attentions": True}, "output_attentions is not supported"),
-        (
-            {"attention_mask": torch.zeros(2, 1, 9, 9)},
-            r"must be None or .*, got \(2, 1, 9, 9\)",
-        ),
-        ({"sliding_window": 0}, "sliding_window must be None or >= 1, got 0"),
-        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "must be given together"),
-        (
-            {"cu_seq_lens_q": torch.tensor([0, 9]), "cu_seq_lens_k": torch.tensor([0, 9])},
-            "cu_seq_lens_q needs a batch of 1, got 2",
-        ),
-        (
-            {"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1]] * 2), "sliding_window": 3},
-            r"sliding_window \(2, 0\) over padding between the tokens",
-        ),
-        (
-            {"attention_mask": torch.ones(2, 5)},
-            r"attention_mask has shape \(2, 5\), the keys are .* \(2, 9\)",
-        ),
-        ({"attention_mask": torch.ones(2, 12)}, r"attention_mask has shape \(2, 12\)"),
-    ],
-)
-def test_what_cannot_be_honoured_raises(how, message):
-    q = torch.randn(2, 4, 9, 16)
-    with pytest.raises(InputError, match=message):
-        dash.attention_forward(torch.nn.Module(), q, q, q, **{"attention_mask": None, **how})
 
 
 def test_dropout_of_a_model_in_training_raises_and_in_evaluation_does_not():
@@ -540,66 +354,6 @@ def test_a_static_cache_that_the_prompt_does_not_fill_raises():
         InputError, match="end at position 5, keys at 8: .* no cache with places for later keys"
     ):
         model.generate(tokens_of(2, 5), attention_mask=torch.ones(2, 5), max_new_tokens=9, **STATIC)
-
-
-def test_a_mask_made_before_must_be_for_the_same_attention():
-    made = token_mask(2, 9, 9, mask_function=see_window(4), local_size=4)
-    assert token_mask(2, 9, 9, mask_function=see_window(4), attention_mask=made, local_size=4) is made
-    with pytest.raises(InputError, match=r"\(2, 9, 9\) and window 4, this layer has \(2, 9, 9\) and None"):
-        token_mask(2, 9, 9, attention_mask=made)
-    with pytest.raises(InputError, match=r"this layer has \(2, 1, 9\) and 4"):
-        token_mask(2, 1, 9, q_offset=8, attention_mask=made, local_size=4)
-
-
-def see_prefix(batch, head, row, column):
-    return (column <= row) | (column < 5)
-
-
-def sees_all(batch, head, row, column):
-    return (column >= 0).expand_as(row)
-
-
-def see_window(size):
-    return lambda batch, head, row, column: (column <= row) & (column > row - size)
-
-
-def see_every_other(batch, head, row, column):
-    return (column <= row) & (row - column != 1)
-
-
-@pytest.mark.parametrize("see", [see_prefix, see_every_other])
-def test_other_mask_functions_are_refused(see):
-    with pytest.raises(InputError, match="mask"):
-        token_mask(2, 20, 20, mask_function=see)
-    with pytest.raises(InputError, match="or_mask_function"):
-        token_mask(2, 20, 20, mask_function=see, use_vmap=True)
-
-
-def test_packing_with_a_cache_and_for_cross_attention():
-    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
-    packing = packing_of(mask, 1)
-    assert packing.rows_q.tolist() == [0]
-    assert packing.cu_seqlens_q.tolist() == [0, 1, 1]
-    assert packing.cu_seqlens_k.tolist() == [0, 3, 6]
-    every = packing_of(mask, 3, keep_queries=True)
-    assert every.rows_q.tolist() == list(range(6))
-    assert every.cu_seqlens_q.tolist() == [0, 3, 6]
-    with pytest.raises(InputError, match="packed sequences of 4 keys with 3 queries that see all keys"):
-        packing_of(mask + 1, 3, keep_queries=True)
-    chunks = packing_of(torch.tensor([[1, 1, 2, 2, 3]]), 2)
-    assert chunks.cu_seqlens_q.tolist() == [0, 0, 1, 2]
-    assert chunks.cu_seqlens_k.tolist() == [0, 2, 4, 5]
-
-
-@pytest.mark.parametrize("inference", [False, True])
-def test_a_mask_is_read_as_it_is_now(inference):
-    """Whoever writes it: not every write is seen by PyTorch's version counter."""
-    with torch.inference_mode(inference):
-        memory = np.ones((1, 4), dtype=np.int64)
-        mask = torch.from_numpy(memory)
-        for column in range(3):
-            assert packing_of(mask, 4).cu_seqlens_k.tolist() == [0, 4 - column]
-            memory[0, column] = 0
 
 
 def logits_of(config, implementation, *calls):
@@ -659,26 +413,9 @@ def test_the_window_is_that_of_the_mask(name, change):
 @pytest.mark.parametrize("side", [None, "right"])
 def test_models_that_do_their_own_attention_raise(config, side):
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash")
-    mask = None if side is None else padding_of(side)
+    mask = padding_of(side)
     with pytest.raises(NotATensorError, match="this model does its own attention"):
         model(tokens_of(), attention_mask=mask)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda mask, x: x + mask, lambda mask, x: mask + x, lambda mask, x: x * mask,
-        lambda mask, x: 1 - mask, lambda mask, x: torch.where(mask, x, 0),
-        lambda mask, x: x.masked_fill(mask, 0),
-        lambda mask, x: mask[:, None], lambda mask, x: mask.shape, lambda mask, x: mask == 0,
-        lambda mask, x: x == mask, lambda mask, x: mask > 0, lambda mask, x: ~mask,
-        lambda mask, x: list(mask), lambda mask, x: mask.to(x.device),
-        lambda mask, x: torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask),
-    ],
-)  # fmt: skip
-def test_a_token_mask_is_no_tensor(use):
-    with pytest.raises(NotATensorError, match="choose another attn_implementation"):
-        use(token_mask(1, 4, 4), torch.ones(1, 1, 4, 4))
 
 
 def test_padding_is_aligned_as_eager_does():
@@ -707,26 +444,6 @@ def test_bounds_beside_padding_or_other_sequences_raise():
     positions = torch.cat([torch.arange(9), torch.arange(11)])[None]
     with pytest.raises(InputError, match=r"sequences of \[8, 12\], .* of \[9, 11\]"):
         run(model, tokens, position_ids=positions, **how)
-
-
-def test_windows_and_sizes_that_contradict_the_mask_raise():
-    q = torch.randn(1, 4, 9, 16)
-
-    def call(mask, **how):
-        return dash.attention_forward(torch.nn.Module(), q, q, q, mask, **how)
-
-    window = token_mask(1, 9, 9, mask_function=see_window(4), local_size=4)
-    assert_same_bytes(call(window)[0], call(window, sliding_window=4)[0])
-    assert_same_bytes(call(window)[0], call(None, sliding_window=4)[0])
-    with pytest.raises(InputError, match="sliding_window 5, but .* with window 4"):
-        call(window, sliding_window=5)
-    with pytest.raises(InputError, match="sliding_window 5, but .* with window None"):
-        call(token_mask(1, 9, 9), sliding_window=5)
-    call(token_mask(1, 9, 9), sliding_window=9)  # hides nothing
-    with pytest.raises(InputError, match=r"are \(1, 9, 9\), the mask was made for \(1, 9, 10\)"):
-        call(token_mask(1, 9, 10, q_offset=1))
-    with pytest.raises(InputError, match="None with 9 queries and 8 keys"):
-        dash.attention_forward(torch.nn.Module(), q, q[:, :, :8], q[:, :, :8], None)
 
 
 def test_chunks_with_a_growing_cache():
