@@ -26,13 +26,13 @@ from litmus_kernel import (
     FIRST_BLOCK,
     OUTCOME_WORDS,
     TIMEOUTS,
-    TRAFFIC_BYTES,
     Form,
     LitmusConfig,
     Reader,
     Wait,
     compile_litmus,
 )
+from litmus_load import TRAFFIC_BYTES
 
 PROMISED = {
     "release_warp": Form(),  # what the kernel ships, from block to block

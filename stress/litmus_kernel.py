@@ -3,8 +3,8 @@
 A block has those roles of the backward kernel that hand over, and no others: the ticket warp polls counters,
 the reduce warp stores (first contribution of a period) or adds by one bulk operation and waits for it, the
 release warp counts it. A further warp, the reader, looks at the tile between the grant of a ticket and the
-contribution that it allows. Two warpgroups (tensor cores, loads and stores) and one warp (bulk copies both
-ways) keep the queues full until the block's chains are done.
+contribution that it allows. The other warps keep the queues full until the block's chains are done
+(``litmus_load.py``).
 
 Contribution t of tile `i + k * grid` belongs to block (i + t * shift) mod grid: every hand-over crosses from
 one SM to another, and which pairs of SMs meet changes with `shift`.
@@ -19,32 +19,31 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from dash_attn.backends.sm90.device import ptx
 from dash_attn.backends.sm90.device.ring import Ring
+from litmus_load import (
+    FIRST_BUSY_WARP,
+    MMA_COLUMNS,
+    MMA_DEPTH,
+    MMA_ROWS,
+    TRAFFIC_BYTES,
+    busy_role,
+    load_relaxed,
+    tiled_mma,
+    traffic_role,
+)
 
-TRAFFIC_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_BUSY_WARP, READER_WARP = 0, 1, 2, 3, 4, 12
+TRAFFIC_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, READER_WARP = 0, 1, 2, 3, 12
 THREADS = 32 * (READER_WARP + 1)
 SLOTS = 8
 SPIN_LIMIT = 1 << 21
-MMA_ROWS = MMA_COLUMNS = 128
-MMA_DEPTH = 64
-TRAFFIC_BYTES = 16_384
-STOP_BARRIER = 1
 MAX_PERIOD = 8
 # Words of the outcome; from BAD_READS on one per contribution of a period, the last one before the read.
 TIMEOUTS, FIRST_BLOCK, FIRST_TILE, FIRST_TICKET, FIRST_WORDS, LOCK, BAD_READS = 0, 1, 2, 3, 4, 5, 8
 OUTCOME_WORDS = BAD_READS + MAX_PERIOD
-
-
-@dsl_user_op
-def load_relaxed(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
-    """ld.relaxed.gpu of one int32; the product has no use for it."""
-    text = "ld.relaxed.gpu.global.b32 $0, [$1];"
-    return Int32(ptx._asm(T.i32(), [ptx._address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
 
 
 @dsl_user_op
@@ -183,19 +182,6 @@ class Litmus:
     def __init__(self, config: LitmusConfig):
         self.config = config
 
-    def _mma(self):
-        major = cute.nvgpu.OperandMajorMode
-        return hopper_helpers.make_trivial_tiled_mma(
-            BFloat16,
-            BFloat16,
-            major.K,
-            major.K,
-            Float32,
-            (2, 1, 1),
-            (64, MMA_COLUMNS),
-            warpgroup.OperandSource.SMEM,
-        )
-
     def _storage(self):
         c = self.config
         buffered = c.reader is Reader.BULK
@@ -225,7 +211,7 @@ class Litmus:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
         layout = cute.tile_to_shape(atom, (MMA_ROWS, MMA_DEPTH), order=(0, 1))
         words = Int32(memory.traffic.shape[0])
-        self.kernel(memory, words, rounds, layout, self._mma()).launch(
+        self.kernel(memory, words, rounds, layout, tiled_mma()).launch(
             grid=(grid, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
@@ -274,9 +260,9 @@ class Litmus:
             self.reader_role(t, rounds)
         if const_expr(c.busy):
             if warp_idx == TRAFFIC_WARP:
-                self.traffic_role(t, traffic_words)
+                traffic_role(t, traffic_words)
             if (warp_idx >= FIRST_BUSY_WARP) & (warp_idx < READER_WARP):
-                self.busy_role(t, traffic_words, mma, sA, sB)
+                busy_role(t, traffic_words, mma, sA, sB)
 
     def _block(self, storage, memory: Memory) -> Block:
         names = ("granted", "checked", "performed", "slot_empty", "read_full", "traffic_full")
@@ -454,67 +440,6 @@ class Litmus:
                 line = cute.make_tensor(t.outcome, cute.make_layout(OUTCOME_WORDS))
                 for word, value in first:
                     line[word] = value
-
-    @cute.jit
-    def traffic_role(self, t, traffic_words: Int32):
-        """One thread: bulk copies from one half of this block's traffic to the other."""
-        if cute.arch.lane_idx() == 0:
-            half = traffic_words // 2 // cute.arch.grid_dim()[0] // (TRAFFIC_BYTES // 4)  # chunks
-            first = Int64(cute.arch.block_idx()[0]) * (half * 2)
-            n, chunk = Int32(0), Int32(0)
-            while load_relaxed(t.done) == 0:
-                source = t.traffic + (first + chunk) * (TRAFFIC_BYTES // 4)
-                cute.arch.mbarrier_arrive_and_expect_tx(t.traffic_full, TRAFFIC_BYTES)
-                ptx.bulk_load(t.buffer, source, TRAFFIC_BYTES, t.traffic_full)
-                cute.arch.mbarrier_wait(t.traffic_full, n & 1)
-                ptx.bulk_store(t.buffer, source + half * (TRAFFIC_BYTES // 4), TRAFFIC_BYTES)
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-                n += 1
-                chunk = chunk + 1 if chunk + 1 < half else Int32(0)
-            cute.arch.cp_async_bulk_wait_group(0)
-
-    def multiply(self, mma, acc, a, b) -> None:
-        """Issue and commit acc += a b, four times."""
-        warpgroup.fence()
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        for k in 4 * [*range(cute.size(a.shape[2]))]:
-            cute.gemm(atom, acc, a[None, None, k], b[None, None, k], acc)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def busy_role(self, t, traffic_words: Int32, mma, sA, sB):
-        """Two warpgroups: products, and meanwhile loads and stores of this block's traffic."""
-        tidx = cute.arch.thread_idx()[0] - 32 * FIRST_BUSY_WARP
-        group = cute.arch.make_warp_uniform(tidx // 128)
-        mine = mma.get_slice(group * 128)
-        a, b = mine.make_fragment_A(mine.partition_A(sA)), mine.make_fragment_B(mine.partition_B(sB))
-        acc = cute.make_rmem_tensor(mine.partition_shape_C((MMA_ROWS, MMA_COLUMNS)), Float32)
-        acc.fill(0.0)
-        vectors = traffic_words // cute.arch.grid_dim()[0] // 4
-        buffer = cute.make_tensor(
-            t.traffic + cute.assume(Int64(cute.arch.block_idx()[0]) * (vectors * 4), divby=4),
-            cute.make_layout((4, vectors), stride=(1, 4)),
-        )
-        stop = cute.make_tensor(t.stop, cute.make_layout(4))
-        place, running = Int32(tidx), Int32(1)
-        while running == 1:
-            self.multiply(mma, acc, a, b)
-            values = cute.make_rmem_tensor((4, 4), Int32)
-            for v in cutlass.range_constexpr(4):
-                cute.autovec_copy(buffer[None, (place + 256 * v) % vectors], values[None, v])
-            for v in cutlass.range_constexpr(4):
-                cute.autovec_copy(values[None, v], buffer[None, (place + vectors // 2 + 256 * v) % vectors])
-            place = (place + 1024) % vectors
-            warpgroup.wait_group(0)
-            if tidx % 128 == 0:
-                stop[group] = load_relaxed(t.done)
-            cute.arch.barrier(barrier_id=STOP_BARRIER + group, number_of_threads=128)
-            running = Int32(1) if stop[group] == 0 else Int32(0)
-            cute.arch.barrier(barrier_id=STOP_BARRIER + group, number_of_threads=128)
-        # Products that nobody uses would be removed.
-        buffer[0, tidx] = Int32(acc.load().reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
 
 
 def fake_arguments():
