@@ -161,10 +161,9 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     """
     problem = plan.problem
     tiles = problem.heads * sum(-(-seqlen_q // problem.tile_m) for seqlen_q, _ in problem.sequences)
-    size, empty, filled = tiles * config.dq_elements, torch.empty, []
+    size, empty, empty_like, filled = tiles * config.dq_elements, torch.empty, torch.empty_like, []
 
-    def fill(*args: object, **how: object) -> Tensor:
-        x = empty(*args, **how)
+    def fill(x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype is torch.float32 and x.numel() and x.numel() % size == 0:
             filled.append(x.fill_(torch.nan).numel())
         elif x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
@@ -177,7 +176,11 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
 
     arguments = inputs(problem)
     debug = Debug(config.spin_limit > 0, config.dump_contributions, config.trace)
-    with mock.patch.object(torch, "empty", fill), mock.patch.object(launcher, "allocate", apart):
+    with (
+        mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
+        mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
+        mock.patch.object(launcher, "allocate", apart),
+    ):
         result = run_backward(plan, arguments, problem.head_dim**-0.5, ordered=config.ordered, debug=debug)
     if size not in filled:
         raise RuntimeError(f"no buffer of {size} fp32 values was allocated for dQ")

@@ -117,6 +117,7 @@ class Thread:
 
     def __post_init__(self) -> None:
         self.registers |= {
+            "%nctaid.x": self.block.count,
             "%tid.x": 32 * self.warp + self.lane,
             "%laneid": self.lane,
             "%smid": self.block.index,
@@ -129,9 +130,10 @@ class Thread:
 
 @dataclass(eq=False)
 class Block:
-    """Shared memory of a block, its threads, and what it did, in order."""
+    """One of ``count`` blocks: its shared memory, its threads, and what it did, in order."""
 
     index: int
+    count: int
     shared: dict[int, int] = field(default_factory=dict)
     barriers: dict[int, Barrier] = field(default_factory=dict)
     threads: list[Thread] = field(default_factory=list)
@@ -169,7 +171,7 @@ class Machine:
         self.contributions: list[tuple[int, int, bool]] = []  # (block, dQ tile, added), in order
         self.fetched: list[tuple[int, int]] = []  # to be converted: (dQ tile, contributions to it so far)
         self.noticed = 0
-        self.blocks = [Block(index) for index in range(blocks)]
+        self.blocks = [Block(index, blocks) for index in range(blocks)]
         self.started = 1 if one_by_one else blocks
         for block in self.blocks:
             lanes = ((warp, lane) for warp in range(WARPS) for lane in range(32 if warp == LOAD_WARP else 1))

@@ -20,13 +20,13 @@ def test_blocks(items: int, available: int, min_workers: int, converting: float)
     min_workers = min(min_workers, items)
     blocks, with_items = on_device(items, min_workers, converting).blocks(available)
     assert min_workers <= with_items <= blocks <= available
-    assert blocks >= min(items, available)
+    assert blocks == min(items, available)
     if items <= FEW_ROUNDS * available:
         assert -(-items // with_items) == -(-items // min(items, available)), "a round more"
     if items > available:
         assert available - with_items <= converting * available
     else:
-        assert with_items == blocks <= items + -(-items // 8), "blocks without items keep SMs from others"
+        assert with_items == blocks == items, "blocks without items keep SMs from others"
 
 
 def test_some_blocks_only_convert() -> None:

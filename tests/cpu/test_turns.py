@@ -18,12 +18,15 @@ class Gpu:
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.streams: dict[int, SimpleNamespace] = {}
         self.capturing, self.events, self.current = False, 0, 1
 
     def stream(self, _device: object = None) -> SimpleNamespace:
         number = self.current
         wait = lambda event: self.log.append(f"{number} waits for {event.name}")  # noqa: E731
-        return SimpleNamespace(cuda_stream=number, wait_event=wait)
+        if number not in self.streams:
+            self.streams[number] = SimpleNamespace(cuda_stream=number, wait_event=wait)
+        return self.streams[number]
 
     def event(self) -> SimpleNamespace:
         self.events += 1

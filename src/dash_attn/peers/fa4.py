@@ -75,7 +75,7 @@ class Forward:
         if (kernel := _KERNELS.get(kind)) is not None:
             *rows, heads, _ = q.shape
             shape = (heads, *rows) if lengths is not None else (rows[0], heads, rows[1])
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
             lse = torch.empty(shape, dtype=torch.float32, device=q.device)
             kernel(softmax_scale, (q, k, v, out, lse, *bounds))
             return out, lse

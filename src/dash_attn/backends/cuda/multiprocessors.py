@@ -34,16 +34,20 @@ def usable_multiprocessors(device: torch.device) -> int:
     driver = _driver()
     if driver is None:
         return multiprocessors(device)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device).cuda_stream
-        found = multiprocessors(device)
-        if int(context := _value(driver.cuCtxGetCurrent())):
-            found = _of_context(_value(driver.cuCtxGetId(context)))
-        elif not stream:  # a new thread; the device's own context becomes its current one
-            return found
-        # A stream stays in the green context that made it, whichever context is current.
-        if int(green := _value(driver.cuStreamGetGreenCtx(stream))):
-            found = min(found, _sms(driver.cuGreenCtxGetDevResource(green, _sm_resource())))
+    index = torch.cuda.current_device()
+    if device.index not in (None, index):
+        with torch.cuda.device(device):
+            return usable_multiprocessors(device)
+    found = multiprocessors(device)
+    context, stream = int(_value(driver.cuCtxGetCurrent())), torch._C._cuda_getCurrentRawStream(index)
+    if context == _own_context(index):
+        found = _of_own_context(index)
+    elif context:
+        found = _of_context(_value(driver.cuCtxGetId(context)))
+    # A stream stays in the green context that made it, whichever context is current. The default stream is
+    # one of the current context, and a new thread's is one of the device's own.
+    if stream and int(green := _value(driver.cuStreamGetGreenCtx(stream))):
+        found = min(found, _sms(driver.cuGreenCtxGetDevResource(green, _sm_resource())))
     return found
 
 
@@ -53,6 +57,19 @@ def _driver() -> Any:
     from cuda.bindings import driver
 
     return driver if _value(driver.cuDriverGetVersion()) >= _FIRST_DRIVER else None
+
+
+@cache
+def _own_context(index: int) -> int:
+    """The context of a device that PyTorch works in. It lives as long as the process."""
+    driver = _driver()
+    return int(_value(driver.cuDevicePrimaryCtxRetain(_value(driver.cuDeviceGet(index)))))
+
+
+@cache
+def _of_own_context(index: int) -> int:
+    """SMs of a device's own context, which is the current one."""
+    return _sms(_driver().cuCtxGetDevResource(_value(_driver().cuCtxGetCurrent()), _sm_resource()))
 
 
 @cache

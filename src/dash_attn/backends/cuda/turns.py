@@ -9,9 +9,8 @@ blocks or none, would also wait for every kernel that keeps a single SM, such as
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,33 +18,49 @@ __all__ = ["in_turn"]
 
 
 @dataclass
-class _Turn:
-    stream: int
+class _Last:
+    """The last launch of this kind on a device."""
+
+    stream: torch.cuda.Stream
     done: torch.cuda.Event
 
 
 _LOCK = threading.Lock()
-_LAST: dict[torch.device, _Turn] = {}
+_LAST: dict[torch.device, _Last] = {}
 
 
-@contextmanager
-def in_turn(device: torch.device) -> Iterator[None]:
+class in_turn:  # noqa: N801 - a context manager, without the host time of a generator
     """Launch on the current stream of the current device, behind the last launch of this kind in the process.
 
     A launch that is captured in a CUDA graph takes no turns: graphs with rings must not be replayed side by
     side on streams of different priorities.
     """
-    if torch.cuda.is_current_stream_capturing():
-        yield
-        return
-    stream = torch.cuda.current_stream(device)
-    with _LOCK:
-        turn = _LAST.get(device)
-        if turn is None or turn.stream != stream.cuda_stream:
-            if turn is not None:
-                stream.wait_event(turn.done)
-            turn = _LAST[device] = _Turn(stream.cuda_stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._mine: _Last | None = None
+
+    def __enter__(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
+        _LOCK.acquire()
         try:
-            yield
-        finally:  # also after a failed launch: this stream has waited for the one before
-            turn.done.record(stream)
+            self._mine = self._take()
+        except BaseException:
+            _LOCK.release()
+            raise
+
+    def _take(self) -> _Last:
+        stream, last = torch.cuda.current_stream(self._device), _LAST.get(self._device)
+        if last is None or last.stream != stream:
+            if last is not None:
+                stream.wait_event(last.done)
+            last = _LAST[self._device] = _Last(stream, torch.cuda.Event())  # type: ignore[no-untyped-call]
+        return last
+
+    def __exit__(self, *_: Any) -> None:
+        if self._mine is not None:
+            try:  # also after a failed launch: this stream has waited for the one before
+                self._mine.done.record(self._mine.stream)
+            finally:
+                _LOCK.release()

@@ -119,7 +119,7 @@ def run_backward(
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
     variant = place.variants.get((ordered, debug)) or _variant(place, plan, ordered, debug)
     work = _Workspace(variant, place, q.device)
-    grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
+    grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     all_tensors = [loadable(x) for x in (q, k, v, given.out, given.dout)]
     all_tensors += [given.lse.contiguous(), *grads]
     if q.dim() == 3:

@@ -69,8 +69,7 @@ class OnDevice:
         """(blocks to launch on so many SMs, how many of them get items); the others convert dQ tiles from the
         start. All convert once there are no items left."""
         if self.items <= available:
-            few = min(available, self.items + -(-self.items // 8))
-            return few, few
+            return self.items, self.items
         rounds = -(-self.items // available)
         spare = min(int(available * self.converting), available - self.min_workers)
         if rounds <= FEW_ROUNDS:

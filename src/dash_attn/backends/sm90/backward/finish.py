@@ -27,7 +27,8 @@ from .config import (
     THREADS,
 )
 
-AHEAD = 4  # tiles that a load warp takes at a time
+AHEAD, AHEAD_OF_FEW = 4, 2
+"""Tiles that a load warp takes at a time: if there are more than two per block, and else."""
 PLACE_WORDS, PLACE_STRIDE = 5, 8
 FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of mma.py
 
@@ -59,18 +60,20 @@ def stages_of(n_item: Int32) -> Int32:
 
 @cute.jit
 def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, complete: Int32) -> None:
-    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, AHEAD at a time,
+    """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, some at a time,
     each found by a lane of its own. Where a tile belongs is put beside it; batch -1: there are no more."""
     places, q_map, size = shared.tile_place, memory.table[HEADER.q_map_offset], 4 * config.dq_elements
     lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
     ring = replace(rings.tile, stages=stages)
+    few = complete <= AHEAD_OF_FEW * cute.arch.grid_dim()[0]
+    ahead = cutlass.select_(few, Int32(AHEAD_OF_FEW), Int32(AHEAD))
     # While the MMA warps are not here, other blocks can take the tiles.
     cute.arch.mbarrier_wait(ring.empty, 0)
-    first = cute.arch.shuffle_sync(_take(memory), 0)
+    first = cute.arch.shuffle_sync(_take(memory, ahead), 0)
     while first < end:
-        following = _take(memory)
+        following = _take(memory, ahead)
         place = first + lane
-        mine = (lane < AHEAD) & (place < end)
+        mine = (lane < ahead) & (place < end)
         key = _find(config, memory, queue(memory.control, memory.table), place, mine, end)
         if cute.arch.shuffle_sync(key, 0) < 0:
             end = Int32(-1)
@@ -78,7 +81,7 @@ def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, c
         # Entries were read through the generic proxy, the copy engine reads tiles through the async one.
         ptx.fence_proxy_async()
         for i in cutlass.range_constexpr(AHEAD):
-            if first + i < end:
+            if (i < ahead) & (first + i < end):
                 stage = ring.stage(n)
                 ring.wait_empty(n)
                 if lane == i:
@@ -99,11 +102,11 @@ def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, c
 
 
 @cute.jit
-def _take(memory) -> Int32:
-    """The first of the next AHEAD places of the queue; in lane 0 only, so that nobody waits for it yet."""
+def _take(memory, ahead: Int32) -> Int32:
+    """The first of the next `ahead` places of the queue; in lane 0 only, so that nobody waits for it yet."""
     first = Int32(0)
     if cute.arch.lane_idx() == 0:
-        first = ptx.add(memory.control.iterator + TAKEN, AHEAD)
+        first = ptx.add(memory.control.iterator + TAKEN, ahead)
     return first
 
 

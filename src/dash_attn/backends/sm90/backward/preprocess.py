@@ -35,12 +35,18 @@ class Preprocess:
         everywhere = launch.complete == launch.q_tiles * heads
         named = tensors._asdict() | workspace._asdict()
         self.kernel(BeforeMemory(*[named[name] for name in BeforeMemory._fields]), everywhere).launch(
-            grid=(launch.q_tiles, heads, 1), block=(THREADS, 1, 1), stream=stream
+            grid=(launch.q_tiles, heads, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, memory: BeforeMemory, everywhere: Boolean) -> None:
         c, table = self.config, memory.table
+        cute.arch.griddepcontrol_wait()
+        # Blocks of the main kernel may come as soon as these leave. They wait for all that is written here.
+        cute.arch.griddepcontrol_launch_dependents()
         mO, mdO, mLse, mLse2, mDelta = memory.out, memory.dout, memory.lse, memory.lse2, memory.delta
         mdQ, control = memory.dq, memory.control
         index, q_head, _ = cute.arch.block_idx()

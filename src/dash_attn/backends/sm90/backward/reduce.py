@@ -53,10 +53,14 @@ def release_item(rings, n_item: Int32) -> None:
 
 @cute.jit
 def claim_first_item(memory, shared, rings, batches: Int32, workers: Int32):
-    """`claim_item` for the first time: blocks after the first `workers` get no items, and convert dQ."""
+    """`claim_item` for the first time: blocks after the first `workers` to arrive get no items, and convert
+    dQ. If there are none, nobody counts arrivals."""
     index = Int32(plan_view.NO_ITEM)
     if cute.arch.lane_idx() == 0:
-        if ptx.add(memory.control.iterator + ARRIVED) < workers:
+        arrived = Int32(0)
+        if workers < cute.arch.grid_dim()[0]:
+            arrived = ptx.add(memory.control.iterator + ARRIVED)
+        if arrived < workers:
             index = ptx.add(memory.control.iterator + CLAIMED)
     return _put_item(memory.table, shared, rings, index, Int32(0), batches)
 

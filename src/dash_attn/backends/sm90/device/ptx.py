@@ -52,10 +52,11 @@ def sleep(*, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def add(pointer: cute.Pointer, amount: int = 1, *, loc=None, ip=None) -> Int32:
+def add(pointer: cute.Pointer, amount: int | Int32 = 1, *, loc=None, ip=None) -> Int32:
     """atom.relaxed.gpu: add, return the old value."""
-    text = f"atom.relaxed.gpu.global.add.s32 $0, [$1], {amount};"
-    return Int32(_asm(T.i32(), [_address(pointer, loc, ip)], text, "=r,l,~{memory}", loc, ip))
+    text = "atom.relaxed.gpu.global.add.s32 $0, [$1], $2;"
+    operands = [_address(pointer, loc, ip), Int32(amount).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, text, "=r,l,r,~{memory}", loc, ip))
 
 
 @dsl_user_op
