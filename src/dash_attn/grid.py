@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import repeat
 from math import gcd
 from typing import Any, Literal
 
@@ -148,6 +149,23 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
     beyond: int
 
     @staticmethod
+    def of_squares(lengths: Sequence[int], tile_m: int, tile_n: int, mask: Mask) -> list[TileGrid]:
+        """:meth:`of` sequences with as many rows as columns.
+
+        There every row sees the diagonal, so the grid depends on the numbers of tiles alone, and they on the
+        length in steps of ``gcd(tile_m, tile_n)``, rounded up.
+        """
+        known, step = _known_squares(tile_m, tile_n, mask), gcd(tile_m, tile_n)
+        steps = [-(-length // step) for length in lengths]
+        if missing := [n for n in dict.fromkeys(steps) if n not in known]:
+            shapes = [(n * step, n * step) for n in missing]
+            made = dict(zip(missing, TileGrid.of(shapes, tile_m, tile_n, mask)))
+            if len(known) + len(made) <= _KEPT_GRIDS:
+                known.update((n, grid) for n, grid in made.items() if _is_kept(grid.q_tiles, grid.kv_tiles))
+            known = {**known, **made}
+        return [known[n] for n in steps]
+
+    @staticmethod
     def of(shapes: Sequence[tuple[int, ...]], tile_m: int, tile_n: int, mask: Mask) -> list[TileGrid]:
         """The grid of each (seqlen_q, seqlen_k), or with a q_start behind it; equal ones are one object."""
         table = np.array(shapes, dtype=np.int64).reshape(len(shapes), -1)
@@ -166,9 +184,9 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
         if first is not None:
             low = np.minimum(np.maximum(first // step, least), most)
             beyond = np.minimum(np.maximum(-((first - columns) // tile_m), 0), q_tiles)
-        columns_of_table = (q_tiles, kv_tiles, low, high, ragged, beyond)
-        lists = (x.tolist() if isinstance(x, np.ndarray) else x for x in columns_of_table)
-        fields = [(q, kv, tile_m, tile_n, *rest) for q, kv, *rest in zip(*lists)]
+        arrays = (q_tiles, kv_tiles, low, high, ragged, beyond)
+        q, kv, *rest = (x.tolist() if isinstance(x, np.ndarray) else x for x in arrays)
+        fields = list(zip(q, kv, repeat(tile_m), repeat(tile_n), *rest))
         made = {one: _tile_grid(*one) for one in dict.fromkeys(fields)}
         return [made[one] for one in fields]
 
@@ -247,9 +265,19 @@ _KEPT_GRIDS, _KEPT_TILES = 4096, 2048
 _kept_grid = lru_cache(_KEPT_GRIDS)(TileGrid)
 
 
+def _is_kept(q_tiles: int, kv_tiles: int) -> bool:
+    return max(q_tiles, kv_tiles) <= _KEPT_TILES
+
+
 def _tile_grid(q_tiles: int, kv_tiles: int, *rest: Any) -> TileGrid:
-    make = _kept_grid if max(q_tiles, kv_tiles) <= _KEPT_TILES else TileGrid
+    make = _kept_grid if _is_kept(q_tiles, kv_tiles) else TileGrid
     return make(q_tiles, kv_tiles, *rest)
+
+
+@lru_cache(64)
+def _known_squares(tile_m: int, tile_n: int, mask: Mask) -> dict[int, TileGrid]:
+    """Grids of square sequences by their length in steps."""
+    return {}
 
 
 def _read_only(x: IntArray) -> IntArray:

@@ -149,10 +149,21 @@ class Problem:
         return tuple((*pair, start) for pair, start in zip(self.sequences, self.q_starts))
 
     @cached_property
+    def lengths(self) -> IntArray:
+        """``sequences`` as an array, shape (sequences, 2). Read-only."""
+        flat = np.fromiter(chain.from_iterable(self.sequences), np.int64, 2 * len(self.sequences))
+        flat.setflags(write=False)
+        return flat.reshape(-1, 2)
+
+    @cached_property
     def tile_grids(self) -> dict[tuple[int, ...], TileGrid]:
         """The tile grid of every distinct shape, in order of first appearance."""
-        distinct = list(dict.fromkeys(self.shapes))
-        return dict(zip(distinct, TileGrid.of(distinct, self.tile_m, self.tile_n, self.mask)))
+        distinct = dict.fromkeys(self.shapes)
+        if self.q_starts is None and (self.lengths[:, 0] == self.lengths[:, 1]).all():
+            grids = TileGrid.of_squares([n for n, _ in distinct], self.tile_m, self.tile_n, self.mask)
+        else:
+            grids = TileGrid.of(list(distinct), self.tile_m, self.tile_n, self.mask)
+        return dict(zip(distinct, grids))
 
     @cached_property
     def grids(self) -> dict[tuple[int, ...], SequenceGrid]:

@@ -70,6 +70,18 @@ def test_few_patterns_cover_all_lengths() -> None:
         assert len(set(TileGrid.of(lengths, 64, 128, mask))) <= most, mask
 
 
+@pytest.mark.parametrize(
+    "mask", [*MASKS, Mask.window(0, 0), Mask.window(None, 99), Mask.window(64, None)], ids=str
+)
+@pytest.mark.parametrize("tiles", [(64, 128), (128, 128), (16, 24), (1, 1)])
+def test_square_sequences_have_the_grids_of_any_others(mask: Mask, tiles: tuple[int, int]) -> None:
+    lengths = range(700)
+    for _ in range(2):  # made, and found
+        assert TileGrid.of_squares(lengths, *tiles, mask) == TileGrid.of(
+            [(n, n) for n in lengths], *tiles, mask
+        )
+
+
 def test_the_forward_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "build_plan", lambda *_: pytest.fail("a plan was made"))
     q = torch.randn(1, 77, 2, 16)

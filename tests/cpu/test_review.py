@@ -28,7 +28,6 @@ from dash_attn.schedule import (
     build_plan,
     from_table,
     lpt_placement,
-    proof,
     prove,
     to_table,
 )
@@ -133,7 +132,7 @@ def test_proofs_of_random_placements_do_not_pile_up() -> None:
     for _ in range(300):
         shuffled = rng.permutation(made.items)
         assert prove(made.with_items(shuffled)).min_workers >= 1
-    assert len(proof._PROVEN[pattern]) <= 64
+    assert len(pattern.proven.orders) <= 64
     assert len(pattern._tiled) <= 128  # type: ignore[attr-defined]
 
 

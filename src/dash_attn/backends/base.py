@@ -61,7 +61,7 @@ Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 def tensor_shapes(problem: Problem) -> dict[int, Shapes]:
     """Shapes of a problem's tensors by rank; none of rank 4 where sequences are not alike."""
-    total_q, total_k = (sum(side) for side in zip(*problem.sequences))
+    total_q, total_k = problem.lengths.sum(0).tolist()
     q, k = (problem.heads, problem.head_dim), (problem.kv_heads, problem.head_dim)
     found: dict[int, Shapes] = {3: ((total_q, *q), (total_k, *k), (problem.heads, total_q))}
     if len(set(problem.shapes)) == 1:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from ..problem import IntArray, Problem
 if TYPE_CHECKING:
     from .plan import HeadPattern
 
-__all__ = ["Batch", "Items", "first_of_each"]
+__all__ = ["Batch", "Items", "Sizes", "first_of_each"]
 
 Items = NDArray[np.int32]
 """(items, 3), rows (sequence, head group, kv tile) in the order in which workers claim them."""
@@ -30,6 +31,16 @@ def first_of_each(counts: IntArray) -> IntArray:
     found = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=found[1:])
     return found
+
+
+class Sizes(NamedTuple):
+    """Counts of one head: tiles, head groups per kv head, tasks, and q tiles that get contributions."""
+
+    kv_tiles: Any
+    q_tiles: Any
+    head_groups: Any
+    tasks: Any
+    complete_q_tiles: Any
 
 
 class Batch:
@@ -52,25 +63,40 @@ class Batch:
         place = {pattern: at for at, pattern in enumerate(self.distinct)}
         return np.array([place[pattern] for pattern in self.patterns], dtype=np.int64)
 
+    @cached_property
+    def sizes(self) -> Sizes:
+        """:class:`Sizes` of each sequence, arrays of shape (sequences,)."""
+        flat = chain.from_iterable(p.sizes for p in self.distinct)
+        each = np.fromiter(flat, np.int64, len(Sizes._fields) * len(self.distinct))
+        return Sizes(*each.reshape(len(self.distinct), -1).T[:, self.pattern_of])
+
     def per_sequence(self, values: Callable[[HeadPattern], int]) -> IntArray:
         """A number of each pattern, for every sequence; shape (sequences,)."""
         found: IntArray = np.array([values(p) for p in self.distinct], dtype=np.int64)[self.pattern_of]
         return found
 
-    @cached_property
+    @property
     def kv_tiles(self) -> IntArray:
         """kv tiles of each sequence, shape (sequences,)."""
-        return self.per_sequence(lambda p: p.grid.kv_tiles)
+        kv_tiles: IntArray = self.sizes.kv_tiles
+        return kv_tiles
 
-    @cached_property
+    @property
     def q_tiles(self) -> IntArray:
         """q tiles of each sequence, shape (sequences,)."""
-        return self.per_sequence(lambda p: p.grid.q_tiles)
+        q_tiles: IntArray = self.sizes.q_tiles
+        return q_tiles
 
-    @cached_property
+    @property
     def head_groups(self) -> IntArray:
         """Head groups per kv head of each sequence, shape (sequences,)."""
-        return self.per_sequence(lambda p: p.head_groups)
+        head_groups: IntArray = self.sizes.head_groups
+        return head_groups
+
+    @cached_property
+    def task_count(self) -> int:
+        """Tasks of all sequences and q heads."""
+        return int(self.problem.heads * self.sizes.tasks.sum())
 
     @cached_property
     def groups(self) -> IntArray:

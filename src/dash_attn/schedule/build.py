@@ -13,7 +13,7 @@ from .numerics import POLICIES
 from .placement import Placement
 from .plan import HeadPattern, Plan
 from .policy import Numerics, Policy
-from .proof import prove
+from .proof import examine
 from .schedule import Schedule
 from .tickets import derive_runs
 
@@ -63,13 +63,15 @@ def build_plan(
     patterns = _patterns(problem, schedule.numerics, head_groups)
     batch = Batch(problem, patterns)
     codes = schedule.placement.place(batch, schedule.numerics)
-    for code in codes[(codes < 0) | (codes >= batch.item_count)][:1]:
+    if len(codes) and not 0 <= codes.min() <= codes.max() < batch.item_count:
+        code = codes[(codes < 0) | (codes >= batch.item_count)][0]
         raise PlacementError(
             f"placement {schedule.placement}: item {code} of {batch.item_count} does not exist"
         )
     plan = Plan(problem, str(schedule), patterns, batch.items[codes])
     plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
-    return prove(plan)
+    object.__setattr__(plan, "verdict", examine(plan))
+    return plan
 
 
 def _schedule(numerics: Numerics | Schedule | str, placement: Placement | str) -> Schedule:
@@ -83,14 +85,16 @@ def _patterns(
     problem: Problem, numerics: Numerics, head_groups: int | None
 ) -> dict[tuple[int, ...], HeadPattern]:
     """The pattern of every shape; shapes that cut the same tiles, under the same policy, share it."""
-    alike: dict[tuple[Policy, int], HeadPattern] = {}
+    alike: dict[tuple[int, int], tuple[HeadPattern, Policy]] = {}
     patterns = {}
     for shape, grid in problem.tile_grids.items():
         policy = numerics.for_lengths(shape[0], shape[1])
-        found = alike.get((policy, id(grid)))  # equal grids are one object
+        # Equal grids are one object. Equal policies may be several, which find the pattern in the cache.
+        found = alike.get((id(policy), id(grid)))
         if found is None:
-            found = alike[policy, id(grid)] = _pattern_of(problem, policy, shape, grid, head_groups)
-        patterns[shape] = found
+            pattern = _pattern_of(problem, policy, shape, grid, head_groups)
+            found = alike[id(policy), id(grid)] = pattern, policy
+        patterns[shape] = found[0]
     return patterns
 
 

@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 
 from ..errors import FingerprintError, PlacementError
 from ..problem import IntArray, Problem, TileGrid
-from .batch import Batch, Items
+from .batch import Batch, Items, Sizes
 from .constants import NUMERICS_VERSION
 from .head_groups import group_heads
 from .tickets import RunTuple
 
-__all__ = ["HeadPattern", "Plan", "Run", "Verdict", "named"]
+__all__ = ["HeadPattern", "Plan", "Proven", "Run", "Verdict", "named"]
 
 
 _MOST_TILED, _LONGEST_TILED = 128, 2048
@@ -64,6 +64,21 @@ class Run(NamedTuple):
             yield self.q_first + k * self.q_step, self.t_first + self.t_step * (k // self.t_hold)
 
 
+class Proven:
+    """What the verifier found out about a pattern, once for all plans.
+
+    Attributes:
+        covers: whether its runs do every task once.
+        orders: what follows from an order of its items, by the order.
+        latest: what followed in the last plan.
+    """
+
+    def __init__(self) -> None:
+        self.covers = False
+        self.orders: dict[bytes, Any] = {}
+        self.latest: Any = None
+
+
 @dataclass(frozen=True, eq=False)
 class HeadPattern:
     """The runs of every kv tile of one head: what fixes dQ, dK and dV of a sequence bit for bit.
@@ -75,12 +90,14 @@ class HeadPattern:
         offsets: (kv_tiles + 1,) int64; runs of kv tile ``kv`` are ``runs[offsets[kv]:offsets[kv + 1]]``.
         runs: (runs, 6) int64, columns as in :class:`Run`.
         head_groups: head groups of each kv head.
+        proven: what is known about it; no part of it.
     """
 
     grid: TileGrid
     offsets: IntArray
     runs: IntArray
     head_groups: int = 1
+    proven: Proven = field(default_factory=Proven, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_tiled", {})
@@ -135,6 +152,12 @@ class HeadPattern:
                     known.clear()
                 known[name, heads] = found
         return found
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Counts of one head."""
+        grid = self.grid
+        return Sizes(grid.kv_tiles, grid.q_tiles, self.head_groups, grid.tasks, grid.complete_q_tiles)
 
     @cached_property
     def run_counts(self) -> IntArray:

@@ -28,7 +28,6 @@ from __future__ import annotations
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -37,17 +36,11 @@ from ..problem import IntArray
 from .plan import HeadPattern, Plan, Run, Verdict, named
 from .tickets import MAX_HOLD
 
-__all__ = ["check_workers", "prove"]
+__all__ = ["check_workers", "examine", "prove"]
 
-
-_PROVEN: WeakKeyDictionary[HeadPattern, dict[bytes, _Claims]] = WeakKeyDictionary()
-"""Patterns proven before (their arrays cannot be written): what was proven, by order of their items."""
 
 _MOST_ORDERS = 64
 """Orders kept per pattern: a plan has one or a few, a search over random placements any number."""
-
-_LATEST: WeakKeyDictionary[HeadPattern, _Claims] = WeakKeyDictionary()
-"""The order in which a pattern's items were claimed in the last plan: probably that of the next one, too."""
 
 
 def prove(plan: Plan) -> Plan:
@@ -57,8 +50,16 @@ def prove(plan: Plan) -> Plan:
         CoverageError, TicketError, CycleError, PlacementError: what is wrong, with sequence, head, kv
             tile (item) and q tile.
     """
+    verdict, verified = examine(plan), replace(plan)
+    verified.__dict__.update(batch=plan.batch, codes=plan.codes)
+    object.__setattr__(verified, "verdict", verdict)
+    return verified
+
+
+def examine(plan: Plan) -> Verdict:
+    """The verdict of :func:`prove`. The plan's arrays can no longer be written."""
     problem = plan.problem
-    if set(plan.patterns) != set(problem.tile_grids):
+    if plan.patterns.keys() != problem.tile_grids.keys():
         raise PlanError(f"patterns for {sorted(plan.patterns)}, sequences of {sorted(problem.tile_grids)}")
     for shape, grid in problem.tile_grids.items():
         pattern = plan.patterns[shape]
@@ -70,16 +71,13 @@ def prove(plan: Plan) -> Plan:
                 f"{_every_head(plan, pattern)}: {pattern.head_groups} head groups of {problem.group} q heads "
                 "per kv head"
             )
-        if pattern not in _PROVEN:
+        if not pattern.proven.covers:
             _check_coverage(pattern, _every_head(plan, pattern))
+            pattern.proven.covers = True
     needs = _last_needed(plan, _places(plan))
-    needs.setflags(write=False)
-    verified = replace(plan)
-    verified.__dict__.update(batch=plan.batch, codes=plan.codes)
-    verdict = Verdict(1 + _deepest_dependence(needs), problem.tasks, needs)
-    object.__setattr__(verified, "verdict", verdict)
-    plan.codes.setflags(write=False)
-    return verified
+    for own in (needs, plan.codes):
+        own.setflags(write=False)
+    return Verdict(1 + _deepest_dependence(needs), plan.batch.task_count, needs)
 
 
 def _every_head(plan: Plan, of: tuple[int, ...] | HeadPattern) -> str:
@@ -204,8 +202,8 @@ class _Claims(NamedTuple):
 
 def _latest(plan: Plan) -> dict[HeadPattern, _Claims] | None:
     """The orders in which the patterns' items were claimed in the last plan, if all have been in one."""
-    found = {p: _LATEST[p] for p in plan.batch.distinct if p in _LATEST}
-    return found if len(found) == len(plan.batch.distinct) else None
+    found = {p: p.proven.latest for p in plan.batch.distinct}
+    return None if None in found.values() else found
 
 
 def _of_first_heads(plan: Plan, places: IntArray) -> dict[HeadPattern, _Claims]:
@@ -213,7 +211,8 @@ def _of_first_heads(plan: Plan, places: IntArray) -> dict[HeadPattern, _Claims]:
     batch = plan.batch
     _, first = np.unique(batch.pattern_of, return_index=True)
     found = {p: _claims(plan, g, places) for p, g in zip(batch.distinct, batch.group_first[first].tolist())}
-    _LATEST.update(found)
+    for pattern, claims in found.items():
+        pattern.proven.latest = claims
     return found
 
 
@@ -223,17 +222,19 @@ def _claims(plan: Plan, group: int, places: IntArray) -> _Claims:
     sequence = int(np.searchsorted(batch.group_first, group, side="right")) - 1
     pattern = batch.patterns[sequence]
     order = np.argsort(places[batch.code_first[group] : batch.code_first[group + 1]])
-    known, key = _PROVEN.get(pattern, {}), order.tobytes()
-    if key not in known:
+    known, key = pattern.proven.orders, order.tobytes()
+    found: _Claims | None = known.get(key)
+    if found is None:
         reach = _dependences(
             pattern, order, f"sequence {sequence}, head group {group - batch.group_first[sequence]}"
         )
         following, needed = np.zeros_like(order), np.empty_like(order)
         following[order[:-1]] = order[1:] - order[:-1]
         needed[order] = order[reach] - order
-        others = known if len(known) < _MOST_ORDERS else {}
-        _PROVEN[pattern] = known = {**others, key: _Claims(key, following, needed)}
-    return known[key]
+        if len(known) >= _MOST_ORDERS:
+            known.clear()
+        found = known[key] = _Claims(key, following, needed)
+    return found
 
 
 def _deepest_dependence(needs: IntArray) -> int:

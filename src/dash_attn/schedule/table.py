@@ -83,7 +83,8 @@ def _packed_runs(pattern: HeadPattern) -> Words:
 
 
 def _totals(pattern: HeadPattern) -> NDArray[np.int64]:
-    return _padded(pattern.grid.contributions)
+    totals: NDArray[np.int64] = pattern.tiled("totals", lambda p: _padded(p.grid.contributions), 1)
+    return totals
 
 
 def _pack_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -133,7 +134,7 @@ def _records(pattern: HeadPattern, kv_heads: int, group: int) -> Words:
 def _sequence_records(plan: Plan, total_first: NDArray[np.int64]) -> NDArray[np.int64]:
     batch, at = plan.batch, SEQUENCE
     records = np.zeros((len(batch.patterns), SEQUENCE_WORDS), dtype=np.int64)
-    records[:, [at.seqlen_q, at.seqlen_k]] = plan.problem.sequences
+    records[:, at.seqlen_q : at.seqlen_k + 1] = plan.problem.lengths
     records[:, at.q_tile_count], records[:, at.kv_tile_count] = batch.q_tiles, batch.kv_tiles
     records[:, at.total_first], records[:, at.head_groups] = total_first, batch.head_groups
     records[:, at.group_sum_first] = plan.group_sum_first[:-1]

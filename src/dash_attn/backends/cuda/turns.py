@@ -29,7 +29,7 @@ _LOCK = threading.Lock()
 _LAST: dict[torch.device, _Last] = {}
 
 
-class in_turn:  # noqa: N801 - a context manager, without the host time of a generator
+class in_turn:
     """Launch on the current stream of the current device, behind the last launch of this kind in the process.
 
     A launch that is captured in a CUDA graph takes no turns: graphs with rings must not be replayed side by

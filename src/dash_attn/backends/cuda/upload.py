@@ -15,6 +15,9 @@ from ...errors import InputError
 __all__ = ["Upload", "loadable"]
 
 _LINE = 32  # words of 128 bytes: where buffers that the copy engine reads may begin
+_COPIED_AT_ONCE = 8192
+"""Words that the driver takes along with the call, from any memory. A longer copy must be from pinned memory,
+or the host waits for it."""
 _CAPTURED: set[Upload] = set()
 """What CUDA graphs read when they are replayed; never freed, for nobody says when a graph is gone."""
 
@@ -32,19 +35,20 @@ class Upload:
     def __init__(self, what: object, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise InputError(f"{what} is not on {device} yet: make the same call once before capturing it")
-        sizes = [-(-len(x) // _LINE) * _LINE for x in arrays]
-        staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
+        sizes = [size for x in arrays for size in (len(x), -len(x) % _LINE)]
+        pinned = sum(sizes) > _COPIED_AT_ONCE
+        staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
         words, start = staging.numpy(), 0
-        for x, size in zip(arrays, sizes):
-            words[start : start + len(x)] = x
-            start += size
+        for x, size, padding in zip(arrays, sizes[::2], sizes[1::2]):
+            words[start : start + size] = x
+            start += size + padding
         whole = staging.to(device, non_blocking=True)
         stream = torch.cuda.current_stream(device)
         self._whole, self._device, self._stream = whole, whole.device.index, stream.cuda_stream
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._ready.record(stream)
         self._done = False
-        self.arrays = [part[: len(x)] for part, x in zip(whole.split_with_sizes(sizes), arrays)]
+        self.arrays = list(whole.split_with_sizes(sizes)[::2])
 
     def use(self) -> list[Tensor]:
         """The arrays, for work that is next on the current stream."""

@@ -50,7 +50,7 @@ class _Prepared(Prepared):
 
     def _packed_lengths(self) -> PackedLengths:
         if self._lengths is None:
-            lengths = np.array(self.problem.sequences, dtype=np.int64)
+            lengths = self.problem.lengths
             self._longest = tuple(lengths.max(0).tolist())
             starts = np.zeros((2, len(lengths) + 1), dtype=np.int64)
             np.cumsum(lengths.T, axis=1, out=starts[:, 1:])

@@ -88,15 +88,15 @@ def on_device(plan: Plan, device: torch.device) -> OnDevice:
     found = places.get(device)
     if found is None:
         _check_tiles(plan)
-        found = places[device] = _place(plan, Upload(str(plan), [to_table(plan)], device))
+        found = places[device] = _place(plan, Upload(plan, [to_table(plan)], device))
     return found
 
 
 def _place(plan: Plan, upload: Upload | None) -> OnDevice:
     p, batch = plan.problem, plan.batch
-    complete = p.heads * int(batch.per_sequence(lambda pattern: pattern.grid.complete_q_tiles).sum())
+    complete = p.heads * int(batch.sizes.complete_q_tiles.sum())
     conversion = CONVERSION_CYCLES * complete
-    work = TASK_CYCLES * p.tasks + ITEM_CYCLES * len(plan.items) + conversion
+    work = TASK_CYCLES * batch.task_count + ITEM_CYCLES * len(plan.items) + conversion
     return OnDevice(
         upload,
         tensor_shapes(p),

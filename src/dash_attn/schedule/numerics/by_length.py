@@ -13,6 +13,8 @@ from .spt import SPT
 
 __all__ = ["ByLength"]
 
+_LONG, _SHORT = Descending(), SPT()
+
 
 @dataclass(frozen=True)
 class ByLength(Numerics):
@@ -38,4 +40,4 @@ class ByLength(Numerics):
             raise UnsupportedMaskError(f"long_from must be >= 0, got {self.long_from}")
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int) -> Policy:
-        return Descending() if seqlen_k >= self.long_from else SPT()
+        return _LONG if seqlen_k >= self.long_from else _SHORT

@@ -67,7 +67,7 @@ def _longest_first(batch: Batch, codes: IntArray, l2_bytes: int | None, heads_in
         return codes
     problem = batch.problem
     if l2_bytes is None:
-        longest = max(seqlen_k for _, seqlen_k in problem.sequences)
+        longest = int(problem.lengths[:, 1].max())
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
     group = problem.group
     tasks = batch.flat(("tasks of heads", group), lambda p: p.task_counts * group // p.head_groups)
@@ -99,7 +99,7 @@ def _head_bytes(batch: Batch) -> IntArray:
     """Bytes that a head group of each sequence keeps in L2: Q, dO and fp32 dQ of its q heads, K and V."""
     problem = batch.problem
     element = _ELEMENT_BYTES[problem.dtype]
-    lengths = np.array(problem.sequences, dtype=np.int64)
+    lengths = problem.lengths
     rows_q = problem.group * lengths[:, 0] // batch.head_groups
     size: IntArray = problem.head_dim * (rows_q * (2 * element + 4) + lengths[:, 1] * 2 * element)
     return size
@@ -115,9 +115,11 @@ def _sections(sizes: list[int], heads: list[int], limit: int) -> list[int]:
     current = used = 0
     for size, left in zip(sizes, heads):
         while left:
-            if used and used + size > limit:
-                current, used = current + 1, 0
-            taken = min(max((limit - used) // size, 1), left) if size else left
+            taken = left
+            if used + left * size > limit:
+                if used and used + size > limit:
+                    current, used = current + 1, 0
+                taken = min(max((limit - used) // size, 1), left)
             section += [current] * taken
             left, used = left - taken, used + taken * size
     return section
