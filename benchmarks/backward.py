@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for run in range(args.runs):
         for point in points:
             for row, found in measure(
-                point, args.rounds, policies=run == 0 and not args.quick, first=run == 0
+                point, args.rounds, args.peers, policies=run == 0 and not args.quick, first=run == 0
             ):
                 measured.setdefault(_identity(row), (row, []))[1].append(found)
             torch.cuda.empty_cache()
@@ -102,6 +102,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seqlen", type=int, nargs="+", help=f"of the grid: divisors of {TOKENS}")
     parser.add_argument("--runs", type=int, help="runs of the whole sweep, default 3")
     parser.add_argument("--rounds", type=int, default=7, help="calls timed in a run, default 7")
+    peers = sorted({impl for impl, _ in PEER_ROWS.values()})
+    parser.add_argument("--peers", nargs="+", choices=peers, default=peers, help="default: all")
     parser.add_argument(
         "--also", action=argparse.BooleanOptionalAction, help="points beyond the grid, default: yes"
     )
@@ -117,12 +119,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(point: Point, rounds: int, *, policies: bool, first: bool) -> list[tuple[Row, Row]]:
+def measure(
+    point: Point, rounds: int, peers: Sequence[str], *, policies: bool, first: bool
+) -> list[tuple[Row, Row]]:
     """Of one point in one run: rows, and what was found for each.
 
     Args:
         point: the shape and its set.
         rounds: timed calls of each implementation; slow ones have fewer.
+        peers: those to be measured.
         policies: on the grid, all of them and not the automatic one only.
         first: of the runs: also records clock and power.
     """
@@ -139,7 +144,7 @@ def measure(point: Point, rounds: int, *, policies: bool, first: bool) -> list[t
         entries += _policies(point, plan, inputs) if policies else []
         row = _row(point, "dash_attn", f"unordered ({auto_row['policy']})", auto_row["placement"], False)
         entries.append((row, Contender(call_of(plan, inputs, ordered=False))))
-    entries += _peers(point, inputs)
+    entries += _peers(point, inputs, peers)
     time_all(
         [contender for _, contender in entries],
         _calls_in(TIMED_S, auto_row, LEAST_ROUNDS, rounds),
@@ -219,10 +224,10 @@ def _order(plan: Plan) -> tuple[str, bytes]:
     return plan.fingerprint, plan.items.tobytes()
 
 
-def _peers(point: Point, inputs: Inputs) -> Iterator[Entry]:
+def _peers(point: Point, inputs: Inputs, wanted: Sequence[str]) -> Iterator[Entry]:
     for peer in PEERS:
         named = PEER_ROWS.get((peer.impl, peer.deterministic))
-        if named and (point.set == "grid" or peer.impl == EVERYWHERE):
+        if named and named[0] in wanted and (point.set == "grid" or peer.impl == EVERYWHERE):
             row = _row(point, *named, "", peer.deterministic)
             yield row, Contender(partial(peer.make, inputs), reason=peer.why_not(inputs))
 
