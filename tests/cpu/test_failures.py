@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +99,7 @@ class Allocator:
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The launcher on the CPU: instead of a launch, its number of blocks is noted."""
     found: list[int] = []
     monkeypatch.setattr(launch, "program", lambda config: lambda *a: found.append(a[-3]))
@@ -107,9 +107,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(launch, "in_turn", lambda device: nullcontext())  # tested in test_turns.py
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(resident, "Upload", lambda *_: SimpleNamespace(use=lambda: [None]))
-    launch._unused.cache_clear()
-    yield found
-    launch._unused.cache_clear()
+    return found
 
 
 @pytest.mark.parametrize("allowed", range(4))

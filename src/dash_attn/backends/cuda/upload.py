@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
@@ -18,6 +20,10 @@ _LINE = 32  # words of 128 bytes: where buffers that the copy engine reads may b
 _COPIED_AT_ONCE = 8192
 """Words that the driver takes along with the call, from any memory. A longer copy must be from pinned memory,
 or the host waits for it."""
+_GRAPHS_OF_PYTORCH = "torch._inductor.cudagraph_trees"
+_ANOTHER_THREAD = ThreadPoolExecutor(1, "dash-attn-upload")
+"""Where that module is, a first call may be one of ``torch.compile(mode="reduce-overhead")``. What its thread
+allocates belongs to a graph's memory and must not outlive the call; what another one does, does not."""
 _CAPTURED: set[Upload] = set()
 """What CUDA graphs read when they are replayed; never freed, for nobody says when a graph is gone."""
 
@@ -35,20 +41,12 @@ class Upload:
     def __init__(self, what: object, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
         if torch.cuda.is_current_stream_capturing():
             raise InputError(f"{what} is not on {device} yet: make the same call once before capturing it")
-        sizes = [size for x in arrays for size in (len(x), -len(x) % _LINE)]
-        pinned = sum(sizes) > _COPIED_AT_ONCE
-        staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
-        words, start = staging.numpy(), 0
-        for x, size, padding in zip(arrays, sizes[::2], sizes[1::2]):
-            words[start : start + size] = x
-            start += size + padding
-        whole = staging.to(device, non_blocking=True)
-        stream = torch.cuda.current_stream(device)
-        self._whole, self._device, self._stream = whole, whole.device.index, stream.cuda_stream
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._ready.record(stream)
-        self._done = False
-        self.arrays = list(whole.split_with_sizes(sizes)[::2])
+        if _GRAPHS_OF_PYTORCH in sys.modules:
+            copied = _ANOTHER_THREAD.submit(_copied, arrays, device).result()
+        else:
+            copied = _copied(arrays, device)
+        self._whole, self.arrays, self._stream, self._ready = copied
+        self._device, self._done = self._whole.device.index, False
 
     def use(self) -> list[Tensor]:
         """The arrays, for work that is next on the current stream."""
@@ -63,6 +61,23 @@ class Upload:
                 stream.wait_event(self._ready)
             self._whole.record_stream(stream)
         return self.arrays
+
+
+def _copied(
+    arrays: Sequence[NDArray[Any]], device: torch.device
+) -> tuple[Tensor, list[Tensor], int, torch.cuda.Event]:
+    """One buffer on the device, the arrays in it, the stream that copies them, and when it is done."""
+    sizes = [size for x in arrays for size in (len(x), -len(x) % _LINE)]
+    pinned = sum(sizes) > _COPIED_AT_ONCE
+    staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
+    words, start = staging.numpy(), 0
+    for x, size, padding in zip(arrays, sizes[::2], sizes[1::2]):
+        words[start : start + size] = x
+        start += size + padding
+    whole = staging.to(device, non_blocking=True)
+    stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    ready.record(stream)
+    return whole, list(whole.split_with_sizes(sizes)[::2]), stream.cuda_stream, ready
 
 
 def _finish_while_capturing(event: torch.cuda.Event) -> None:

@@ -191,8 +191,10 @@ class _Workspace:
     def __init__(self, variant: _Variant, place: OnDevice, device: torch.device) -> None:
         self.config, self.place = variant.config, place
         lse2, delta, dq_acc, group_sums, control = allocate(variant.sizes, device)
-        # What only debugging variants need is a constant for the others.
-        errors, contributions, trace = _unused(device)
+        control = control.view(torch.int32)
+        # What only debugging variants touch is any memory of the right type for the others. Nothing is kept
+        # from call to call: memory of the first one may belong to the pool of a CUDA graph.
+        errors, contributions, trace = control, lse2.unsqueeze(0), control.view(torch.int64).unsqueeze(0)
         tiles = place.heads * place.q_tiles
         if self.config.spin_limit:
             errors = torch.zeros(8, dtype=torch.int32, device=device)
@@ -207,7 +209,7 @@ class _Workspace:
             delta,
             dq_acc,
             group_sums,
-            control.view(torch.int32),
+            control,
             errors,
             contributions,
             trace,
@@ -226,15 +228,6 @@ class _Workspace:
         shape = (tiles, tickets, config.tile_m, config.head_dim)
         contributions = self.buffers.dq_contributions.view(tiles, tickets, -1)[..., order].view(shape)
         return Result(*grads, contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
-
-
-@cache
-def _unused(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.zeros(8, dtype=torch.int32, device=device),
-        torch.zeros(1, 4, device=device),
-        torch.zeros(1, 4, dtype=torch.int64, device=device),
-    )
 
 
 def _check_hand_overs(errors: Tensor, trace: Tensor | None) -> None:

@@ -1,0 +1,56 @@
+"""Arrays on their way to a device, with CUDA's part faked."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dash_attn.backends.cuda import upload
+from dash_attn.backends.cuda.upload import Upload
+from dash_attn.errors import InputError
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Where copies were made."""
+    found: list[threading.Thread] = []
+    event = SimpleNamespace(record=lambda stream: found.append(threading.current_thread()))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=3))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.delitem(sys.modules, upload._GRAPHS_OF_PYTORCH, raising=False)
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(5,), (32, 1), (33, 64, 2)])
+def test_arrays_arrive_and_begin_at_lines(threads: list[threading.Thread], lengths: tuple[int, ...]) -> None:
+    arrays = [np.arange(n, dtype=np.int64) + 100 * n for n in lengths]
+    there = Upload("numbers", arrays, torch.device("cpu")).arrays
+    assert [x.tolist() for x in there] == [x.tolist() for x in arrays]
+    assert all(x.storage_offset() % 32 == 0 and x.dtype is torch.int32 for x in there)
+    assert threads == [threading.current_thread()]
+
+
+def test_where_pytorch_makes_graphs_another_thread_allocates(
+    monkeypatch: pytest.MonkeyPatch, threads: list[threading.Thread]
+) -> None:
+    """PyTorch gives what the thread of a compiled function allocates to the memory of a graph."""
+    monkeypatch.setitem(sys.modules, upload._GRAPHS_OF_PYTORCH, SimpleNamespace())
+    there = Upload("numbers", [np.arange(7)], torch.device("cpu")).arrays
+    assert there[0].tolist() == list(range(7))
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
+
+
+def test_a_capture_is_told_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, threads: list[threading.Thread]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InputError, match="numbers is not on cpu yet: make the same call once before captur"):
+        Upload("numbers", [np.arange(7)], torch.device("cpu"))
+    assert not threads
