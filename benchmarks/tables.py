@@ -16,7 +16,7 @@ from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from ranking import plan_of, ranked
 from summary import Row
-from throughput import grid_rows, throughput_values
+from throughput import grid_rows, hot_values, throughput_values
 
 from dash_attn.model.roofline import roofline
 from dash_attn.problem import Mask, Problem
@@ -234,6 +234,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
     folder = "benchmarks/results/h200-"
     of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
         f"{folder}backward.json": throughput_values(),
+        f"{folder}points.json": hot_values(),
         f"{folder}deviation.json": iter([("table-1", deviation_table)]),
         f"{folder}error-growth.json": error_values(),
         f"{folder}demo.json": demo_values(),

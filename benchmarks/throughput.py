@@ -1,4 +1,4 @@
-"""What the docs quote from the throughput benchmark, h200-backward.json."""
+"""What the docs quote from the throughput benchmark: h200-backward.json, and h200-points.json of a later kernel."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ from summary import (
 
 from dash_attn.model.roofline import measured_cycles, roofline
 from dash_attn.schedule import build_plan, choose_policy
+
+HOT = "h200-points.json"
+"""One run, the grid alone, FlashAttention-4 alone: no slower kernels beside it, and a hotter GPU."""
 
 OTHER_KERNELS_MS = 0.039
 """Preprocessing at 16,384 tokens and hidden size 2,048 (docs/performance.md)."""
@@ -86,13 +89,21 @@ def throughput_values() -> Iterator[tuple[str, Value]]:
     yield "auto-today", lambda: str(sum(map(_is_auto_today, _auto_rows())))
 
 
-def _points() -> Points:
-    return by_point(read("h200-backward.json"))
+def hot_values() -> Iterator[tuple[str, Value]]:
+    """``RATIO-STATISTIC`` of the grid in the run with FlashAttention-4 alone."""
+    for ratio in ("det", "any", "order"):
+        for statistic in STATISTICS:
+            yield f"{ratio}-{statistic}", partial(_ratio, "grid", ratio, statistic, HOT)
 
 
-def _ratio(selection: str, ratio: str, statistic: str) -> str:
+def _points(name: str = "h200-backward.json") -> Points:
+    return by_point(read(name))
+
+
+def _ratio(selection: str, ratio: str, statistic: str, source: str = "h200-backward.json") -> str:
     wanted, what = SELECTIONS[selection], RATIO_NAMES[ratio]
-    values = [ratios_of(rows)[what] for point, rows in _points().items() if wanted(dict(zip(POINT, point)))]
+    points = _points(source).items()
+    values = [ratios_of(rows)[what] for point, rows in points if wanted(dict(zip(POINT, point)))]
     return STATISTICS[statistic](values)
 
 
