@@ -1,4 +1,4 @@
-"""What the docs quote from the throughput benchmark: h200-backward.json, and h200-points.json of a later kernel."""
+"""What the docs quote from the throughput benchmark: h200-backward.json, and h200-points.json of today."""
 
 from __future__ import annotations
 
