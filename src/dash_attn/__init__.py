@@ -14,8 +14,10 @@ from .schedule import Plan, build_plan
 
 if TYPE_CHECKING:
     from .api import (
+        Fingerprints,
         Support,
         attention,
+        fingerprints,
         flash_attn_func,
         flash_attn_varlen_func,
         is_supported,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Fingerprints",
     "Mask",
     "Plan",
     "Problem",
@@ -32,6 +35,7 @@ __all__ = [
     "__version__",
     "attention",
     "build_plan",
+    "fingerprints",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "is_supported",
@@ -39,8 +43,10 @@ __all__ = [
 ]
 
 _NEED_TORCH = (
+    "Fingerprints",
     "Support",
     "attention",
+    "fingerprints",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "is_supported",

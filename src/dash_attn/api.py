@@ -1,9 +1,8 @@
 """The public functions: attention whose gradients are the same bytes every time, and what it supports.
 
 The same inputs give the same bytes, forward and backward, run after run. The bytes of one sequence do
-not depend on the batch it is in, dense or packed. They do depend on the plan's numerics
-(``plan_for(...).fingerprint``), on the backend, and on the CPU backend also on the PyTorch build and the
-kind of CPU.
+not depend on the batch it is in, dense or packed. They do depend on the numerics (:func:`fingerprints`), on
+the backend, and on the CPU backend also on the PyTorch build and the kind of CPU.
 
 ``attention`` is this package's own function. ``flash_attn_func`` and ``flash_attn_varlen_func`` have the
 names, layouts and keywords of FlashAttention. What they cannot honour is refused, never ignored.
@@ -39,10 +38,12 @@ from .spec import AttentionSpec
 
 __all__ = [
     "Backend",
+    "Fingerprints",
     "Support",
     "apply_plan",
     "attention",
     "backend_for",
+    "fingerprints",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "is_supported",
@@ -276,9 +277,7 @@ def plan_for(
     window_size: Window = None,
     policy: str | Numerics | Schedule = "auto",
 ) -> Plan:
-    """The plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
-
-    Its ``fingerprint`` names the numerics: log it, and a later run can tell whether it sums alike.
+    """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
     Raises:
         InputError, UnsupportedMaskError: as :func:`attention`.
@@ -291,6 +290,46 @@ def plan_for(
     packing = _packing(cu_seqlens_q, cu_seqlens_k, None, None)
     asked = Asked(causal, _one_window(window, window_size), policy=policy)
     return _find(check_call(q, k, v, packing, asked)).plan
+
+
+class Fingerprints(NamedTuple):
+    """What names the numerics of a call: two runs with the same two round in the same places.
+
+    Attributes:
+        forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``), or the name
+            and version of the library whose kernel it is.
+        backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``).
+    """
+
+    forward: str
+    backward: str
+
+
+def fingerprints(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    window_size: Window = None,
+    policy: str | Numerics | Schedule = "auto",
+) -> Fingerprints:
+    """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
+
+    Arguments and errors are those of :func:`plan_for`.
+
+    >>> import torch
+    >>> q = torch.zeros(1, 512, 2, 64)
+    >>> [len(name) for name in fingerprints(q, q, q, causal=True)]
+    [64, 64]
+    """
+    packing = _packing(cu_seqlens_q, cu_seqlens_k, None, None)
+    asked = Asked(causal, _one_window(window, window_size), policy=policy)
+    call = _find(check_call(q, k, v, packing, asked))
+    return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint)
 
 
 def apply_plan(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dash_attn.api as api
-from dash_attn.api import Support, attention, is_supported, plan_for
+from dash_attn.api import Support, attention, fingerprints, is_supported, plan_for
 from dash_attn.backends.cpu import oracle_backward, oracle_forward
 from dash_attn.errors import InputError, UnsupportedMaskError
 from dash_attn.problem import Mask
@@ -208,6 +208,10 @@ def test_plans_are_cached_and_the_fingerprint_ignores_the_batch():
     assert one is not plan
     assert one.fingerprint == plan.fingerprint
     assert len({plan_for(q, k, v, policy=policy).fingerprint for policy in ("fa3", "descending")}) == 2
+    both = fingerprints(q, k, v, causal=True)
+    assert both.backward == plan.fingerprint
+    assert both.forward == fingerprints(q, k[:, :50], v[:, :50]).forward
+    assert both.forward != fingerprints(q.double(), k.double(), v.double()).forward
 
 
 # Hostile inputs that have a right answer

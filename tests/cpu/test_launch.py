@@ -85,6 +85,16 @@ def test_what_cudnn_covers(
     assert covered or "needs FlashAttention-4: pip install flash-attn-4" in reason
 
 
+def test_a_forward_is_named_by_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem.dense(seqlen=300, head_dim=64)
+    monkeypatch.setattr(forward, "version", {"flash-attn-4": "4.5"}.__getitem__)
+    monkeypatch.setattr(forward, "_has_fa4", lambda: True)
+    assert forward.forward_fingerprint(problem) == "fa4 4.5"
+    monkeypatch.setattr(forward, "_has_fa4", lambda: False)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert forward.forward_fingerprint(problem) == "cudnn 91900"
+
+
 def test_packed_tensors_need_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.varlen([300, 300], heads=2, head_dim=64)
     assert forward.why_no_forward(problem) == ""

@@ -81,6 +81,11 @@ class Gradients(NamedTuple):
 class Prepared(ABC):
     """A problem on a device: what shapes, dtype and mask decide is decided here, once."""
 
+    @property
+    @abstractmethod
+    def forward_fingerprint(self) -> str:
+        """What decides the bits of out and lse beside what is given: :class:`dash_attn.api.Fingerprints`."""
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """(out, lse). Rows that see no key: out 0, lse -inf. The forward has no plan."""

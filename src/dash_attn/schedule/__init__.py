@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .build import PLACEMENTS, build_plan
 from .defaults import choose_policy
+from .forward import ForwardNumerics
 from .numerics import (
     FA3,
     POLICIES,
@@ -28,6 +29,7 @@ __all__ = [
     "SPT",
     "ByLength",
     "Descending",
+    "ForwardNumerics",
     "HeadPattern",
     "Numerics",
     "Placement",

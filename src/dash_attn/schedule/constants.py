@@ -1,4 +1,5 @@
-"""Every number that decides bits. A change of one raises ``NUMERICS_VERSION`` and is said in the changelog.
+"""Every number that decides bits. A change of one raises ``NUMERICS_VERSION``, or of the forward's
+``FORWARD_VERSION``, and is said in the changelog.
 
 They were chosen by measurement (docs/design.md), but nothing measures them at run time: timing must not
 choose bits. What may follow the machine is in :mod:`dash_attn.machine`.
@@ -10,6 +11,10 @@ __all__ = [
     "AUTO_MAX_STRIDE",
     "AUTO_MIN_STRIDE",
     "AUTO_RING",
+    "FORWARD_KEEP",
+    "FORWARD_SEGMENT",
+    "FORWARD_TILE",
+    "FORWARD_VERSION",
     "FULL_HEADS",
     "FULL_HEADS_SHORT",
     "HEADS",
@@ -38,3 +43,9 @@ tiles at once. With several heads each, what they read and add to does not fit L
 
 MOST_ITEMS = 2048
 """Items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
+
+FORWARD_VERSION = 1
+
+FORWARD_TILE, FORWARD_SEGMENT, FORWARD_KEEP = 128, 4096, 8.0
+"""Keys per kv tile and per segment of the forward, and the powers of two by which scores may exceed a row's
+maximum before it is raised (:mod:`.forward`)."""

@@ -1,4 +1,4 @@
-"""The CPU backend: the executor, for dense and packed batches. A reference, not fast."""
+"""The CPU backend: the forward and the executor, for dense and packed batches. A reference, not fast."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
-from ...schedule import Plan
+from ...schedule import ForwardNumerics, Plan
 from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
 from . import executor
+from .forward import forward
 
 __all__ = ["BACKEND"]
 
@@ -21,13 +22,17 @@ class _Prepared(Prepared):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
 
+    @property
+    def forward_fingerprint(self) -> str:
+        return ForwardNumerics.of(self.problem).fingerprint
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         if q.ndim == 3:
-            return executor.forward(self.problem, q, k, v, softmax_scale)
+            return forward(self.problem, q, k, v, softmax_scale)
         self._check_dense(q, k, v)
         batch, seqlen_q, heads, _ = q.shape
         rows = [x.flatten(0, 1) for x in (q, k, v)]
-        out, lse = executor.forward(self.problem, rows[0], rows[1], rows[2], softmax_scale)
+        out, lse = forward(self.problem, rows[0], rows[1], rows[2], softmax_scale)
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()

@@ -1,13 +1,12 @@
 """The executor: runs a plan on CPU tensors, tile by tile, exactly as the plan says.
 
-It is the reference for every kernel and the CPU backend of :func:`dash_attn.attention`.
+It is the reference for every backward kernel, and the backward of the CPU backend.
 
 What fixes a bit
     The tile shape, the order of q tiles in an item and the order of its head groups (dK, dV), and the
-    tickets of a q tile (dQ). Which
-    worker runs which item when does not: ``workers`` and ``rng`` choose one of the legal orders, and all
-    of them give the same bytes. Nothing but its own rows enters a sequence's result: not the batch, not
-    its neighbours, not its place among them.
+    tickets of a q tile (dQ). Which worker runs which item when does not: ``workers`` and ``rng`` choose one
+    of the legal orders, and all of them give the same bytes. Nothing but its own rows enters a sequence's
+    result: not the batch, not its neighbours, not its place among them.
 
     Each tile is copied to fresh memory before it is multiplied. A matrix product may take another path
     (and round otherwise) for operands that are aligned otherwise, and a slice's alignment depends on
@@ -37,52 +36,12 @@ from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ..base import Gradients, Tensors
-from .tiles import TileMasks, TileRows, accumulator, check_packed, copy_tile, exact
+from .tiles import TileMasks, TileRows, check_packed, copy_tile, exact
 
-__all__ = ["backward", "dq_partials", "fold_partials", "forward"]
+__all__ = ["backward", "dq_partials", "fold_partials"]
 
 QTile = tuple[int, int, int]
 """(sequence, q head, q tile)"""
-
-
-def forward(
-    plan: Plan | Problem, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention by online softmax over kv tiles in ascending order.
-
-    Args:
-        plan: a plan or its problem; the forward has no schedule.
-        q: (total_q, heads, head_dim), CPU, the problem's dtype.
-        k, v: (total_k, kv_heads, head_dim).
-        softmax_scale: factor on Q K^T.
-
-    Returns:
-        out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
-        lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows.
-
-    Raises:
-        InputError: a tensor does not fit the problem.
-    """
-    problem = plan.problem if isinstance(plan, Plan) else plan
-    check_packed(problem, {"q": q}, {"k": k, "v": v})
-    rows, masks = TileRows(problem), TileMasks(problem.mask)
-    out = q.new_zeros(q.shape)
-    lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
-    with exact():
-        for sequence in range(len(problem.sequences)):
-            grid = problem.grid(sequence)
-            for kv_head in range(problem.kv_heads):
-                at = [rows.kv(sequence, tile) for tile in range(grid.kv_tiles)]
-                keys = [copy_tile(k, r, kv_head) for r in at]
-                values = [copy_tile(v, r, kv_head) for r in at]
-                for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
-                    for q_tile in range(grid.q_tiles):
-                        r = rows.q(sequence, q_tile)
-                        online = _OnlineSoftmax(copy_tile(q, r, head), softmax_scale, q.dtype)
-                        for kv in range(int(grid.kv_first[q_tile]), int(grid.kv_last[q_tile]) + 1):
-                            online.add(keys[kv], values[kv], masks.hidden(grid, kv, q_tile))
-                        out[r, head], lse[head, r] = online.result()
-    return out, lse
 
 
 def backward(
@@ -98,7 +57,7 @@ def backward(
 
     Args:
         plan: a verified plan.
-        tensors: in the layout of :func:`forward`; out and lse are what it returned.
+        tensors: in the layout of :func:`.forward.forward`; out and lse are what it returned.
         softmax_scale: factor on Q K^T.
         workers: resident workers, default ``plan.min_workers``; without order, one for each item.
         rng: picks a random legal interleaving of the workers instead of a fixed one.
@@ -157,37 +116,6 @@ def fold_partials(partials: Sequence[Tensor], softmax_scale: float, dtype: torch
 
 def _q_tile_of(task: Task) -> QTile:
     return task.sequence, task.q_head, task.q_tile
-
-
-class _OnlineSoftmax:
-    """Running maximum, sum and output of one q tile."""
-
-    def __init__(self, q: Tensor, softmax_scale: float, dtype: torch.dtype) -> None:
-        self.q, self.scale, self.dtype = q, softmax_scale, dtype
-        self.maximum = q.new_full((len(q), 1), -torch.inf)
-        self.total = q.new_zeros(len(q), 1)
-        self.out = torch.zeros_like(q)
-
-    def add(self, k: Tensor, v: Tensor, hidden: Tensor | None) -> None:
-        """Take one kv tile into account."""
-        scores = torch.mm(self.q, k.T).mul_(self.scale)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -torch.inf)
-        before, self.maximum = self.maximum, torch.maximum(self.maximum, scores.amax(1, keepdim=True))
-        shift = self._shift()
-        p = scores.sub_(shift).exp_()
-        decay = before.sub_(shift).exp_()
-        self.total.mul_(decay).add_(p.sum(1, keepdim=True))
-        self.out.mul_(decay).addmm_(p.to(self.dtype).to(p.dtype), v)
-
-    def _shift(self) -> Tensor:
-        """The maximum, 0 in rows that have seen nothing yet (-inf - -inf would be NaN)."""
-        return self.maximum.masked_fill(self.maximum == -torch.inf, 0.0)
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """(out, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
-        lse = self._shift().add_(self.total.log()).squeeze(1)
-        return self.out.div_(self.total.masked_fill(self.total == 0, 1.0)), lse
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
 from ..cuda.upload import Upload
-from .forward import Forward, PackedLengths, why_no_forward
+from .forward import Forward, PackedLengths, forward_fingerprint, why_no_forward
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
 
@@ -31,6 +31,10 @@ class _Prepared(Prepared):
         self._forward = Forward(problem, packed)
         # None of dense tensors where sequences are not equally long: no tensor fits then.
         self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
+
+    @property
+    def forward_fingerprint(self) -> str:
+        return forward_fingerprint(self.problem, self.packed)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         self._check(q, k, v)

@@ -6,6 +6,9 @@ neither splits a row's keys, so a sequence's bytes do not depend on its batch.
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
+import torch
 from torch import Tensor
 
 from ...errors import InputError
@@ -14,7 +17,7 @@ from ...peers.base import PackedLengths
 from ...problem import Problem
 from ..cuda.upload import loadable
 
-__all__ = ["Forward", "PackedLengths", "forward_name", "why_no_forward"]
+__all__ = ["Forward", "PackedLengths", "forward_fingerprint", "forward_name", "why_no_forward"]
 
 
 def forward_name(problem: Problem, packed: bool = False) -> str:
@@ -28,6 +31,13 @@ def forward_name(problem: Problem, packed: bool = False) -> str:
     if reason := why_no_forward(problem, packed):
         raise InputError(reason)
     return "cudnn"
+
+
+def forward_fingerprint(problem: Problem, packed: bool = False) -> str:
+    """The name of the kernel with the version of its library, such as "fa4 4.0.0"."""
+    if forward_name(problem, packed) == "fa4":
+        return f"fa4 {version('flash-attn-4')}"
+    return f"cudnn {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
 
 
 def why_no_forward(problem: Problem, packed: bool = False) -> str:

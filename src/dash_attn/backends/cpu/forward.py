@@ -1,0 +1,216 @@
+"""The forward on the CPU, by the numerics of :mod:`dash_attn.schedule.forward`, tile by tile.
+
+It is the reference for every forward kernel. A row's bits do not depend on its company: tiles always have
+ROWS rows and the numerics' number of keys, with zeros where there are none, so that products take one path.
+Values that a row does not look at do not reach it, even if they are NaN or infinite.
+
+Precision
+    Products and sums in float32 (float64 for float64 tensors). For bfloat16 and float16, P is rounded to the
+    tensors' dtype before its product with V; results are rounded once, at the end.
+
+Layout: packed, (total, heads, head_dim), sequences one after the other in the order of the problem.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import reduce
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...problem import Problem, SequenceGrid
+from ...schedule import ForwardNumerics, Plan
+from .masks import hidden_elements
+from .tiles import accumulator, check_packed, exact
+
+__all__ = ["forward"]
+
+ROWS = 64
+"""Rows of a q tile."""
+
+
+def forward(
+    plan: Plan | Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    *,
+    numerics: ForwardNumerics | None = None,
+    rng: random.Random | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention, segment by segment.
+
+    Args:
+        plan: a plan or its problem; the plan of a backward says nothing about the forward.
+        q: (total_q, heads, head_dim), CPU, the problem's dtype.
+        k, v: (total_k, kv_heads, head_dim).
+        softmax_scale: factor on Q K^T.
+        numerics: others than the problem's own, for tests.
+        rng: computes segments in a random order. It changes no bit.
+
+    Returns:
+        out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
+        lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows.
+
+    Raises:
+        InputError: a tensor does not fit the problem.
+    """
+    problem = plan.problem if isinstance(plan, Plan) else plan
+    check_packed(problem, {"q": q}, {"k": k, "v": v})
+    numerics = ForwardNumerics.of(problem) if numerics is None else numerics
+    out = q.new_zeros(q.shape)
+    lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
+    ends_q, ends_k = ([0, *accumulate(side)] for side in zip(*problem.sequences))
+    masks: _Masks = {}
+    with exact():
+        for sequence in range(len(problem.sequences)):
+            rows, columns = (slice(*ends[sequence : sequence + 2]) for ends in (ends_q, ends_k))
+            for head in range(problem.heads):
+                kv_head = head // problem.group
+                keys = k[columns, kv_head], v[columns, kv_head]
+                one = _Head(problem.grid(sequence), numerics, softmax_scale, *keys, masks)
+                out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
+    return out, lse
+
+
+_Masks = dict[tuple[int, int], Tensor]
+"""Hidden elements of tiles, by where they lie beside the diagonal and the end of the keys."""
+
+
+class _Values(NamedTuple):
+    """V of a kv tile: ``tame`` has 0 in place of what is not finite, ``wild`` just that, by row.
+
+    0 times infinity is NaN: a product with all of V would let rows see what their mask hides.
+    """
+
+    tame: Tensor
+    wild: dict[int, Tensor]
+
+
+class _State(NamedTuple):
+    """What a q tile knows of the keys that it has gone through; columns of ROWS values, and the output."""
+
+    maximum: Tensor
+    total: Tensor
+    out: Tensor
+
+
+class _Head:
+    """One q head of a sequence; k and v are (seqlen_k, head_dim)."""
+
+    def __init__(
+        self,
+        grid: SequenceGrid,
+        numerics: ForwardNumerics,
+        softmax_scale: float,
+        k: Tensor,
+        v: Tensor,
+        masks: _Masks,
+    ) -> None:
+        self.grid, self.numerics, self.k, self.v, self.masks = grid, numerics, k, v, masks
+        self.scale = softmax_scale * math.log2(math.e)
+
+    def run(self, q: Tensor, rng: random.Random | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of q, (seqlen_q, head_dim)."""
+        lse = q.new_full((len(q),), -torch.inf, dtype=accumulator(q.dtype))
+        out = torch.zeros_like(q)
+        for top in range(0, len(q), ROWS):
+            at = slice(top, min(top + ROWS, len(q)))
+            first, last = self.grid.columns(np.arange(at.start, at.stop))
+            seen = first <= last
+            if seen.any():
+                found = self._segments(q, top, int(first[seen].min()), int(last[seen].max()), rng)
+                rows = at.stop - at.start
+                out[at], lse[at] = (x[:rows] for x in _results(reduce(_folded, found)))
+        return out, lse
+
+    def _segments(
+        self, q: Tensor, top: int, first: int, last: int, rng: random.Random | None
+    ) -> list[_State]:
+        """What a q tile, from row ``top`` on, makes of each segment of columns ``first .. last``."""
+        tile = _padded(q[top : top + ROWS], ROWS)
+        segments = self.numerics.segments(first, last)
+        order = list(range(len(segments)))
+        if rng is not None:
+            rng.shuffle(order)
+        found = {at: self._segment(tile, top, segments[at]) for at in order}
+        return [found[at] for at in range(len(segments))]
+
+    def _segment(self, q: Tensor, top: int, kv_tiles: list[int]) -> _State:
+        nothing = q.new_zeros(len(q), 1)
+        state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
+        for kv in kv_tiles:
+            left, size = kv * self.numerics.tile, self.numerics.tile
+            scores = torch.mm(q, _padded(self.k[left : left + size], size).T).mul_(self.scale)
+            hidden = self._hidden(top, left)
+            scores.masked_fill_(hidden, -torch.inf)
+            state = self._with(state, scores, hidden, _values(self.v[left : left + size], size))
+        return state
+
+    def _hidden(self, top: int, left: int) -> Tensor:
+        """(ROWS, tile) bool: what the mask hides, and columns that do not exist."""
+        start, size = top + self.grid.diagonal - left, self.numerics.tile
+        there = min(self.grid.seqlen_k - left, size)
+        if (start, there) not in self.masks:
+            positions = torch.arange(start, start + ROWS, device="cpu")  # whatever the default device is
+            hidden = hidden_elements(self.grid.mask, positions, size)
+            hidden[:, there:] = True
+            self.masks[start, there] = hidden
+        return self.masks[start, there]
+
+    def _with(self, state: _State, scores: Tensor, hidden: Tensor, values: _Values) -> _State:
+        """A state that has seen one more kv tile."""
+        found = scores.amax(1, keepdim=True)
+        maximum = torch.where(found > state.maximum + self.numerics.keep, found, state.maximum)
+        shift = _finite(maximum)
+        decay = torch.exp2(state.maximum - shift)
+        p = scores.sub_(shift).exp2_()
+        total = state.total * decay + p.sum(1, keepdim=True)
+        p = p.to(self.v.dtype).to(p.dtype)
+        out = (state.out * decay).addmm_(p, values.tame)
+        for column, wild in values.wild.items():
+            seen = ~hidden[:, column]
+            out[seen] += p[seen, column, None] * wild
+        return _State(maximum, total, out)
+
+
+def _folded(before: _State, state: _State) -> _State:
+    """Two neighbours as one."""
+    maximum = torch.maximum(before.maximum, state.maximum)
+    shift = _finite(maximum)
+    left, right = torch.exp2(before.maximum - shift), torch.exp2(state.maximum - shift)
+    return _State(maximum, before.total * left + state.total * right, before.out * left + state.out * right)
+
+
+def _results(state: _State) -> tuple[Tensor, Tensor]:
+    """(out, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
+    lse = (_finite(state.maximum) + state.total.log2()).mul_(math.log(2.0)).squeeze(1)
+    return state.out / state.total.masked_fill(state.total == 0, 1.0), lse
+
+
+def _finite(maximum: Tensor) -> Tensor:
+    """The maximum, 0 in rows that have seen nothing yet (-inf - -inf would be NaN)."""
+    return maximum.masked_fill(maximum == -torch.inf, 0.0)
+
+
+def _padded(x: Tensor, rows: int) -> Tensor:
+    """Rows in accumulation precision, in fresh memory, with zeros behind."""
+    padded = x.new_zeros((rows, x.shape[1]), dtype=accumulator(x.dtype))
+    padded[: len(x)] = x
+    return padded
+
+
+def _values(v: Tensor, rows: int) -> _Values:
+    whole = _padded(v, rows)
+    finite = whole.isfinite()
+    if finite.all():
+        return _Values(whole, {})
+    wild = whole.masked_fill(finite, 0.0)
+    at = (~finite).any(1).nonzero().flatten().tolist()
+    return _Values(whole.masked_fill(~finite, 0.0), {row: wild[row] for row in at})
