@@ -303,7 +303,7 @@ def test_too_few_workers_is_an_error_before_anything_runs():
         (lambda q, k, v: (q[:-1], k, v), r"q has shape \(63, 2, 8\), the problem says \(64, 2, 8\)"),
         (lambda q, k, v: (q, k[:, :0], v), r"k has shape \(64, 0, 8\), the problem says \(64, 1, 8\)"),
         (lambda q, k, v: (q, k, v.half()), "v has dtype torch.float16, the problem says torch.float32"),
-        (lambda q, k, v: (q.to("meta"), k, v), "q is on meta, the executor runs on cpu"),
+        (lambda q, k, v: (q.to("meta"), k, v), "q is on meta, this backend runs on cpu"),
     ],
 )
 def test_tensors_that_do_not_fit_the_problem(change, message):

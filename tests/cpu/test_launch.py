@@ -87,8 +87,9 @@ def test_what_cudnn_covers(
 
 def test_a_forward_is_named_by_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.dense(seqlen=300, head_dim=64)
-    monkeypatch.setattr(forward, "version", {"flash-attn-4": "4.5"}.__getitem__)
     monkeypatch.setattr(forward, "_has_fa4", lambda: True)
+    assert forward.forward_fingerprint(problem) == "fa4, unknown version"  # it is not installed here
+    monkeypatch.setattr(forward, "version", {"flash-attn-4": "4.5"}.__getitem__)
     assert forward.forward_fingerprint(problem) == "fa4 4.5"
     monkeypatch.setattr(forward, "_has_fa4", lambda: False)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)

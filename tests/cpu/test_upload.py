@@ -23,6 +23,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=3))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory, **how: empty(*a, **how))  # needs a GPU
     monkeypatch.delitem(sys.modules, upload._GRAPHS_OF_PYTORCH, raising=False)
     return found
 

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ..problem import IntArray, Problem
 
 if TYPE_CHECKING:
-    from .plan import HeadPattern
+    from .plan import Claims, HeadPattern
 
-__all__ = ["Batch", "Items", "Sizes", "first_of_each"]
+__all__ = ["Batch", "Columns", "Items", "Sizes", "first_of_each"]
 
 Items = NDArray[np.int32]
 """(items, 3), rows (sequence, head group, kv tile) in the order in which workers claim them."""
@@ -41,6 +41,23 @@ class Sizes(NamedTuple):
     head_groups: Any
     tasks: Any
     complete_q_tiles: Any
+
+
+class Columns(NamedTuple):
+    """What most batches need of their items, by code.
+
+    Attributes:
+        kv: the kv tile.
+        turned: from it to the kv tile as far from the end of its head as it is from the beginning.
+        tasks: of all q heads of the item, about: q heads that do not divide evenly are rounded.
+        following, needed: of the pattern's latest :class:`~dash_attn.schedule.plan.Claims`.
+    """
+
+    kv: Any
+    turned: Any
+    tasks: Any
+    following: Any
+    needed: Any
 
 
 class Batch:
@@ -172,9 +189,21 @@ class Batch:
         return np.repeat(of_group, self.items_of_group)
 
     @cached_property
+    def latest(self) -> list[Claims | None]:
+        """What the verifier last found of the distinct patterns, when the columns were made."""
+        return [p.proven.latest for p in self.distinct]
+
+    @cached_property
+    def columns(self) -> Columns:
+        """Of all items, arrays of shape (items,)."""
+        heads, group = self.problem.kv_heads, self.problem.group
+        each = [p.columns(heads, group, claims) for p, claims in zip(self.distinct, self.latest)]
+        return Columns(*np.concatenate(each)[self.gather].T)
+
+    @property
     def kv(self) -> IntArray:
         """By code, the kv tile."""
-        kv: IntArray = self.flat("kv", lambda p: np.arange(p.grid.kv_tiles))
+        kv: IntArray = self.columns.kv
         return kv
 
     @cached_property

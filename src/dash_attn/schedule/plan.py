@@ -28,12 +28,12 @@ from numpy.typing import NDArray
 
 from ..errors import FingerprintError, PlacementError
 from ..problem import IntArray, Problem, TileGrid
-from .batch import Batch, Items, Sizes
+from .batch import Batch, Columns, Items, Sizes
 from .constants import NUMERICS_VERSION
 from .head_groups import group_heads
 from .tickets import RunTuple
 
-__all__ = ["HeadPattern", "Plan", "Proven", "Run", "Verdict", "named"]
+__all__ = ["Claims", "HeadPattern", "Plan", "Proven", "Run", "Verdict", "named"]
 
 
 _MOST_TILED, _LONGEST_TILED = 128, 2048
@@ -64,19 +64,33 @@ class Run(NamedTuple):
             yield self.q_first + k * self.q_step, self.t_first + self.t_step * (k // self.t_hold)
 
 
+class Claims(NamedTuple):
+    """The order in which a head claims its kv tiles, and what follows from it, as distances in kv tiles.
+
+    Attributes:
+        order: the kv tiles, as bytes.
+        following: from each kv tile to the one claimed next, 0 from the last one.
+        needed: from each kv tile to the last one of the order that its item depends on, 0 if to none later.
+    """
+
+    order: bytes
+    following: IntArray
+    needed: IntArray
+
+
 class Proven:
     """What the verifier found out about a pattern, once for all plans.
 
     Attributes:
         covers: whether its runs do every task once.
         orders: what follows from an order of its items, by the order.
-        latest: what followed in the last plan.
+        latest: what followed in the last plan: probably that of the next one, too.
     """
 
     def __init__(self) -> None:
         self.covers = False
-        self.orders: dict[bytes, Any] = {}
-        self.latest: Any = None
+        self.orders: dict[bytes, Claims] = {}
+        self.latest: Claims | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +165,19 @@ class HeadPattern:
                 if len(known) >= _MOST_TILED:
                     known.clear()
                 known[name, heads] = found
+        return found
+
+    def columns(self, kv_heads: int, group: int, claims: Claims | None) -> IntArray:
+        """:class:`Columns` of the items of one sequence, by code, shape (items, 5); claims None: zeros."""
+
+        def of_one_head(pattern: HeadPattern) -> IntArray:
+            kv = np.arange(pattern.grid.kv_tiles)
+            tasks = pattern.task_counts * group // pattern.head_groups
+            following, needed = (0 * kv, 0 * kv) if claims is None else claims[1:]
+            return np.stack(Columns(kv, kv[::-1] - kv, tasks, following, needed), axis=1)
+
+        name = ("columns", group, None if claims is None else claims.order)
+        found: IntArray = self.tiled(name, of_one_head, kv_heads * self.head_groups)
         return found
 
     @cached_property

@@ -27,13 +27,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 import numpy as np
 
 from ..errors import CoverageError, CycleError, PlacementError, PlanError, TicketError, TooFewWorkersError
 from ..problem import IntArray
-from .plan import HeadPattern, Plan, Run, Verdict, named
+from .plan import Claims, HeadPattern, Plan, Run, Verdict, named
 from .tickets import MAX_HOLD
 
 __all__ = ["check_workers", "examine", "prove"]
@@ -162,10 +161,19 @@ def _last_needed(plan: Plan, places: IntArray) -> IntArray:
     Nearly always the heads of a pattern claim their kv tiles in one order, and in the one of the plan before.
     So a guess is checked for all heads at once; only where it fails, heads are looked at one by one.
     """
-    claims = _latest(plan)
-    found = None if claims is None else _needed_if(plan, places, claims)
+    batch, found = plan.batch, None
+    if None not in batch.latest:
+        found = _needed_if(plan, places, batch.columns.following, batch.columns.needed)
     if found is None:
-        found = _needed_if(plan, places, _of_first_heads(plan, places))
+        claims = _of_first_heads(plan, places)
+        following, needed = (
+            batch.flat_by({p: (what, c.order) for p, c in claims.items()}, values)
+            for what, values in (
+                ("claimed next", lambda p: claims[p].following),
+                ("needed", lambda p: claims[p].needed),
+            )
+        )
+        found = _needed_if(plan, places, following, needed)
     if found is not None:
         return found
     groups = range(len(plan.batch.items_of_group))
@@ -174,39 +182,15 @@ def _last_needed(plan: Plan, places: IntArray) -> IntArray:
     return last
 
 
-def _needed_if(plan: Plan, places: IntArray, claims: dict[HeadPattern, _Claims]) -> IntArray | None:
-    """:func:`_last_needed` if the heads of every pattern claim their kv tiles like this, or else None."""
-    batch, codes = plan.batch, plan.codes
-    names = {p: ("claimed next", c.order) for p, c in claims.items()}
-    following = batch.flat_by(names, lambda p: claims[p].following)
+def _needed_if(plan: Plan, places: IntArray, following: IntArray, needed: IntArray) -> IntArray | None:
+    """:func:`_last_needed` if heads claim their kv tiles like this, by code, or else None."""
     if not np.all(places[np.arange(len(places)) + following] >= places):
         return None
-    names = {p: ("needed", c.order) for p, c in claims.items()}
-    found: IntArray = places[codes + batch.flat_by(names, lambda p: claims[p].needed)[codes]]
+    found: IntArray = places[plan.codes + needed[plan.codes]]
     return found
 
 
-class _Claims(NamedTuple):
-    """The order in which a head claims its kv tiles, and what follows from it, as distances in kv tiles.
-
-    Attributes:
-        order: the kv tiles, as bytes.
-        following: from each kv tile to the one claimed next, 0 from the last one.
-        needed: from each kv tile to the last one of the order that its item depends on, 0 if to none later.
-    """
-
-    order: bytes
-    following: IntArray
-    needed: IntArray
-
-
-def _latest(plan: Plan) -> dict[HeadPattern, _Claims] | None:
-    """The orders in which the patterns' items were claimed in the last plan, if all have been in one."""
-    found = {p: p.proven.latest for p in plan.batch.distinct}
-    return None if None in found.values() else found
-
-
-def _of_first_heads(plan: Plan, places: IntArray) -> dict[HeadPattern, _Claims]:
+def _of_first_heads(plan: Plan, places: IntArray) -> dict[HeadPattern, Claims]:
     """The order in which the first head of each pattern claims its items."""
     batch = plan.batch
     _, first = np.unique(batch.pattern_of, return_index=True)
@@ -216,14 +200,14 @@ def _of_first_heads(plan: Plan, places: IntArray) -> dict[HeadPattern, _Claims]:
     return found
 
 
-def _claims(plan: Plan, group: int, places: IntArray) -> _Claims:
+def _claims(plan: Plan, group: int, places: IntArray) -> Claims:
     """How one head group of the batch claims its items; proven once per pattern and order."""
     batch = plan.batch
     sequence = int(np.searchsorted(batch.group_first, group, side="right")) - 1
     pattern = batch.patterns[sequence]
     order = np.argsort(places[batch.code_first[group] : batch.code_first[group + 1]])
     known, key = pattern.proven.orders, order.tobytes()
-    found: _Claims | None = known.get(key)
+    found: Claims | None = known.get(key)
     if found is None:
         reach = _dependences(
             pattern, order, f"sequence {sequence}, head group {group - batch.group_first[sequence]}"
@@ -233,7 +217,7 @@ def _claims(plan: Plan, group: int, places: IntArray) -> _Claims:
         needed[order] = order[reach] - order
         if len(known) >= _MOST_ORDERS:
             known.clear()
-        found = known[key] = _Claims(key, following, needed)
+        found = known[key] = Claims(key, following, needed)
     return found
 
 

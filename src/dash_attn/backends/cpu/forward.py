@@ -71,16 +71,16 @@ def forward(
     with exact():
         for sequence in range(len(problem.sequences)):
             rows, columns = (slice(*ends[sequence : sequence + 2]) for ends in (ends_q, ends_k))
-            for head in range(problem.heads):
-                kv_head = head // problem.group
+            for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
                 one = _Head(problem.grid(sequence), numerics, softmax_scale, *keys, masks)
-                out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
+                for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
+                    out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
     return out, lse
 
 
-_Masks = dict[tuple[int, int], Tensor]
-"""Hidden elements of tiles, by where they lie beside the diagonal and the end of the keys."""
+_Masks = dict[tuple[int, int], Tensor | None]
+"""Hidden elements of tiles (None: there are none) by where they lie beside the diagonal and the last key."""
 
 
 class _Values(NamedTuple):
@@ -102,7 +102,7 @@ class _State(NamedTuple):
 
 
 class _Head:
-    """One q head of a sequence; k and v are (seqlen_k, head_dim)."""
+    """One kv head of a sequence; k and v are (seqlen_k, head_dim)."""
 
     def __init__(
         self,
@@ -113,7 +113,11 @@ class _Head:
         v: Tensor,
         masks: _Masks,
     ) -> None:
-        self.grid, self.numerics, self.k, self.v, self.masks = grid, numerics, k, v, masks
+        self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
+        size = numerics.tile
+        starts = range(0, len(k), size)
+        self.keys = [_padded(k[left : left + size], size) for left in starts]
+        self.values = [_values(v[left : left + size], size) for left in starts]
         self.scale = softmax_scale * math.log2(math.e)
 
     def run(self, q: Tensor, rng: random.Random | None) -> tuple[Tensor, Tensor]:
@@ -146,14 +150,14 @@ class _Head:
         nothing = q.new_zeros(len(q), 1)
         state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
         for kv in kv_tiles:
-            left, size = kv * self.numerics.tile, self.numerics.tile
-            scores = torch.mm(q, _padded(self.k[left : left + size], size).T).mul_(self.scale)
-            hidden = self._hidden(top, left)
-            scores.masked_fill_(hidden, -torch.inf)
-            state = self._with(state, scores, hidden, _values(self.v[left : left + size], size))
+            scores = torch.mm(q, self.keys[kv].T).mul_(self.scale)
+            hidden = self._hidden(top, kv * self.numerics.tile)
+            if hidden is not None:
+                scores.masked_fill_(hidden, -torch.inf)
+            state = self._with(state, scores, hidden, self.values[kv])
         return state
 
-    def _hidden(self, top: int, left: int) -> Tensor:
+    def _hidden(self, top: int, left: int) -> Tensor | None:
         """(ROWS, tile) bool: what the mask hides, and columns that do not exist."""
         start, size = top + self.grid.diagonal - left, self.numerics.tile
         there = min(self.grid.seqlen_k - left, size)
@@ -161,10 +165,10 @@ class _Head:
             positions = torch.arange(start, start + ROWS, device="cpu")  # whatever the default device is
             hidden = hidden_elements(self.grid.mask, positions, size)
             hidden[:, there:] = True
-            self.masks[start, there] = hidden
+            self.masks[start, there] = hidden if hidden.any() else None
         return self.masks[start, there]
 
-    def _with(self, state: _State, scores: Tensor, hidden: Tensor, values: _Values) -> _State:
+    def _with(self, state: _State, scores: Tensor, hidden: Tensor | None, values: _Values) -> _State:
         """A state that has seen one more kv tile."""
         found = scores.amax(1, keepdim=True)
         maximum = torch.where(found > state.maximum + self.numerics.keep, found, state.maximum)
@@ -172,10 +176,10 @@ class _Head:
         decay = torch.exp2(state.maximum - shift)
         p = scores.sub_(shift).exp2_()
         total = state.total * decay + p.sum(1, keepdim=True)
-        p = p.to(self.v.dtype).to(p.dtype)
+        p = p.to(self.dtype).to(p.dtype)
         out = (state.out * decay).addmm_(p, values.tame)
         for column, wild in values.wild.items():
-            seen = ~hidden[:, column]
+            seen = slice(None) if hidden is None else ~hidden[:, column]
             out[seen] += p[seen, column, None] * wild
         return _State(maximum, total, out)
 

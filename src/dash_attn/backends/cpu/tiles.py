@@ -82,4 +82,4 @@ def check_packed(problem: Problem, q_like: dict[str, Tensor], k_like: dict[str, 
             if str(x.dtype) != f"torch.{problem.dtype}":
                 raise InputError(f"{name} has dtype {x.dtype}, the problem says torch.{problem.dtype}")
             if x.device.type != "cpu":
-                raise InputError(f"{name} is on {x.device}, the executor runs on cpu")
+                raise InputError(f"{name} is on {x.device}, this backend runs on cpu")

@@ -17,9 +17,6 @@ from ...errors import InputError
 __all__ = ["Upload", "loadable"]
 
 _LINE = 32  # words of 128 bytes: where buffers that the copy engine reads may begin
-_COPIED_AT_ONCE = 8192
-"""Words that the driver takes along with the call, from any memory. A longer copy must be from pinned memory,
-or the host waits for it."""
 _GRAPHS_OF_PYTORCH = "torch._inductor.cudagraph_trees"
 _ANOTHER_THREAD = ThreadPoolExecutor(1, "dash-attn-upload")
 """Where that module is, a first call may be one of ``torch.compile(mode="reduce-overhead")``. What its thread
@@ -68,8 +65,7 @@ def _copied(
 ) -> tuple[Tensor, list[Tensor], int, torch.cuda.Event]:
     """One buffer on the device, the arrays in it, the stream that copies them, and when it is done."""
     sizes = [size for x in arrays for size in (len(x), -len(x) % _LINE)]
-    pinned = sum(sizes) > _COPIED_AT_ONCE
-    staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=pinned)
+    staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
     words, start = staging.numpy(), 0
     for x, size, padding in zip(arrays, sizes[::2], sizes[1::2]):
         words[start : start + size] = x

@@ -6,7 +6,7 @@ neither splits a row's keys, so a sequence's bytes do not depend on its batch.
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch import Tensor
@@ -36,7 +36,10 @@ def forward_name(problem: Problem, packed: bool = False) -> str:
 def forward_fingerprint(problem: Problem, packed: bool = False) -> str:
     """The name of the kernel with the version of its library, such as "fa4 4.0.0"."""
     if forward_name(problem, packed) == "fa4":
-        return f"fa4 {version('flash-attn-4')}"
+        try:
+            return f"fa4 {version('flash-attn-4')}"
+        except PackageNotFoundError:  # the module is there, its package is not: a checkout on the path
+            return "fa4, unknown version"
     return f"cudnn {torch.backends.cudnn.version()}"  # type: ignore[no-untyped-call]
 
 

@@ -37,6 +37,5 @@ class LastFirst(Placement):
 
 def downwards(batch: Batch) -> IntArray:
     """Codes head after head, the kv tiles of each from the last to the first."""
-    turned = batch.flat("turned", lambda p: np.arange(p.grid.kv_tiles)[::-1] - np.arange(p.grid.kv_tiles))
-    codes: IntArray = np.arange(batch.item_count) + turned
+    codes: IntArray = np.arange(batch.item_count) + batch.columns.turned
     return codes

@@ -69,8 +69,7 @@ def _longest_first(batch: Batch, codes: IntArray, l2_bytes: int | None, heads_in
     if l2_bytes is None:
         longest = int(problem.lengths[:, 1].max())
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
-    group = problem.group
-    tasks = batch.flat(("tasks of heads", group), lambda p: p.task_counts * group // p.head_groups)
+    tasks = batch.columns.tasks
     if heads_in_order:
         section = np.array(_sections(_head_bytes(batch).tolist(), batch.groups.tolist(), l2_bytes))
     else:
@@ -108,15 +107,15 @@ def _head_bytes(batch: Batch) -> IntArray:
 def _sections(sizes: list[int], heads: list[int], limit: int) -> list[int]:
     """Section of each head: as many neighbours as fit, at least one. ``heads`` of one size follow each other.
 
-    >>> _sections([40, 90, 10], [3, 1, 1], 100)
-    [0, 0, 1, 2, 2]
+    >>> _sections([40, 90, 10], [3, 1, 1], 100), _sections([200, 0, 50], [1, 2, 1], 100)
+    ([0, 0, 1, 2, 2], [0, 0, 0, 1])
     """
     section: list[int] = []
     current = used = 0
     for size, left in zip(sizes, heads):
         while left:
             taken = left
-            if used + left * size > limit:
+            if size and used + left * size > limit:
                 if used and used + size > limit:
                     current, used = current + 1, 0
                 taken = min(max((limit - used) // size, 1), left)
