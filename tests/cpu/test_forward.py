@@ -21,7 +21,7 @@ from dash_attn.schedule import ForwardNumerics
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 HEAD_DIM = 16
-NARROW = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+NARROW = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 
 
 def short(dtype: str = "float32", **numbers: float) -> ForwardNumerics:
@@ -171,6 +171,18 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(data: st.D
     group = torch.cat([q, q.flip(0), -q], 1)  # six q heads: three for each kv head, by kv head
     grouped = run(group[:, [0, 2, 4, 1, 3, 5]], k, v, mask)
     assert_rows((grouped[0][:, [0, 3]], grouped[1][[0, 3]].contiguous()), whole, slice(None))
+
+
+@pytest.mark.parametrize("dtype", sorted(NARROW))
+def test_the_same_with_the_numbers_of_the_product(dtype: str) -> None:
+    """More keys than a segment has."""
+    numerics = ForwardNumerics(HEAD_DIM, dtype)
+    length = numerics.segment + 300
+    q, k, v = sequence(length, dtype=dtype)
+    whole = run(q, k, v, Mask.causal(), numerics)
+    for start, end in ((0, 1000), (numerics.segment - 10, length - 7), (length - 1, length)):
+        found = run(q[start:end], k[:end], v[:end], Mask.causal(), numerics, seed=start)
+        assert_rows(found, whole, slice(start, end))
 
 
 @settings(max_examples=15)
