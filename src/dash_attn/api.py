@@ -30,7 +30,7 @@ from .arguments import (
 from .backends.base import Backend, Gradients, Prepared, Tensors, as_current, backend_for
 from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, dense_call, packed_call
+from .ops.calls import DTYPE_NAMES, Call, dense_call, packed_call, prepared_once
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, VARLEN
 from .schedule import Numerics, Plan, Schedule
@@ -363,7 +363,7 @@ def apply_plan(
                 f"{name} has dtype {x.dtype} and is on {x.device}; "
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
-    prepared = backend.prepare(plan.problem, q.device, packed)
+    prepared = prepared_once(plan.problem, q.device, packed)
     return attend(_Planned(prepared, plan, softmax_scale, disorder), q, k, v)
 
 

@@ -17,6 +17,7 @@ from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.api import apply_plan
 from dash_attn.errors import PlacementError, PlanMismatchError, TableError
 from dash_attn.grid import IntArray, Mask, SequenceGrid, TileGrid
+from dash_attn.ops import calls
 from dash_attn.problem import Problem
 from dash_attn.schedule import (
     FA3,
@@ -177,6 +178,17 @@ def test_dense_tensors_of_a_packed_problem_are_refused() -> None:
     plan = build_plan(Problem.varlen([100, 200], heads=1, head_dim=64, dtype="float32"), FA3())
     with pytest.raises(PlanMismatchError, match="the problem is for packed tensors"):
         apply_plan(plan, x, x, x, 0.1)
+
+
+def test_a_plan_of_ones_own_is_prepared_once() -> None:
+    """What the first call puts on a device is there for the next one, also in a CUDA graph."""
+    x = torch.randn(2, 100, 1, 64)
+    plan = planned(FA3())
+    first = apply_plan(plan, x, x, x, 0.1)
+    before = calls.prepared_once.cache_info().hits
+    again = apply_plan(plan, x, x, x, 0.1)
+    assert calls.prepared_once.cache_info().hits == before + 1
+    assert torch.equal(first[0], again[0])
 
 
 @pytest.mark.parametrize("at", range(3))

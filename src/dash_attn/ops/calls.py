@@ -20,7 +20,7 @@ from ..spec import AttentionSpec
 from .lengths import Lengths, host_lengths
 from .policies import forget_with, schedule_named
 
-__all__ = ["DTYPE_NAMES", "Call", "Packing", "dense_call", "packed_call"]
+__all__ = ["DTYPE_NAMES", "Call", "Packing", "dense_call", "packed_call", "prepared_once"]
 
 _CALLS = 64
 """Calls kept for reuse; a model uses one for each of its attention shapes."""
@@ -150,6 +150,12 @@ def _problem(
         return Problem(sequences, *sizes, spec.mask, DTYPE_NAMES[dtype], tile_m, tile_n)
     except ProblemError as error:
         raise InputError(str(error)) from error
+
+
+@lru_cache(_CALLS)
+def prepared_once(problem: Problem, device: torch.device, packed: bool) -> Prepared:
+    """A problem on its backend, kept: a later call finds what the first one has put on the device."""
+    return backend_for(device).prepare(problem, device, packed)
 
 
 @lru_cache(_CALLS)
