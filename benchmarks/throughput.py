@@ -33,8 +33,8 @@ from summary import (
 from dash_attn.model.roofline import measured_cycles, roofline
 from dash_attn.schedule import build_plan, choose_policy
 
-HOT = "h200-points.json"
-"""One run, the grid alone, FlashAttention-4 alone: no slower kernels beside it, and a hotter GPU."""
+MAIN, HOT = "h200-backward.json", "h200-points.json"
+"""Everything, and one run of the grid beside FlashAttention-4 alone: no slower kernels, and a hotter GPU."""
 
 OTHER_KERNELS_MS = 0.039
 """Preprocessing at 16,384 tokens and hidden size 2,048 (docs/performance.md)."""
@@ -63,7 +63,7 @@ STATISTICS: Mapping[str, Callable[[Sequence[float]], str]] = {
 
 def grid_rows() -> list[Row]:
     """The throughput rows at the paper's 24 points."""
-    return [row for row in read("h200-backward.json") if row["set"] == "grid"]
+    return [row for row in read(MAIN) if row["set"] == "grid"]
 
 
 def throughput_values() -> Iterator[tuple[str, Value]]:
@@ -96,11 +96,11 @@ def hot_values() -> Iterator[tuple[str, Value]]:
             yield f"{ratio}-{statistic}", partial(_ratio, "grid", ratio, statistic, HOT)
 
 
-def _points(name: str = "h200-backward.json") -> Points:
+def _points(name: str = MAIN) -> Points:
     return by_point(read(name))
 
 
-def _ratio(selection: str, ratio: str, statistic: str, source: str = "h200-backward.json") -> str:
+def _ratio(selection: str, ratio: str, statistic: str, source: str = MAIN) -> str:
     wanted, what = SELECTIONS[selection], RATIO_NAMES[ratio]
     points = _points(source).items()
     values = [ratios_of(rows)[what] for point, rows in points if wanted(dict(zip(POINT, point)))]
@@ -108,7 +108,7 @@ def _ratio(selection: str, ratio: str, statistic: str, source: str = "h200-backw
 
 
 def _auto_rows() -> list[Row]:
-    return [row for row in read("h200-backward.json") if row["auto"] and row["deterministic"]]
+    return [row for row in read(MAIN) if row["auto"] and row["deterministic"]]
 
 
 def _of_auto(field: str, pick: Callable[[Sequence[float]], float]) -> str:
@@ -122,7 +122,7 @@ def _is_auto_today(row: Row) -> bool:
 
 
 def _spreads() -> list[float]:
-    return [x for x in map(run_spread, read("h200-backward.json")) if math.isfinite(x)]
+    return [x for x in map(run_spread, read(MAIN)) if math.isfinite(x)]
 
 
 def _unordered() -> list[Row]:

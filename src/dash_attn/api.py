@@ -287,9 +287,8 @@ def plan_for(
     >>> plan_for(q, q, q, causal=True)
     Plan(spt, 8 items, 20 tasks)
     """
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, None, None)
     asked = Asked(causal, _one_window(window, window_size), policy=policy)
-    return _find(check_call(q, k, v, packing, asked)).plan
+    return _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked).plan
 
 
 class Fingerprints(NamedTuple):
@@ -326,9 +325,8 @@ def fingerprints(
     >>> [len(name) for name in fingerprints(q, q, q, causal=True)]
     [64, 64]
     """
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, None, None)
     asked = Asked(causal, _one_window(window, window_size), policy=policy)
-    call = _find(check_call(q, k, v, packing, asked))
+    call = _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint)
 
 
@@ -449,6 +447,13 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return None, *functions.forward(q, k, v, *checked.rest)
     return None, *with_gradients(functions, q, k, v, *checked.rest)
+
+
+def _call_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor | None, Tensor | None], asked: Asked
+) -> Call:
+    """The call that these arguments lead to, checked and not run."""
+    return _find(check_call(q, k, v, _packing(*cu_seqlens, None, None), asked))
 
 
 def _find(checked: CheckedCall) -> Call:

@@ -20,7 +20,7 @@ REFUSED = -1
 
 @pytest.fixture(autouse=True)
 def _nothing_known() -> Iterator[None]:
-    known = (multiprocessors._of_context, multiprocessors._of_own_context, multiprocessors._own_context)
+    known = (multiprocessors._of_current_context, multiprocessors._own_context)
     for cached in known:
         cached.cache_clear()
     yield

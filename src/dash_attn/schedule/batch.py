@@ -7,7 +7,7 @@ repeated for all head groups of a sequence. An array over the items of a batch i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,12 +162,8 @@ class Batch:
 
         ``name`` says what ``values`` computes; a pattern computes it once.
         """
-        return self.flat_by(dict.fromkeys(self.distinct, name), values)
-
-    def flat_by(self, names: Mapping[HeadPattern, Hashable], values: Callable[[HeadPattern], Any]) -> Any:
-        """:meth:`flat` with a name for each pattern."""
         heads = self.problem.kv_heads
-        tiled = [p.tiled(names[p], values, heads * p.head_groups) for p in self.distinct]
+        tiled = [p.tiled(name, values, heads * p.head_groups) for p in self.distinct]
         return np.concatenate(tiled)[self.gather]
 
     @cached_property
@@ -196,15 +192,13 @@ class Batch:
     @cached_property
     def columns(self) -> Columns:
         """Of all items, arrays of shape (items,)."""
-        heads, group = self.problem.kv_heads, self.problem.group
-        each = [p.columns(heads, group, claims) for p, claims in zip(self.distinct, self.latest)]
-        return Columns(*np.concatenate(each)[self.gather].T)
+        return self.columns_with(self.latest)
 
-    @property
-    def kv(self) -> IntArray:
-        """By code, the kv tile."""
-        kv: IntArray = self.columns.kv
-        return kv
+    def columns_with(self, claims: Sequence[Claims | None]) -> Columns:
+        """:attr:`columns` with other claims of the distinct patterns than the latest."""
+        heads, group = self.problem.kv_heads, self.problem.group
+        each = [p.columns(heads, group, c) for p, c in zip(self.distinct, claims)]
+        return Columns(*np.concatenate(each)[self.gather].T)
 
     @cached_property
     def tasks(self) -> IntArray:
@@ -218,7 +212,7 @@ class Batch:
         found = np.empty((self.item_count, 3), dtype=np.int32)
         groups = np.arange(len(self.items_of_group))
         groups -= np.repeat(self.group_first[:-1], self.groups)
-        found[:, 0], found[:, 1], found[:, 2] = self.sequence, self.per_item(groups), self.kv
+        found[:, 0], found[:, 1], found[:, 2] = self.sequence, self.per_item(groups), self.columns.kv
         return found
 
     def where(self, code: int) -> tuple[int, int, int]:

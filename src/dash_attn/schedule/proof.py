@@ -32,6 +32,7 @@ import numpy as np
 
 from ..errors import CoverageError, CycleError, PlacementError, PlanError, TicketError, TooFewWorkersError
 from ..problem import IntArray
+from .batch import Columns
 from .plan import Claims, HeadPattern, Plan, Run, Verdict, named
 from .tickets import MAX_HOLD
 
@@ -163,17 +164,9 @@ def _last_needed(plan: Plan, places: IntArray) -> IntArray:
     """
     batch, found = plan.batch, None
     if None not in batch.latest:
-        found = _needed_if(plan, places, batch.columns.following, batch.columns.needed)
+        found = _needed_if(plan, places, batch.columns)
     if found is None:
-        claims = _of_first_heads(plan, places)
-        following, needed = (
-            batch.flat_by({p: (what, c.order) for p, c in claims.items()}, values)
-            for what, values in (
-                ("claimed next", lambda p: claims[p].following),
-                ("needed", lambda p: claims[p].needed),
-            )
-        )
-        found = _needed_if(plan, places, following, needed)
+        found = _needed_if(plan, places, batch.columns_with(_of_first_heads(plan, places)))
     if found is not None:
         return found
     groups = range(len(plan.batch.items_of_group))
@@ -182,20 +175,20 @@ def _last_needed(plan: Plan, places: IntArray) -> IntArray:
     return last
 
 
-def _needed_if(plan: Plan, places: IntArray, following: IntArray, needed: IntArray) -> IntArray | None:
-    """:func:`_last_needed` if heads claim their kv tiles like this, by code, or else None."""
-    if not np.all(places[np.arange(len(places)) + following] >= places):
+def _needed_if(plan: Plan, places: IntArray, columns: Columns) -> IntArray | None:
+    """:func:`_last_needed` if heads claim their kv tiles as the columns say, or else None."""
+    if not np.all(places[np.arange(len(places)) + columns.following] >= places):
         return None
-    found: IntArray = places[plan.codes + needed[plan.codes]]
+    found: IntArray = places[plan.codes + columns.needed[plan.codes]]
     return found
 
 
-def _of_first_heads(plan: Plan, places: IntArray) -> dict[HeadPattern, Claims]:
-    """The order in which the first head of each pattern claims its items."""
+def _of_first_heads(plan: Plan, places: IntArray) -> list[Claims]:
+    """How the first head of each distinct pattern claims its items."""
     batch = plan.batch
     _, first = np.unique(batch.pattern_of, return_index=True)
-    found = {p: _claims(plan, g, places) for p, g in zip(batch.distinct, batch.group_first[first].tolist())}
-    for pattern, claims in found.items():
+    found = [_claims(plan, group, places) for group in batch.group_first[first].tolist()]
+    for pattern, claims in zip(batch.distinct, found):
         pattern.proven.latest = claims
     return found
 

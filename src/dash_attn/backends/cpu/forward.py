@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import random
 from functools import reduce
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
 from .masks import hidden_elements
-from .tiles import accumulator, check_packed, exact
+from .tiles import TileRows, accumulator, check_packed, exact
 
 __all__ = ["forward"]
 
@@ -66,11 +65,12 @@ def forward(
     numerics = ForwardNumerics.of(problem) if numerics is None else numerics
     out = q.new_zeros(q.shape)
     lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
-    ends_q, ends_k = ([0, *accumulate(side)] for side in zip(*problem.sequences))
+    starts = TileRows(problem)
     masks: _Masks = {}
     with exact():
         for sequence in range(len(problem.sequences)):
-            rows, columns = (slice(*ends[sequence : sequence + 2]) for ends in (ends_q, ends_k))
+            both = (starts.q_start, starts.k_start)
+            rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
                 one = _Head(problem.grid(sequence), numerics, softmax_scale, *keys, masks)

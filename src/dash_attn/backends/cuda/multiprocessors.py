@@ -41,9 +41,9 @@ def usable_multiprocessors(device: torch.device) -> int:
     found = multiprocessors(device)
     context, stream = int(_value(driver.cuCtxGetCurrent())), torch._C._cuda_getCurrentRawStream(index)
     if context == _own_context(index):
-        found = _of_own_context(index)
+        found = _of_current_context(("own", index))
     elif context:
-        found = _of_context(_value(driver.cuCtxGetId(context)))
+        found = _of_current_context(("other", _value(driver.cuCtxGetId(context))))
     # A stream stays in the green context that made it, whichever context is current. The default stream is
     # one of the current context, and a new thread's is one of the device's own.
     if stream and int(green := _value(driver.cuStreamGetGreenCtx(stream))):
@@ -67,14 +67,9 @@ def _own_context(index: int) -> int:
 
 
 @cache
-def _of_own_context(index: int) -> int:
-    """SMs of a device's own context, which is the current one."""
-    return _sms(_driver().cuCtxGetDevResource(_value(_driver().cuCtxGetCurrent()), _sm_resource()))
-
-
-@cache
-def _of_context(context_id: int) -> int:
-    """SMs of the current context, by its number: a process never gives that to another one."""
+def _of_current_context(which: tuple[str, int]) -> int:
+    """SMs of the current context, by what no other one has: that it is a device's own, or its number, which a
+    process never gives to another one."""
     driver = _driver()
     return _sms(driver.cuCtxGetDevResource(_value(driver.cuCtxGetCurrent()), _sm_resource()))
 

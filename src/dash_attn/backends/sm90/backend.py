@@ -7,13 +7,13 @@ import random
 from functools import cache
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import Plan
+from ...schedule.batch import first_of_each
 from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
 from ..cuda.upload import Upload
 from .forward import Forward, PackedLengths, forward_fingerprint, why_no_forward
@@ -56,9 +56,8 @@ class _Prepared(Prepared):
         if self._lengths is None:
             lengths = self.problem.lengths
             self._longest = tuple(lengths.max(0).tolist())
-            starts = np.zeros((2, len(lengths) + 1), dtype=np.int64)
-            np.cumsum(lengths.T, axis=1, out=starts[:, 1:])
-            self._lengths = Upload("where the sequences begin", list(starts), self.device)
+            starts = [first_of_each(side) for side in lengths.T]
+            self._lengths = Upload("where the sequences begin", starts, self.device)
         cu_seqlens_q, cu_seqlens_k = self._lengths.use()
         return PackedLengths(cu_seqlens_q, cu_seqlens_k, *self._longest)
 

@@ -33,7 +33,8 @@ class Pairs(Placement):
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         half = batch.flat("half", lambda p: np.full(p.grid.kv_tiles, -(-p.grid.kv_tiles // 2)))
-        right = batch.kv >= half
+        kv = batch.columns.kv
+        right = kv >= half
         section = batch.per_item(np.arange(len(batch.items_of_group)) // self.heads_at_once)
         codes = np.arange(batch.item_count)
-        return sorted_by(codes, section, right.astype(np.int64), np.where(right, batch.kv, 0))
+        return sorted_by(codes, section, right.astype(np.int64), np.where(right, kv, 0))
