@@ -1,4 +1,4 @@
-"""Files that pictures are written to: their formats, and whether they can be written.
+"""Files that pictures are written to: their formats, and whether they, or any file, can be written.
 
 A command may work for minutes before it draws. So it checks its targets first.
 """
@@ -16,6 +16,7 @@ __all__ = [
     "PictureError",
     "PlotsMissingError",
     "check_path",
+    "check_writable",
     "prepare_folder",
     "require_matplotlib",
     "require_writable",
@@ -65,13 +66,16 @@ def require_writable(path: str | Path) -> Path:
     path = check_path(path)
     require_matplotlib()
     try:
-        if path.exists():
-            with path.open("ab"):
-                return path
-        with tempfile.TemporaryFile(dir=path.parent):
-            return path
+        check_writable(path)
     except OSError as error:
         raise PictureError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError unless a file can be written. One that exists keeps its bytes; none is made."""
+    with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def prepare_folder(folder: str | Path, names: Sequence[str]) -> Path:

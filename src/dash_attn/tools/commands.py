@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -92,12 +91,13 @@ def run_kernels(args: argparse.Namespace) -> int:
 
 def _require_hashes_of_all(args: argparse.Namespace) -> None:
     """Compiling all variants takes a minute: see first that the file is meant, whole and can be written."""
+    from ..model.output import check_writable
+
     if not args.hashes or args.only:
         raise DashError(f"--save {args.save} writes the hashes of all variants: give --hashes, and no --only")
     if args.save.is_dir():
         raise DashError(f"cannot write {args.save}: it is a folder")
-    with tempfile.TemporaryFile(dir=args.save.parent):
-        pass
+    check_writable(args.save)
 
 
 def _add_verify(subparsers: Any) -> None:
