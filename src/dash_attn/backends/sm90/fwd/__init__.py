@@ -1,0 +1,1 @@
+"""The Hopper forward (draft: compiled, never run)."""

@@ -1,0 +1,81 @@
+"""What the forward kernel is given, by name; see backward/arguments.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Tensors(NamedTuple):
+    """q, out: (B, Sq, H, D); k, v: (B, Sk, Hkv, D), bf16 or fp16; lse: (B, H, Sq) fp32, natural logarithm.
+
+    With batch extent 1, the sequences lie one after the other. Otherwise a batch is a sequence.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+
+
+class Workspace(NamedTuple):
+    """table: int32, see `device_table`; state: fp32, `ForwardConfig.state_words` per block."""
+
+    table: Any
+    state: Any
+
+
+class Launch(NamedTuple):
+    """scale: softmax scale, fp32; items: of the table; grid: blocks; left, right: mask sides, -1 unbounded."""
+
+    scale: Any
+    items: Any
+    grid: Any
+    left: Any
+    right: Any
+
+
+def regrouped(flat: tuple[Any, ...]) -> tuple[Tensors, Workspace, Launch]:
+    first, second = len(Tensors._fields), len(Tensors._fields) + len(Workspace._fields)
+    return Tensors(*flat[:first]), Workspace(*flat[first:second]), Launch(*flat[second:])
+
+
+class Copy(NamedTuple):
+    atom: Any
+    tensor: Any
+
+
+class Copies(NamedTuple):
+    q: Copy
+    k: Copy
+    v: Copy
+    out: Copy
+
+
+class Layouts(NamedTuple):
+    """Layouts of tiles in shared memory, (rows, columns, stages)."""
+
+    q: Any
+    kv: Any
+
+
+class Products(NamedTuple):
+    """Tiled MMAs of one warpgroup: S, O."""
+
+    scores: Any
+    out: Any
+
+
+class Memory(NamedTuple):
+    lse: Any
+    table: Any
+    state: Any
+
+
+class Shared(NamedTuple):
+    """q: a tile per warpgroup and stage, also for O on its way out; k, v: tiles; item: words of each Q stage."""
+
+    q: Any
+    k: Any
+    v: Any
+    item: Any

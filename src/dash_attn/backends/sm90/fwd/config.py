@@ -1,0 +1,53 @@
+"""Static configuration of the Hopper forward kernel: everything that changes the machine code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....schedule.constants import FORWARD_KEEP, FORWARD_SEGMENT, FORWARD_TILE
+
+ROWS = 64  # of a warpgroup
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """One compiled variant of the forward pass.
+
+    Attributes:
+        head_dim: of Q, K and V.
+        dtype: "bf16" or "fp16".
+        warpgroups: that multiply, ROWS rows each.
+        q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory.
+        tile_n, segment, keep: the numerics, :mod:`dash_attn.schedule.forward`.
+        in_turns: warpgroups issue their products in turns, so that one's softmax runs beside the other's products.
+        vote: skip the multiplication by 1 where no row of a warp has raised its maximum.
+    """
+
+    head_dim: int
+    dtype: str = "bf16"
+    warpgroups: int = 2
+    q_stages: int = 2
+    kv_stages: int = 2
+    tile_n: int = FORWARD_TILE
+    segment: int = FORWARD_SEGMENT
+    keep: float = FORWARD_KEEP
+    in_turns: bool = True
+    vote: bool = True
+
+    @property
+    def tile_m(self) -> int:
+        return ROWS * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (1 + self.warpgroups)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Per thread: of warps that multiply, and of the others."""
+        return (240, 24) if self.warpgroups == 2 else (160, 32)
+
+    @property
+    def state_words(self) -> int:
+        """fp32 words that a block keeps of its rows between segments."""
+        return self.tile_m * self.head_dim

@@ -1,0 +1,482 @@
+"""The forward kernel: persistent, warp specialised, one item (64 rows per warpgroup of one q head) after the other.
+
+Warp 0 loads Q, K and V by the copy engine. Warpgroups multiply: S = Q K^T of the next kv tile is issued before
+O += P V of this one, and the softmax of the next runs beside the latter (FlashAttention-3, algorithm 2).
+Numerics: schedule/forward.py.
+"""
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.utils import hopper_helpers
+
+from ..backward.kernel import DTYPES, MAX_INT32, tile_layout
+from ..backward.mma import as_operand_a, multiply, transposed
+from ..device import plan_view
+from ..device.ring import Ring, arrive
+from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
+from .config import ROWS, ForwardConfig
+from .table import ITEM_WORDS, SEQUENCE_WORDS
+
+LOAD_WARP, FIRST_MMA_WARP = 0, 4
+INFO_WORDS = 16
+WARPGROUP_BARRIER, TURN_BARRIER = 1, 4  # named barriers, one per warpgroup each
+FARTHEST = -1e30  # below every score of a row that sees something
+
+
+@dataclass(frozen=True)
+class Rings:
+    """q: tiles of Q with their item, until O has left their place; k, v: tiles of K and V."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+
+
+class Info:
+    """Words that the load warp leaves beside Q of an item."""
+
+    valid, q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, row = range(9)
+    tma_row, tma_batch, tma_shift, batch, row_first = range(9, 14)
+
+
+class Forward:
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    def _tiled_mmas(self) -> Products:
+        c = self.config
+        major, source = cute.nvgpu.OperandMajorMode, warpgroup.OperandSource
+        make = hopper_helpers.make_trivial_tiled_mma
+        scores = make(
+            self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM
+        )
+        out = make(
+            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim), source.RMEM
+        )
+        return Products(scores, out)
+
+    def _storage(self):
+        c, dtype = self.config, self.dtype
+
+        def tile(rows, columns, stages):
+            return cute.struct.Align[cute.struct.MemRange[dtype, rows * columns * stages], 1024]
+
+        @cute.struct
+        class Storage:
+            q_full: cute.struct.MemRange[Int64, c.q_stages]
+            q_empty: cute.struct.MemRange[Int64, c.q_stages]
+            k_full: cute.struct.MemRange[Int64, c.kv_stages]
+            k_empty: cute.struct.MemRange[Int64, c.kv_stages]
+            v_full: cute.struct.MemRange[Int64, c.kv_stages]
+            v_empty: cute.struct.MemRange[Int64, c.kv_stages]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, INFO_WORDS * c.q_stages], 16]
+            q: tile(ROWS, c.head_dim, c.q_stages * c.warpgroups)
+            k: tile(c.tile_n, c.head_dim, c.kv_stages)
+            v: tile(c.tile_n, c.head_dim, c.kv_stages)
+
+        return Storage
+
+    def _barrier_counts(self):
+        c = self.config
+        return {
+            "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, c.warpgroups),
+            "k_full": (c.kv_stages, 1), "k_empty": (c.kv_stages, 4 * c.warpgroups),
+            "v_full": (c.kv_stages, 1), "v_empty": (c.kv_stages, 4 * c.warpgroups),
+        }  # fmt: skip
+
+    @cute.jit
+    def _copy(self, op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
+        batch_stride, row_stride, head_stride, _ = tensor.stride
+        row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
+        if tensor.shape[0] == 1:
+            row_extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
+            batch_stride = (1 << 34) - row_stride
+        batch_stride = cute.assume(batch_stride, divby=8)
+        shape = (row_extent, self.config.head_dim, tensor.shape[2], batches, shifts)
+        stride = (row_stride, 1, head_stride, batch_stride, row_stride)
+        view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+        tile = (rows, self.config.head_dim)
+        return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), tile))
+
+    @cute.jit
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
+        c = self.config
+        layouts = Layouts(
+            q=tile_layout(self.dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
+            kv=tile_layout(self.dtype, c.tile_n, c.head_dim, c.kv_stages),
+        )
+        fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        copies = Copies(
+            q=self._copy(fetch, tensors.q, layouts.q, ROWS),
+            k=self._copy(fetch, tensors.k, layouts.kv, c.tile_n),
+            v=self._copy(fetch, tensors.v, layouts.kv, c.tile_n),
+            out=self._copy(store, tensors.out, layouts.q, ROWS),
+        )
+        group = tensors.q.shape[2] // tensors.k.shape[2]
+        memory = Memory(tensors.lse, workspace.table, workspace.state)
+        numbers = (launch.scale, launch.items, launch.left, launch.right, group, tensors.q.shape[0])
+        self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
+            grid=(launch.grid, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers) -> None:
+        c = self.config
+        scale, items, left, right, group, batches = numbers
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == LOAD_WARP:
+            for each in copies:
+                cpasync.prefetch_descriptor(each.atom)
+        storage = SmemAllocator().allocate(self._storage())
+        barriers = {name: getattr(storage, name).data_ptr() for name in self._barrier_counts()}
+        rings = Rings(
+            q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
+            k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
+            v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
+        )
+        shared = Shared(
+            q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
+            k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            item=storage.item.get_tensor(cute.make_layout((INFO_WORDS, c.q_stages))),
+        )
+        if warp_idx == LOAD_WARP:
+            with cute.arch.elect_one():
+                for name, (stages, count) in self._barrier_counts().items():
+                    for stage in range(stages):
+                        cute.arch.mbarrier_init(barriers[name] + stage, count)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        if warp_idx < FIRST_MMA_WARP:
+            cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp_idx == LOAD_WARP:
+                self.load(copies, memory, shared, rings, (items, left, right, group, batches))
+        else:
+            cute.arch.setmaxregister_increase(c.registers[0])
+            self.multiply_role(copies, products, memory, shared, rings, scale)
+
+    # Loading
+
+    @cute.jit
+    def load(self, copies, memory, shared, rings, numbers) -> None:
+        c = self.config
+        items, left, right, group, batches = numbers
+        table = memory.table
+        n_item, n_kv = Int32(0), Int32(0)
+        index, step = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        while index < items:
+            word = index * ITEM_WORDS
+            sequence, q_head, q_tile = table[word], table[word + 1], table[word + 2]
+            record = items * ITEM_WORDS + sequence * SEQUENCE_WORDS
+            seqlen_q, seqlen_k = table[record], table[record + 1]
+            q_first, k_first = table[record + 2], table[record + 3]
+            shift = seqlen_k - seqlen_q
+            low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
+            high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
+            top = q_tile * c.tile_m
+            bottom = cutlass.min(top + c.tile_m, seqlen_q) - 1
+            kv_first = cutlass.max(top + low, 0) // c.tile_n
+            last = cutlass.min(bottom + high, seqlen_k - 1)
+            kv_last = last // c.tile_n if last >= 0 else Int32(-1)
+            batch = Int32(0) if batches == 1 else sequence
+            row_first = q_first if batches == 1 else Int32(0)
+            tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
+            tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
+            k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, batches)
+            stage = rings.q.stage(n_item)
+            rings.q.wait_empty(n_item)
+            with cute.arch.elect_one():
+                words = (
+                    Int32(1), q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, top,
+                    tma_row, tma_batch, tma_shift, batch, row_first,
+                )  # fmt: skip
+                for i, value in enumerate(words):
+                    shared.item[i, stage] = value
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    rings.q.full + stage, 2 * c.tile_m * c.head_dim
+                )
+            place = (tma_row, tma_batch, tma_shift)
+            for g in cutlass.range_constexpr(c.warpgroups):
+                tile = shared.q[None, None, stage * c.warpgroups + g]
+                self._load_tile(copies.q, tile, place, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
+            place, kv_head = (k_row, tma_batch, k_shift), q_head // group
+            per_segment = c.segment // c.tile_n
+            begin = kv_first
+            while begin <= kv_last:
+                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+                for i in cutlass.range(end - begin + 1, unroll=1):
+                    for ring, copy, tiles in ((rings.k, copies.k, shared.k), (rings.v, copies.v, shared.v)):
+                        kv_stage = ring.stage(n_kv)
+                        ring.wait_empty(n_kv)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+                            )
+                        self._load_tile(
+                            copy, tiles[None, None, kv_stage], place, end - i, kv_head, ring.full + kv_stage
+                        )
+                    n_kv += 1
+                begin = end + 1
+            n_item += 1
+            index += step
+        rings.q.wait_empty(n_item)
+        with cute.arch.elect_one():
+            shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
+            cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
+
+    def _load_tile(self, copy, shared, rows, tile, head, barrier) -> None:
+        target, source = self._tiles(copy, shared, rows, head)
+        cute.copy(copy.atom, source[None, tile], target, tma_bar_ptr=barrier)
+
+    def _tiles(self, copy, shared, rows, head):
+        row, batch, shift = rows
+        sequence = cute.domain_offset((row, 0), copy.tensor[None, None, head, batch, shift])
+        tile_shape = (cute.size(shared, mode=[0]), self.config.head_dim)
+        tiles = cute.flat_divide(sequence, tile_shape)[None, None, None, 0]
+        return cpasync.tma_partition(
+            copy.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    # Multiplying
+
+    @cute.jit
+    def multiply_role(self, copies, products, memory, shared, rings, scale) -> None:
+        c = self.config
+        tidx = cute.arch.thread_idx()[0] % 128
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        scores, out = (m.get_slice(0) for m in products)
+        t = SimpleNamespace(
+            products=products, group=group, tidx=tidx, scale_log2=scale * math.log2(math.e),
+            tSrQ=scores.make_fragment_A(scores.partition_A(shared.q)),
+            tSrK=scores.make_fragment_B(scores.partition_B(shared.k)),
+            tOrV=out.make_fragment_B(out.partition_B(transposed(shared.v))),
+            acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
+            acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.head_dim)), Float32),
+            p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
+            maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
+        )  # fmt: skip
+        if const_expr(c.in_turns):
+            if group == 1:
+                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+        n_item, n_kv = Int32(0), Int32(0)
+        rings.q.wait_full(n_item)
+        info = shared.item[None, rings.q.stage(n_item)]
+        while info[Info.valid] == 1:
+            stage = rings.q.stage(n_item) * c.warpgroups + group
+            before_m, before_l = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+            t.maximum.fill(-Float32.inf)
+            t.total.fill(0.0)
+            t.acc_O.fill(0.0)
+            per_segment = c.segment // c.tile_n
+            begin, first = info[Info.kv_first], info[Info.kv_first]
+            while begin <= info[Info.kv_last]:
+                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, info[Info.kv_last])
+                if begin > first:
+                    # What the segments before have left makes room for a fresh one.
+                    self._keep(t, memory.state)
+                    for half in cutlass.range_constexpr(2):
+                        before_m[half], before_l[half] = t.maximum[half], t.total[half]
+                    t.maximum.fill(-Float32.inf)
+                    t.total.fill(0.0)
+                    t.acc_O.fill(0.0)
+                self.segment(t, rings, info, stage, n_kv, begin, end)
+                n_kv += end - begin + 1
+                if begin > first:
+                    self._fold(t, memory.state, before_m, before_l)
+                begin = end + 1
+            self._finish(t, copies, memory, shared, rings, info, stage, n_item)
+            n_item += 1
+            rings.q.wait_full(n_item)
+            info = shared.item[None, rings.q.stage(n_item)]
+
+    @cute.jit
+    def segment(self, t, rings, info, stage, n_first: Int32, begin: Int32, end: Int32) -> None:
+        """Go through the kv tiles `end` down to `begin` from fresh."""
+        c = self.config
+        n = n_first
+        self._turn(t)
+        rings.k.wait_full(n)
+        self._start_scores(t, rings, stage, n)
+        self._next_turn(t)
+        warpgroup.wait_group(0)
+        arrive(rings.k.empty_of(n))
+        self._softmax(t, info, end, None)
+        for i in cutlass.range(end - begin, unroll=1):
+            factors = cute.make_rmem_tensor(2, Float32)
+            self._turn(t)
+            rings.k.wait_full(n + 1)
+            self._start_scores(t, rings, stage, n + 1)
+            rings.v.wait_full(n)
+            self._start_out(t, rings, n)
+            self._next_turn(t)
+            warpgroup.wait_group(1)
+            arrive(rings.k.empty_of(n + 1))
+            self._probabilities(t, info, end - 1 - i, factors)
+            warpgroup.wait_group(0)
+            arrive(rings.v.empty_of(n))
+            self._rescale(t, factors)
+            t.p.store(t.acc_S.load().to(self.dtype))
+            n += 1
+        rings.v.wait_full(n)
+        self._start_out(t, rings, n)
+        warpgroup.wait_group(0)
+        arrive(rings.v.empty_of(n))
+
+    def _turn(self, t) -> None:
+        if const_expr(self.config.in_turns):
+            cute.arch.barrier(barrier_id=TURN_BARRIER + t.group, number_of_threads=256)
+
+    def _next_turn(self, t) -> None:
+        if const_expr(self.config.in_turns):
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - t.group, number_of_threads=256)
+
+    def _start_scores(self, t, rings, stage, n) -> None:
+        keys = t.tSrK[None, None, None, rings.k.stage(n)]
+        multiply(t.products.scores, t.acc_S, t.tSrQ[None, None, None, stage], keys, False)
+
+    def _start_out(self, t, rings, n) -> None:
+        values = t.tOrV[None, None, None, rings.v.stage(n)]
+        multiply(t.products.out, t.acc_O, as_operand_a(t.p, self.dtype), values, True)
+
+    @cute.jit
+    def _softmax(self, t, info, kv_tile: Int32, factors) -> None:
+        """The first tile of a segment: nothing has to be rescaled."""
+        unused = cute.make_rmem_tensor(2, Float32)
+        self._probabilities(t, info, kv_tile, unused)
+        t.p.store(t.acc_S.load().to(self.dtype))
+
+    @cute.jit
+    def _probabilities(self, t, info, kv_tile: Int32, factors) -> None:
+        """P in place of S; maxima and sums with this tile, and what sums and outputs were multiplied by."""
+        c = self.config
+        left, top = kv_tile * c.tile_n, info[Info.row] + ROWS * t.group
+        cut = left + c.tile_n - 1 > cutlass.min(top + info[Info.high], info[Info.seqlen_k] - 1)
+        if cut | (left < top + ROWS - 1 + info[Info.low]):
+            self._mask(t, info, left, top)
+        lane = t.tidx % 32
+        for half in cutlass.range_constexpr(2):
+            found = t.acc_S[2 * half]
+            for j in cutlass.range_constexpr(c.tile_n // 8):
+                for e in cutlass.range_constexpr(2):
+                    found = cute.arch.fmax(found, t.acc_S[4 * j + 2 * half + e])
+            for distance in cutlass.range_constexpr(1, 3):
+                found = cute.arch.fmax(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
+            found = found * t.scale_log2
+            old = t.maximum[half]
+            new = found if found > old + c.keep else old
+            shift = cute.arch.fmax(new, Float32(FARTHEST))
+            factors[half] = cute.math.exp2(old - shift, fastmath=True)
+            t.maximum[half] = new
+            total = t.total[half] * factors[half]
+            for j in cutlass.range_constexpr(c.tile_n // 8):
+                for e in cutlass.range_constexpr(2):
+                    i = 4 * j + 2 * half + e
+                    p = cute.math.exp2(t.acc_S[i] * t.scale_log2 - shift, fastmath=True)
+                    t.acc_S[i] = p
+                    total += p
+            t.total[half] = total
+
+    @cute.jit
+    def _mask(self, t, info, left: Int32, top: Int32) -> None:
+        c = self.config
+        for half in cutlass.range_constexpr(2):
+            row = top + t.tidx // 32 * 16 + t.tidx % 32 // 4 + 8 * half
+            column = left + t.tidx % 4 * 2
+            first = row + info[Info.low] - column
+            last = cutlass.min(row + info[Info.high], info[Info.seqlen_k] - 1) - column
+            for j in cutlass.range_constexpr(c.tile_n // 8):
+                for e in cutlass.range_constexpr(2):
+                    hidden = (8 * j + e < first) | (8 * j + e > last)
+                    i = 4 * j + 2 * half + e
+                    t.acc_S[i] = cutlass.select_(hidden, -Float32.inf, t.acc_S[i])
+
+    @cute.jit
+    def _rescale(self, t, factors) -> None:
+        changed = (factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))
+        if const_expr(self.config.vote):
+            changed = cute.arch.vote_any_sync(changed)
+        if changed:
+            for i in cutlass.range_constexpr(cute.size(t.acc_O)):
+                t.acc_O[i] = t.acc_O[i] * factors[i % 4 // 2]
+
+    # Between segments
+
+    def _place(self, t, state):
+        """This thread's values of its warpgroup's rows in the block's part of the workspace."""
+        c = self.config
+        vectors = ROWS * c.head_dim // 512
+        start = Int64(cute.arch.block_idx()[0]) * c.state_words + t.group * (ROWS * c.head_dim) + t.tidx * 4
+        layout = cute.make_layout((4, vectors), stride=(1, 512))
+        return cute.make_tensor(state.iterator + cute.assume(start, divby=4), layout)
+
+    @cute.jit
+    def _keep(self, t, state) -> None:
+        vectors = cute.make_tensor(t.acc_O.iterator, cute.make_layout((4, cute.size(t.acc_O) // 4)))
+        cute.autovec_copy(vectors, self._place(t, state))
+
+    @cute.jit
+    def _fold(self, t, state, before_m, before_l) -> None:
+        left, right = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        for half in cutlass.range_constexpr(2):
+            new = cute.arch.fmax(before_m[half], t.maximum[half])
+            shift = cute.arch.fmax(new, Float32(FARTHEST))
+            left[half] = cute.math.exp2(before_m[half] - shift, fastmath=True)
+            right[half] = cute.math.exp2(t.maximum[half] - shift, fastmath=True)
+            t.maximum[half] = new
+            t.total[half] = before_l[half] * left[half] + t.total[half] * right[half]
+        place = self._place(t, state)
+        for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
+            before = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(place[None, v], before)
+            for e in cutlass.range_constexpr(4):
+                i = 4 * v + e
+                t.acc_O[i] = before[e] * left[e // 2] + t.acc_O[i] * right[e // 2]
+
+    @cute.jit
+    def _finish(self, t, copies, memory, shared, rings, info, stage, n_item: Int32) -> None:
+        """Divide, write LSE, and let the copy engine store O from where Q was."""
+        lane, warp_of_group = t.tidx % 32, t.tidx // 32
+        factors = cute.make_rmem_tensor(2, Float32)
+        for half in cutlass.range_constexpr(2):
+            total = t.total[half]
+            for distance in cutlass.range_constexpr(1, 3):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            row = info[Info.row] + ROWS * t.group + warp_of_group * 16 + lane // 4 + 8 * half
+            empty = total == Float32(0.0)
+            lse = (t.maximum[half] + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            if (lane % 4 == 0) & (row < info[Info.seqlen_q]):
+                memory.lse[info[Info.batch], info[Info.q_head], info[Info.row_first] + row] = (
+                    cutlass.select_(empty, -Float32.inf, lse)
+                )
+            factors[half] = Float32(1.0) / cutlass.select_(empty, Float32(1.0), total)
+        converted = cute.make_rmem_tensor(t.acc_O.layout, self.dtype)
+        for i in cutlass.range_constexpr(cute.size(t.acc_O)):
+            t.acc_O[i] = t.acc_O[i] * factors[i % 4 // 2]
+        converted.store(t.acc_O.load().to(self.dtype))
+        # Every warp of the group has read its Q.
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        store = cute.make_tiled_copy_C(matrices, t.products.out).get_slice(t.tidx)
+        tile = shared.q[None, None, stage]
+        cute.copy(store, store.retile(converted), store.partition_D(tile))
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
+        if warp_of_group == 0:
+            place = (info[Info.tma_row], info[Info.tma_batch], info[Info.tma_shift])
+            source, target = self._tiles(copies.out, tile, place, info[Info.q_head])
+            at = info[Info.row] // ROWS + t.group
+            with cute.arch.elect_one():
+                cute.copy(copies.out.atom, source, target[None, at])
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
+            arrive(rings.q.empty_of(n_item))
