@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
+from numpy.typing import NDArray
 
+from ....machine import L2_BYTES
 from ....problem import Problem
 
 ITEM_WORDS = SEQUENCE_WORDS = 4
 
 
-class SequenceRecord(NamedTuple):
-    seqlen_q: int
-    seqlen_k: int
-    q_row_first: int
-    k_row_first: int
+def forward_table(problem: Problem, tile_m: int, blocks: int = 1) -> NDArray[np.int32]:
+    """In sections of kv heads that fit half of L2, the longest items first.
 
-
-def forward_table(problem: Problem, tile_m: int) -> np.ndarray:
-    """Longest items first; of equal ones, heads that share K and V next to each other."""
-    items, weights = [], []
-    for sequence in range(len(problem.sequences)):
-        seqlen_q, seqlen_k = problem.sequences[sequence]
-        diagonal = problem.grid(sequence).diagonal
-        for tile in range(-(-seqlen_q // tile_m)):
-            bottom = min((tile + 1) * tile_m, seqlen_q) - 1
-            first, last = problem.mask.interval(bottom + diagonal)
-            top_first = problem.mask.interval(tile * tile_m + diagonal)[0]
-            last = seqlen_k - 1 if last is None else min(last, seqlen_k - 1)
-            first = 0 if top_first is None else max(top_first, 0)
-            for head in range(problem.heads):
-                items.append((sequence, head, tile, 0))
-                weights.append(max(last - first + 1, 0))
-    order = np.argsort(-np.array(weights), kind="stable")
+    Block b takes items b, b + blocks, ...: every second round of items is turned around, so that the block with the
+    longest item of one round has the shortest of the next.
+    """
+    items, keys = [], []
+    section = used = 0
+    for sequence, (seqlen_q, seqlen_k) in enumerate(problem.sequences):
+        tiles = np.arange(-(-seqlen_q // tile_m))
+        grid = problem.grid(sequence)
+        top, bottom = tiles * tile_m, np.minimum((tiles + 1) * tile_m, seqlen_q) - 1
+        first, last = grid.columns(top)[0], grid.columns(bottom)[1]
+        length = np.maximum(last - first + 1, 0)
+        size = 2 * 2 * problem.head_dim * seqlen_k
+        for head in range(problem.heads):
+            if head % problem.group == 0:
+                if used and used + size > L2_BYTES // 2:
+                    section, used = section + 1, 0
+                used += size
+            items += [(sequence, head, tile, 0) for tile in tiles.tolist()]
+            keys.append(np.stack([np.full(len(tiles), section), -length], 1))
+    order = np.lexsort(np.concatenate(keys)[:, ::-1].T) if items else np.zeros(0, dtype=np.int64)
+    for start in range(blocks, len(order) - blocks + 1, 2 * blocks):
+        order[start : start + blocks] = order[start : start + blocks][::-1]
     lengths = problem.lengths
     starts = np.zeros_like(lengths)
     starts[1:] = np.cumsum(lengths[:-1], axis=0)
     sequences = np.concatenate([lengths, starts], axis=1)
-    return np.concatenate([np.array(items, dtype=np.int32)[order].ravel(), sequences.astype(np.int32).ravel()])
+    listed = np.array(items, dtype=np.int32).reshape(-1, ITEM_WORDS)[order]
+    return np.concatenate([listed.ravel(), sequences.astype(np.int32).ravel()])

@@ -1,0 +1,119 @@
+"""The forward kernel's PTX on the CPU: see ptx_machine.py."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import ptx_machine as base
+from ptx_machine import LOAD_WARP, Block, Machine, Thread, _as
+
+from dash_attn.backends.sm90.fwd.config import ForwardConfig
+from dash_attn.backends.sm90.fwd.table import forward_table
+from dash_attn.problem import Problem
+
+TABLE, TENSORS = 1 << 20, 1 << 44
+
+
+@cache
+def forward_ptx(config: ForwardConfig) -> str:
+    import cutlass.cute as cute
+
+    from dash_attn.backends.sm90.fwd.program import Program, fake_arguments
+
+    with TemporaryDirectory() as folder:
+        options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
+        cute.compile(Program(config), *fake_arguments(config, True), options=options)
+        (ptx,) = (path.read_text() for path in Path(folder).rglob("*.ptx"))
+    return ptx
+
+
+class ForwardProgram(base.Program):
+    def __init__(self, ptx: str):
+        super().__init__(ptx.replace("Forward_object", "Backward_object"))
+
+
+@dataclass
+class Named:
+    """A named barrier: threads that have come in this phase."""
+
+    came: int = 0
+    phase: int = 0
+
+
+class ForwardMachine(Machine):
+    def __init__(self, config: ForwardConfig, program, problem: Problem, blocks: int, seed: int):
+        self.config, self.program, self.problem, self.random = config, program, problem, random.Random(seed)
+        table = forward_table(problem, config.tile_m)
+        self.items = int(sum(-(-q // config.tile_m) for q, _ in problem.sequences) * problem.heads)
+        words = np.frombuffer(table.tobytes(), dtype=np.uint32)
+        self.memory = {TABLE + 4 * i: int(word) for i, word in enumerate(words)}
+        self.noticed, self.warps = 0, config.threads // 32
+        self.blocks = [Block(index, blocks) for index in range(blocks)]
+        self.started = blocks
+        self.named = defaultdict(Named)
+        self.waiting: dict[Thread, int] = {}
+        self.contributions, self.fetched = [], []
+        for block in self.blocks:
+            lanes = ((w, lane) for w in range(self.warps) for lane in range(32 if w == LOAD_WARP else 1))
+            block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
+            for thread in block.threads:
+                thread.registers["%ctaid.x"] = block.index
+
+    def _parameter(self, number: int, offset: int) -> int:
+        p = self.problem
+        dense = len(set(p.sequences)) == 1
+        batch = len(p.sequences) if dense else 1
+        left, right = p.mask.sides
+        known = {11: TABLE, 14: self.items, 15: left, 16: right, 17: p.group, 18: batch}
+        if number in known and (offset == 0):
+            return known[number]
+        return (TENSORS << 2) + (number << 40) if offset == 0 else 1
+
+    def _bar(self, thread: Thread, operation: str, operands: list[str]) -> bool:
+        if "warp" in operation:
+            return thread.warp != LOAD_WARP or self._meet(thread, 32) is not None
+        if len(operands) == 1:
+            return self._meet(thread, 32 * self.warps) is not None
+        name, threads = self._value(thread, operands[0]), self._value(thread, operands[1])
+        barrier = self.named[thread.block.index, name]
+        if "arrive" in operation:
+            self._come(barrier, thread, threads)
+            return True
+        if thread not in self.waiting:
+            self.waiting[thread] = barrier.phase
+            self._come(barrier, thread, threads)
+        if barrier.phase > self.waiting[thread]:
+            del self.waiting[thread]
+            return True
+        return False
+
+    def _come(self, barrier: Named, thread: Thread, threads: int) -> None:
+        barrier.came += 32
+        assert barrier.came <= threads, "more threads than the barrier has"
+        if barrier.came == threads:
+            barrier.came, barrier.phase = 0, barrier.phase + 1
+        self._notice()
+
+    _barrier = _bar
+
+    def _vote(self, thread: Thread, operation: str, operands: list[str]) -> bool:
+        thread.registers[operands[0]] = thread.registers.get(operands[1], 0)
+        return True
+
+    def _cp(self, thread: Thread, operation: str, operands: list[str]) -> bool:
+        block, loaded = thread.block, "mbarrier" in operation
+        named, *coordinates = re.findall(r"%\w+", operands[loaded])
+        which = self._value(thread, named) - base.DESCRIPTORS
+        where = tuple(_as(self._value(thread, c), "s32") for c in coordinates)
+        (block.loads if loaded else block.stores).append((which, where))
+        if loaded:
+            size = 2 * 64 * (64 if which == 0 else self.config.tile_n)
+            block.copies.append((self._address(thread, operands[2]), size))
+        return True

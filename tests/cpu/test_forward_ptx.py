@@ -1,0 +1,69 @@
+"""The forward kernel's protocol: it ends, loads what its items need in the order of the numerics, stores each tile once."""
+
+from __future__ import annotations
+
+import pytest
+from forward_machine import ForwardMachine, ForwardProgram, forward_ptx
+
+from dash_attn.backends.sm90.fwd.config import ForwardConfig
+from dash_attn.backends.sm90.fwd.table import forward_table
+from dash_attn.problem import Mask, Problem
+
+PACKED = 1 << 30
+
+
+def problem(name: str, head_dim: int) -> Problem:
+    if name == "causal":
+        return Problem.dense(batch=2, heads=2, kv_heads=1, seqlen=700, head_dim=head_dim, mask=Mask.causal())
+    if name == "full":
+        return Problem.dense(batch=1, heads=2, seqlen_q=130, seqlen_k=1000, head_dim=head_dim)
+    if name == "window":
+        return Problem.dense(batch=1, heads=1, seqlen_q=900, seqlen_k=700, head_dim=head_dim, mask=Mask.window(200, 10))
+    return Problem.varlen([300, (0, 50), (70, 0), (1, 600), 129], heads=2, head_dim=head_dim, mask=Mask.causal())
+
+
+def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> list[int]:
+    """kv tiles of an item in order."""
+    sequence, _, tile = item
+    grid = p.grid(sequence)
+    top = tile * config.tile_m
+    import numpy as np
+
+    rows = np.arange(top, min(top + config.tile_m, grid.seqlen_q))
+    first, last = grid.columns(rows)
+    seen = first <= last
+    if not seen.any():
+        return []
+    per = config.segment // config.tile_n
+    tiles = range(int(first[seen].min()) // config.tile_n, int(last[seen].max()) // config.tile_n + 1)
+    return sorted(tiles, key=lambda kv: (kv // per, -kv))
+
+
+@pytest.mark.parametrize("in_turns", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
+def test_it_ends_and_loads_and_stores_what_it_should(name: str, head_dim: int, in_turns: bool) -> None:
+    config = ForwardConfig(head_dim, segment=256, in_turns=in_turns)
+    program, p = ForwardProgram(forward_ptx(config)), problem(name, head_dim)
+    for blocks, seed in ((1, 0), (3, 1), (5, 2)):
+        machine = ForwardMachine(config, program, p, blocks, seed)
+        machine.run()
+        items = forward_table(p, config.tile_m)[: 4 * machine.items].reshape(-1, 4)[:, :3].tolist()
+        parts = head_dim // 64
+        for block in machine.blocks:
+            mine = items[block.index :: blocks]
+            keys = [where for which, where in block.loads if which == 2][::parts]
+            values = [where for which, where in block.loads if which == 4][::parts]
+            wanted = [(kv, item) for item in mine for kv in expected(p, config, item)]
+            assert len(keys) == len(values) == len(wanted)
+            for k, v, (kv, item) in zip(keys, values, wanted):
+                seqlen_k = p.sequences[item[0]][1]
+                packed = len(set(p.sequences)) > 1
+                row = kv * 128 + (PACKED - seqlen_k if packed or len(p.sequences) == 1 else 0)
+                assert k == v, (k, v)
+                assert k[1] == row, (k, row, item)
+                assert k[2] == item[1] // p.group
+            queries = [where for which, where in block.loads if which == 0][::parts]
+            assert len(queries) == 2 * len(mine)
+            stores = [where for which, where in block.stores][::parts]
+            assert sorted(stores) == sorted(queries)
