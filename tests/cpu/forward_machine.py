@@ -50,9 +50,8 @@ class Named:
 class ForwardMachine(Machine):
     def __init__(self, config: ForwardConfig, program, problem: Problem, blocks: int, seed: int):
         self.config, self.program, self.problem, self.random = config, program, problem, random.Random(seed)
-        table = forward_table(problem, config.tile_m)
-        self.items = int(sum(-(-q // config.tile_m) for q, _ in problem.sequences) * problem.heads)
-        words = np.frombuffer(table.tobytes(), dtype=np.uint32)
+        self.table = forward_table(problem, config.tile_m)
+        words = np.frombuffer(self.table.words.tobytes(), dtype=np.uint32)
         self.memory = {TABLE + 4 * i: int(word) for i, word in enumerate(words)}
         self.noticed, self.warps = 0, config.threads // 32
         self.blocks = [Block(index, blocks) for index in range(blocks)]
@@ -71,7 +70,8 @@ class ForwardMachine(Machine):
         dense = len(set(p.sequences)) == 1
         batch = len(p.sequences) if dense else 1
         left, right = p.mask.sides
-        known = {11: TABLE, 14: self.items, 15: left, 16: right, 17: p.group, 18: batch}
+        numbers = (self.table.entries, self.table.heads, left, right, p.group, batch, p.heads)
+        known = {11: TABLE, **dict(enumerate(numbers, 14))}
         if number in known and (offset == 0):
             return known[number]
         return (TENSORS << 2) + (number << 40) if offset == 0 else 1

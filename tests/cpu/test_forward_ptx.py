@@ -22,6 +22,14 @@ def problem(name: str, head_dim: int) -> Problem:
     return Problem.varlen([300, (0, 50), (70, 0), (1, 600), 129], heads=2, head_dim=head_dim, mask=Mask.causal())
 
 
+def listed(p: Problem, config: ForwardConfig) -> list[tuple[int, int, int]]:
+    """The items (sequence, q head, q tile) in order."""
+    table = forward_table(p, config.tile_m)
+    entries = table.words[: 2 * table.entries].reshape(-1, 2).tolist()
+    sections = range(0, p.heads, table.heads)
+    return [(s, first + h, tile) for first in sections for s, tile in entries for h in range(table.heads)]
+
+
 def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> list[int]:
     """kv tiles of an item in order."""
     sequence, _, tile = item
@@ -48,10 +56,14 @@ def test_it_ends_and_loads_and_stores_what_it_should(name: str, head_dim: int, i
     for blocks, seed in ((1, 0), (3, 1), (5, 2)):
         machine = ForwardMachine(config, program, p, blocks, seed)
         machine.run()
-        items = forward_table(p, config.tile_m)[: 4 * machine.items].reshape(-1, 4)[:, :3].tolist()
+        items = listed(p, config)
         parts = head_dim // 64
         for block in machine.blocks:
-            mine = items[block.index :: blocks]
+            mine = [
+                items[at]
+                for turn in range(-(-len(items) // blocks))
+                if (at := turn * blocks + (block.index if turn % 2 == 0 else blocks - 1 - block.index)) < len(items)
+            ]
             keys = [where for which, where in block.loads if which == 2][::parts]
             values = [where for which, where in block.loads if which == 4][::parts]
             wanted = [(kv, item) for item in mine for kv in expected(p, config, item)]

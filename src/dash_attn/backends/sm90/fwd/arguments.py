@@ -19,17 +19,19 @@ class Tensors(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """table: int32, see `device_table`; state: fp32, `ForwardConfig.state_words` per block."""
+    """table: int32, see table.py; state: fp32, `ForwardConfig.state_words` per block."""
 
     table: Any
     state: Any
 
 
 class Launch(NamedTuple):
-    """scale: softmax scale, fp32; items: of the table; grid: blocks; left, right: mask sides, -1 unbounded."""
+    """scale: softmax scale, fp32; entries of the table; heads: q heads per section; grid: blocks; left, right: mask
+    sides, -1 unbounded."""
 
     scale: Any
-    items: Any
+    entries: Any
+    heads: Any
     grid: Any
     left: Any
     right: Any

@@ -22,7 +22,7 @@ from ..device import plan_view
 from ..device.ring import Ring, arrive
 from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .table import ITEM_WORDS, SEQUENCE_WORDS
+from .table import ENTRY_WORDS, SEQUENCE_WORDS
 
 LOAD_WARP, FIRST_MMA_WARP = 0, 4
 INFO_WORDS = 16
@@ -122,7 +122,10 @@ class Forward:
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
         memory = Memory(tensors.lse, workspace.table, workspace.state)
-        numbers = (launch.scale, launch.items, launch.left, launch.right, group, tensors.q.shape[0])
+        numbers = (
+            launch.scale, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
+            tensors.q.shape[2],
+        )  # fmt: skip
         self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
             grid=(launch.grid, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
@@ -130,7 +133,7 @@ class Forward:
     @cute.kernel
     def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers) -> None:
         c = self.config
-        scale, items, left, right, group, batches = numbers
+        scale, *others = numbers
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == LOAD_WARP:
             for each in copies:
@@ -159,7 +162,7 @@ class Forward:
         if warp_idx < FIRST_MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp_idx == LOAD_WARP:
-                self.load(copies, memory, shared, rings, (items, left, right, group, batches))
+                self.load(copies, memory, shared, rings, tuple(others))
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.multiply_role(copies, products, memory, shared, rings, scale)
@@ -169,65 +172,70 @@ class Forward:
     @cute.jit
     def load(self, copies, memory, shared, rings, numbers) -> None:
         c = self.config
-        items, left, right, group, batches = numbers
-        table = memory.table
+        entries, heads, left, right, group, batches, q_heads = numbers
+        table, items, in_section = memory.table, entries * q_heads, entries * heads
         n_item, n_kv = Int32(0), Int32(0)
-        index, step = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
-        while index < items:
-            word = index * ITEM_WORDS
-            sequence, q_head, q_tile = table[word], table[word + 1], table[word + 2]
-            record = items * ITEM_WORDS + sequence * SEQUENCE_WORDS
-            seqlen_q, seqlen_k = table[record], table[record + 1]
-            q_first, k_first = table[record + 2], table[record + 3]
-            shift = seqlen_k - seqlen_q
-            low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
-            high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
-            top = q_tile * c.tile_m
-            bottom = cutlass.min(top + c.tile_m, seqlen_q) - 1
-            kv_first = cutlass.max(top + low, 0) // c.tile_n
-            last = cutlass.min(bottom + high, seqlen_k - 1)
-            kv_last = last // c.tile_n if last >= 0 else Int32(-1)
-            batch = Int32(0) if batches == 1 else sequence
-            row_first = q_first if batches == 1 else Int32(0)
-            tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
-            tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
-            k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, batches)
-            stage = rings.q.stage(n_item)
-            rings.q.wait_empty(n_item)
-            with cute.arch.elect_one():
-                words = (
-                    Int32(1), q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, top,
-                    tma_row, tma_batch, tma_shift, batch, row_first,
-                )  # fmt: skip
-                for i, value in enumerate(words):
-                    shared.item[i, stage] = value
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    rings.q.full + stage, 2 * c.tile_m * c.head_dim
-                )
-            place = (tma_row, tma_batch, tma_shift)
-            for g in cutlass.range_constexpr(c.warpgroups):
-                tile = shared.q[None, None, stage * c.warpgroups + g]
-                self._load_tile(copies.q, tile, place, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
-            place, kv_head = (k_row, tma_batch, k_shift), q_head // group
-            per_segment = c.segment // c.tile_n
-            begin = kv_first
-            while begin <= kv_last:
-                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
-                for i in cutlass.range(end - begin + 1, unroll=1):
-                    for ring, copy, tiles in ((rings.k, copies.k, shared.k), (rings.v, copies.v, shared.v)):
-                        kv_stage = ring.stage(n_kv)
-                        ring.wait_empty(n_kv)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+        block, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        # Only the last round is not full, and a block may have no item in it.
+        rounds = (items + blocks - 1) // blocks
+        for turn in cutlass.range(rounds, unroll=1):
+            index = turn * blocks + (block if turn % 2 == 0 else blocks - 1 - block)
+            if index < items:
+                within = index % in_section
+                q_head = index // in_section * heads + within % heads
+                word = within // heads * ENTRY_WORDS
+                sequence, q_tile = table[word], table[word + 1]
+                record = entries * ENTRY_WORDS + sequence * SEQUENCE_WORDS
+                seqlen_q, seqlen_k = table[record], table[record + 1]
+                q_first, k_first = table[record + 2], table[record + 3]
+                shift = seqlen_k - seqlen_q
+                low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
+                high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
+                top = q_tile * c.tile_m
+                bottom = cutlass.min(top + c.tile_m, seqlen_q) - 1
+                kv_first = cutlass.max(top + low, 0) // c.tile_n
+                last = cutlass.min(bottom + high, seqlen_k - 1)
+                kv_last = last // c.tile_n if last >= 0 else Int32(-1)
+                batch = Int32(0) if batches == 1 else sequence
+                row_first = q_first if batches == 1 else Int32(0)
+                tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
+                tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
+                k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, batches)
+                stage = rings.q.stage(n_item)
+                rings.q.wait_empty(n_item)
+                with cute.arch.elect_one():
+                    words = (
+                        Int32(1), q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, top,
+                        tma_row, tma_batch, tma_shift, batch, row_first,
+                    )  # fmt: skip
+                    for i, value in enumerate(words):
+                        shared.item[i, stage] = value
+                    cute.arch.mbarrier_arrive_and_expect_tx(
+                        rings.q.full + stage, 2 * c.tile_m * c.head_dim
+                    )
+                place = (tma_row, tma_batch, tma_shift)
+                for g in cutlass.range_constexpr(c.warpgroups):
+                    tile = shared.q[None, None, stage * c.warpgroups + g]
+                    self._load_tile(copies.q, tile, place, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
+                place, kv_head = (k_row, tma_batch, k_shift), q_head // group
+                per_segment = c.segment // c.tile_n
+                begin = kv_first
+                while begin <= kv_last:
+                    end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+                    for i in cutlass.range(end - begin + 1, unroll=1):
+                        for ring, copy, tiles in ((rings.k, copies.k, shared.k), (rings.v, copies.v, shared.v)):
+                            kv_stage = ring.stage(n_kv)
+                            ring.wait_empty(n_kv)
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive_and_expect_tx(
+                                    ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+                                )
+                            self._load_tile(
+                                copy, tiles[None, None, kv_stage], place, end - i, kv_head, ring.full + kv_stage
                             )
-                        self._load_tile(
-                            copy, tiles[None, None, kv_stage], place, end - i, kv_head, ring.full + kv_stage
-                        )
-                    n_kv += 1
-                begin = end + 1
-            n_item += 1
-            index += step
+                        n_kv += 1
+                    begin = end + 1
+                n_item += 1
         rings.q.wait_empty(n_item)
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)

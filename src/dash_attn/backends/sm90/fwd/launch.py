@@ -38,9 +38,9 @@ def prepared(
     """A forward of dense tensors, (batch, seqlen, heads, head_dim), or packed ones, (total, heads, head_dim)."""
     program = PROGRAMS(config, ARCH)
     available = multiprocessors(device) if blocks is None else blocks
-    items = sum(-(-seqlen_q // config.tile_m) for seqlen_q, _ in problem.sequences) * problem.heads
-    grid = max(1, min(available, items))
-    upload = Upload("items", [forward_table(problem, config.tile_m, grid)], device)
+    table = forward_table(problem, config.tile_m)
+    grid = max(1, min(available, table.entries * problem.heads))
+    upload = Upload("items", [table.words], device)
     several = max(seqlen_k for _, seqlen_k in problem.sequences) > config.segment
     words = grid * config.state_words if several else 32
     left, right = problem.mask.sides
@@ -57,7 +57,7 @@ def prepared(
         program(
             *Tensors(*four, lse),
             *Workspace(upload.use()[0], state),
-            *Launch(scale, items, grid, left, right),
+            *Launch(scale, table.entries, table.heads, grid, left, right),
         )
         return out, lse[0] if packed else lse
 

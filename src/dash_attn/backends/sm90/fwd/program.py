@@ -37,5 +37,5 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
     )
     tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=lse)
     workspace = Workspace(table=vector(Int32, 16), state=vector(Float32, 128))
-    launch = Launch(scale=Float32(1.0), items=Int32(1), grid=Int32(1), left=Int32(-1), right=Int32(-1))
+    launch = Launch(scale=Float32(1.0), entries=Int32(1), heads=Int32(1), grid=Int32(1), left=Int32(-1), right=Int32(-1))
     return [*tensors, *workspace, *launch, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

@@ -1,44 +1,54 @@
-"""The items of a forward as int32 words: (sequence, q head, q tile, 0) each, then a record per sequence."""
+"""What the forward kernel reads of a batch, as int32 words, and in which order blocks go through it.
+
+Entries (sequence, q tile), longest first, then a record per sequence: seqlen_q, seqlen_k, first q row, first k row. An
+item is an entry for one q head. Items are numbered section of heads by section, in it entry by entry, in it head by
+head. Block b of n takes items b, 2 n - 1 - b, 2 n + b, ...: who has a long one of one round has a short one of the next.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....machine import L2_BYTES
 from ....problem import Problem
+from ....schedule.batch import first_of_each
 
-ITEM_WORDS = SEQUENCE_WORDS = 4
+ENTRY_WORDS, SEQUENCE_WORDS = 2, 4
 
 
-def forward_table(problem: Problem, tile_m: int, blocks: int = 1) -> NDArray[np.int32]:
-    """In sections of kv heads that fit half of L2, the longest items first.
+class ForwardTable(NamedTuple):
+    """words: the table; entries: how many there are; heads: q heads per section."""
 
-    Block b takes items b, b + blocks, ...: every second round of items is turned around, so that the block with the
-    longest item of one round has the shortest of the next.
-    """
-    items, keys = [], []
-    section = used = 0
-    for sequence, (seqlen_q, seqlen_k) in enumerate(problem.sequences):
-        tiles = np.arange(-(-seqlen_q // tile_m))
-        grid = problem.grid(sequence)
-        top, bottom = tiles * tile_m, np.minimum((tiles + 1) * tile_m, seqlen_q) - 1
-        first, last = grid.columns(top)[0], grid.columns(bottom)[1]
-        length = np.maximum(last - first + 1, 0)
-        size = 2 * 2 * problem.head_dim * seqlen_k
-        for head in range(problem.heads):
-            if head % problem.group == 0:
-                if used and used + size > L2_BYTES // 2:
-                    section, used = section + 1, 0
-                used += size
-            items += [(sequence, head, tile, 0) for tile in tiles.tolist()]
-            keys.append(np.stack([np.full(len(tiles), section), -length], 1))
-    order = np.lexsort(np.concatenate(keys)[:, ::-1].T) if items else np.zeros(0, dtype=np.int64)
-    for start in range(blocks, len(order) - blocks + 1, 2 * blocks):
-        order[start : start + blocks] = order[start : start + blocks][::-1]
+    words: NDArray[np.int32]
+    entries: int
+    heads: int
+
+
+def forward_table(problem: Problem, tile_m: int) -> ForwardTable:
     lengths = problem.lengths
+    tiles = -(-lengths[:, 0] // tile_m)
+    sequence = np.repeat(np.arange(len(lengths)), tiles)
+    tile = np.arange(len(sequence)) - first_of_each(tiles)[:-1][sequence]
+    seqlen_q, seqlen_k = lengths[sequence].T
+    position = tile * tile_m + seqlen_k - seqlen_q
+    last_row = np.minimum((tile + 1) * tile_m, seqlen_q) - 1 + seqlen_k - seqlen_q
+    first, last = problem.mask.interval(position)[0], problem.mask.interval(last_row)[1]
+    first = np.zeros_like(position) if first is None else np.maximum(first, 0)
+    last = seqlen_k - 1 if last is None else np.minimum(last, seqlen_k - 1)
+    order = np.argsort(first - last, kind="stable")
     starts = np.zeros_like(lengths)
-    starts[1:] = np.cumsum(lengths[:-1], axis=0)
-    sequences = np.concatenate([lengths, starts], axis=1)
-    listed = np.array(items, dtype=np.int32).reshape(-1, ITEM_WORDS)[order]
-    return np.concatenate([listed.ravel(), sequences.astype(np.int32).ravel()])
+    np.cumsum(lengths[:-1], axis=0, out=starts[1:])
+    words = np.empty(ENTRY_WORDS * len(order) + SEQUENCE_WORDS * len(lengths), dtype=np.int32)
+    words[: 2 * len(order)].reshape(-1, 2)[:] = np.stack([sequence, tile], 1)[order]
+    words[2 * len(order) :].reshape(-1, 4)[:] = np.concatenate([lengths, starts], 1)
+    return ForwardTable(words, len(order), _heads_per_section(problem))
+
+
+def _heads_per_section(problem: Problem) -> int:
+    """As many kv heads as keep K and V of all sequences in half of L2, a divisor of all; times q heads per kv head."""
+    size = 2 * 2 * problem.head_dim * int(problem.lengths[:, 1].sum())
+    fit = max(1, (L2_BYTES // 2) // max(size, 1))
+    return problem.group * max(n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n <= fit)
