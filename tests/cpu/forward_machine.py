@@ -30,7 +30,7 @@ def forward_ptx(config: ForwardConfig) -> str:
     with TemporaryDirectory() as folder:
         options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
         cute.compile(Program(config), *fake_arguments(config, True), options=options)
-        (ptx,) = (path.read_text() for path in Path(folder).rglob("*.ptx"))
+        (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
     return ptx
 
 
@@ -48,9 +48,11 @@ class Named:
 
 
 class ForwardMachine(Machine):
-    def __init__(self, config: ForwardConfig, program, problem: Problem, blocks: int, seed: int):
+    def __init__(
+        self, config: ForwardConfig, program, problem: Problem, blocks: int, seed: int, table=None
+    ):
         self.config, self.program, self.problem, self.random = config, program, problem, random.Random(seed)
-        self.table = forward_table(problem, config.tile_m)
+        self.table = forward_table(problem, config.tile_m, config.segment, 0) if table is None else table
         words = np.frombuffer(self.table.words.tobytes(), dtype=np.uint32)
         self.memory = {TABLE + 4 * i: int(word) for i, word in enumerate(words)}
         self.noticed, self.warps = 0, config.threads // 32
@@ -71,7 +73,7 @@ class ForwardMachine(Machine):
         batch = len(p.sequences) if dense else 1
         left, right = p.mask.sides
         numbers = (self.table.entries, self.table.heads, left, right, p.group, batch, p.heads)
-        known = {11: TABLE, **dict(enumerate(numbers, 14))}
+        known = {11: TABLE, **dict(enumerate(numbers, 15))}
         if number in known and (offset == 0):
             return known[number]
         return (TENSORS << 2) + (number << 40) if offset == 0 else 1

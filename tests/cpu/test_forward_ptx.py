@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from forward_machine import ForwardMachine, ForwardProgram, forward_ptx
 
@@ -24,8 +25,8 @@ def problem(name: str, head_dim: int) -> Problem:
 
 def listed(p: Problem, config: ForwardConfig) -> list[tuple[int, int, int]]:
     """The items (sequence, q head, q tile) in order."""
-    table = forward_table(p, config.tile_m)
-    entries = table.words[: 2 * table.entries].reshape(-1, 2).tolist()
+    table = forward_table(p, config.tile_m, config.segment, 0)
+    entries = table.words[: 4 * table.entries].reshape(-1, 4)[:, :2].tolist()
     sections = range(0, p.heads, table.heads)
     return [(s, first + h, tile) for first in sections for s, tile in entries for h in range(table.heads)]
 
@@ -35,8 +36,6 @@ def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> l
     sequence, _, tile = item
     grid = p.grid(sequence)
     top = tile * config.tile_m
-    import numpy as np
-
     rows = np.arange(top, min(top + config.tile_m, grid.seqlen_q))
     first, last = grid.columns(rows)
     seen = first <= last
@@ -79,3 +78,28 @@ def test_it_ends_and_loads_and_stores_what_it_should(name: str, head_dim: int, i
             assert len(queries) == 2 * len(mine)
             stores = [where for which, where in block.stores][::parts]
             assert sorted(stores) == sorted(queries)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_split_tiles_leave_every_segment_once(head_dim: int) -> None:
+    config = ForwardConfig(head_dim, segment=256)
+    p = Problem.dense(batch=1, heads=2, seqlen_q=130, seqlen_k=1500, head_dim=head_dim, mask=Mask.window(900, 0))
+    table = forward_table(p, config.tile_m, config.segment, 132)
+    entries = table.words[: 4 * table.entries].reshape(-1, 4)
+    folds = table.words[-4 * table.folds :].reshape(-1, 4)
+    assert table.folds == 2
+    assert sorted(entries[:, 3].tolist()) == list(range(table.places))
+    for sequence, tile, first, segments in folds.tolist():
+        mine = entries[(entries[:, 1] == tile) & (entries[:, 0] == sequence)]
+        assert sorted(mine[:, 3].tolist()) == list(range(first, first + segments))
+        wanted = sorted({kv // 2 for kv in expected(p, config, (sequence, 0, tile))})
+        assert mine[np.argsort(mine[:, 3]), 2].tolist() == wanted
+    machine = ForwardMachine(config, ForwardProgram(forward_ptx(config)), p, 3, 0, table)
+    machine.run()
+    keys = sorted(where[1:3] for b in machine.blocks for which, where in b.loads if which == 2)[:: head_dim // 64]
+    wanted = sorted(
+        (kv * 128 + PACKED - 1500, head)
+        for head in range(2) for tile in range(2) for kv in expected(p, config, (0, head, tile))
+    )  # fmt: skip
+    assert keys == wanted
+    assert not any(b.stores for b in machine.blocks), "the other kernel stores O"

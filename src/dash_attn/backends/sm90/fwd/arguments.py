@@ -19,18 +19,21 @@ class Tensors(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """table: int32, see table.py; state: fp32, `ForwardConfig.state_words` per block."""
+    """table: int32, see table.py; state: fp32, `ForwardConfig.state_words` per block; partial: fp32, what is left of
+    segments, `ForwardConfig.partial_words` per place, q head and warpgroup."""
 
     table: Any
     state: Any
+    partial: Any
 
 
 class Launch(NamedTuple):
-    """scale: softmax scale, fp32; entries of the table; heads: q heads per section; grid: blocks; left, right: mask
-    sides, -1 unbounded."""
+    """scale: softmax scale, fp32; entries and folds of the table; heads: q heads per section; grid: blocks; left, right:
+    mask sides, -1 unbounded."""
 
     scale: Any
     entries: Any
+    folds: Any
     heads: Any
     grid: Any
     left: Any
@@ -72,6 +75,7 @@ class Memory(NamedTuple):
     lse: Any
     table: Any
     state: Any
+    partial: Any
 
 
 class Shared(NamedTuple):

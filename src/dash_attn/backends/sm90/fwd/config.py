@@ -48,6 +48,11 @@ class ForwardConfig:
         return (240, 24) if self.warpgroups == 2 else (160, 32)
 
     @property
+    def partial_words(self) -> int:
+        """fp32 words of what a warpgroup leaves of one segment: O, then two maxima and two sums per thread."""
+        return ROWS * self.head_dim + 4 * 128
+
+    @property
     def state_words(self) -> int:
         """fp32 words that a block keeps of its rows between segments."""
         return self.tile_m * self.head_dim

@@ -22,6 +22,7 @@ from ..device import plan_view
 from ..device.ring import Ring, arrive
 from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
+from .exact import fma, folded
 from .table import ENTRY_WORDS, SEQUENCE_WORDS
 
 LOAD_WARP, FIRST_MMA_WARP = 0, 4
@@ -43,7 +44,7 @@ class Info:
     """Words that the load warp leaves beside Q of an item."""
 
     valid, q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, row = range(9)
-    tma_row, tma_batch, tma_shift, batch, row_first = range(9, 14)
+    tma_row, tma_batch, tma_shift, batch, row_first, partial = range(9, 15)
 
 
 class Forward:
@@ -121,7 +122,7 @@ class Forward:
             out=self._copy(store, tensors.out, layouts.q, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
-        memory = Memory(tensors.lse, workspace.table, workspace.state)
+        memory = Memory(tensors.lse, workspace.table, workspace.state, workspace.partial)
         numbers = (
             launch.scale, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
             tensors.q.shape[2],
@@ -196,6 +197,11 @@ class Forward:
                 kv_first = cutlass.max(top + low, 0) // c.tile_n
                 last = cutlass.min(bottom + high, seqlen_k - 1)
                 kv_last = last // c.tile_n if last >= 0 else Int32(-1)
+                segment, partial = table[word + 2], Int32(-1)
+                if segment >= 0:
+                    kv_first = cutlass.max(kv_first, segment * (c.segment // c.tile_n))
+                    kv_last = cutlass.min(kv_last, (segment + 1) * (c.segment // c.tile_n) - 1)
+                    partial = table[word + 3] * q_heads + q_head
                 batch = Int32(0) if batches == 1 else sequence
                 row_first = q_first if batches == 1 else Int32(0)
                 tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
@@ -206,7 +212,7 @@ class Forward:
                 with cute.arch.elect_one():
                     words = (
                         Int32(1), q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, top,
-                        tma_row, tma_batch, tma_shift, batch, row_first,
+                        tma_row, tma_batch, tma_shift, batch, row_first, partial,
                     )  # fmt: skip
                     for i, value in enumerate(words):
                         shared.item[i, stage] = value
@@ -301,7 +307,14 @@ class Forward:
                 if begin > first:
                     self._fold(t, memory.state, before_m, before_l)
                 begin = end + 1
-            self._finish(t, copies, memory, shared, rings, info, stage, n_item)
+            if info[Info.partial] >= 0:
+                self._leave(t, memory.partial, info[Info.partial])
+                # Every warp of the group has read its Q, and no O takes its place.
+                cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
+                if t.tidx // 32 == 0:
+                    arrive(rings.q.empty_of(n_item))
+            else:
+                self._finish(t, copies, memory, shared, rings, info, stage, n_item)
             n_item += 1
             rings.q.wait_full(n_item)
             info = shared.item[None, rings.q.stage(n_item)]
@@ -384,14 +397,14 @@ class Forward:
             shift = cute.arch.fmax(new, Float32(FARTHEST))
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
-            total = t.total[half] * factors[half]
+            total = Float32(0.0)
             for j in cutlass.range_constexpr(c.tile_n // 8):
                 for e in cutlass.range_constexpr(2):
                     i = 4 * j + 2 * half + e
-                    p = cute.math.exp2(t.acc_S[i] * t.scale_log2 - shift, fastmath=True)
+                    p = cute.math.exp2(fma(t.acc_S[i], t.scale_log2, -shift), fastmath=True)
                     t.acc_S[i] = p
                     total += p
-            t.total[half] = total
+            t.total[half] = fma(t.total[half], factors[half], total)
 
     @cute.jit
     def _mask(self, t, info, left: Int32, top: Int32) -> None:
@@ -432,6 +445,20 @@ class Forward:
         cute.autovec_copy(vectors, self._place(t, state))
 
     @cute.jit
+    def _leave(self, t, partial, place: Int32) -> None:
+        """Leave what a segment made of this warpgroup's rows, for `Fold`."""
+        c = self.config
+        start = (Int64(place) * c.warpgroups + t.group) * c.partial_words + t.tidx * 4
+        layout = cute.make_layout((4, ROWS * c.head_dim // 512 + 1), stride=(1, 512))
+        target = cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
+        for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
+            cute.autovec_copy(cute.make_tensor(t.acc_O.iterator + 4 * v, 4), target[None, v])
+        numbers = cute.make_rmem_tensor(4, Float32)
+        for half in cutlass.range_constexpr(2):
+            numbers[half], numbers[2 + half] = t.maximum[half], t.total[half]
+        cute.autovec_copy(numbers, target[None, cute.size(t.acc_O) // 4])
+
+    @cute.jit
     def _fold(self, t, state, before_m, before_l) -> None:
         left, right = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         for half in cutlass.range_constexpr(2):
@@ -440,14 +467,14 @@ class Forward:
             left[half] = cute.math.exp2(before_m[half] - shift, fastmath=True)
             right[half] = cute.math.exp2(t.maximum[half] - shift, fastmath=True)
             t.maximum[half] = new
-            t.total[half] = before_l[half] * left[half] + t.total[half] * right[half]
+            t.total[half] = folded(before_l[half], left[half], t.total[half], right[half])
         place = self._place(t, state)
         for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
             before = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(place[None, v], before)
             for e in cutlass.range_constexpr(4):
                 i = 4 * v + e
-                t.acc_O[i] = before[e] * left[e // 2] + t.acc_O[i] * right[e // 2]
+                t.acc_O[i] = folded(before[e], left[e // 2], t.acc_O[i], right[e // 2])
 
     @cute.jit
     def _finish(self, t, copies, memory, shared, rings, info, stage, n_item: Int32) -> None:

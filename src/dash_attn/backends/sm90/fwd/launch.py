@@ -38,11 +38,12 @@ def prepared(
     """A forward of dense tensors, (batch, seqlen, heads, head_dim), or packed ones, (total, heads, head_dim)."""
     program = PROGRAMS(config, ARCH)
     available = multiprocessors(device) if blocks is None else blocks
-    table = forward_table(problem, config.tile_m)
+    table = forward_table(problem, config.tile_m, config.segment, available)
     grid = max(1, min(available, table.entries * problem.heads))
     upload = Upload("items", [table.words], device)
     several = max(seqlen_k for _, seqlen_k in problem.sequences) > config.segment
     words = grid * config.state_words if several else 32
+    partial_words = max(table.places * problem.heads * config.warpgroups * config.partial_words, 32)
     left, right = problem.mask.sides
 
     def run(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -50,14 +51,16 @@ def prepared(
         packed = q.dim() == 3
         shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        state = torch.empty(words, dtype=torch.float32, device=q.device)
+        state, partial = torch.empty(words + partial_words, dtype=torch.float32, device=q.device).split_with_sizes(
+            [words, partial_words]
+        )
         four = [loadable(x) for x in (q, k, v)] + [out]
         if packed:
             four = [x.unsqueeze(0) for x in four]
         program(
             *Tensors(*four, lse),
-            *Workspace(upload.use()[0], state),
-            *Launch(scale, table.entries, table.heads, grid, left, right),
+            *Workspace(upload.use()[0], state, partial),
+            *Launch(scale, table.entries, table.folds, table.heads, grid, left, right),
         )
         return out, lse[0] if packed else lse
 

@@ -7,18 +7,22 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..backward.kernel import DTYPES
 from .arguments import Launch, Tensors, Workspace, regrouped
 from .config import ForwardConfig
+from .fold import Fold
 from .kernel import Forward
 
 
 class Program:
     def __init__(self, config: ForwardConfig):
         self.config = config
-        self.forward = Forward(config)
+        self.forward, self.fold = Forward(config), Fold(config)
 
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
-        self.forward(*regrouped(arguments[:-1]), stream)
+        tensors, workspace, launch = regrouped(arguments[:-1])
+        self.forward(tensors, workspace, launch, stream)
+        if launch.folds > 0:
+            self.fold(tensors, workspace, launch, stream)
 
 
 def fake_arguments(config: ForwardConfig, env_stream: bool):
@@ -36,6 +40,10 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
         Float32, tuple(cute.sym_int32() for _ in range(3)), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
     )
     tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=lse)
-    workspace = Workspace(table=vector(Int32, 16), state=vector(Float32, 128))
-    launch = Launch(scale=Float32(1.0), entries=Int32(1), heads=Int32(1), grid=Int32(1), left=Int32(-1), right=Int32(-1))
+    workspace = Workspace(
+        table=vector(Int32, 16), state=vector(Float32, 128), partial=vector(Float32, 128)
+    )
+    launch = Launch(
+        scale=Float32(1.0), entries=Int32(1), folds=Int32(0), heads=Int32(1), grid=Int32(1), left=Int32(-1), right=Int32(-1)
+    )
     return [*tensors, *workspace, *launch, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

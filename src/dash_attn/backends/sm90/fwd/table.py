@@ -1,7 +1,8 @@
 """What the forward kernel reads of a batch, as int32 words, and in which order blocks go through it.
 
-Entries (sequence, q tile), longest first, then a record per sequence: seqlen_q, seqlen_k, first q row, first k row. An
-item is an entry for one q head. Items are numbered section of heads by section, in it entry by entry, in it head by
+Entries (sequence, q tile, segment, place), longest first, then a record per sequence: seqlen_q, seqlen_k, first q row,
+first k row. Segment -1: all that the tile sees. Otherwise what is left of that one segment goes to a place, and behind the
+sequences stand the folds (sequence, q tile, first place, segments). An item is an entry for one q head. Items are numbered section of heads by section, in it entry by entry, in it head by
 head. Block b of n takes items b, 2 n - 1 - b, 2 n + b, ...: who has a long one of one round has a short one of the next.
 """
 
@@ -16,18 +17,21 @@ from ....machine import L2_BYTES
 from ....problem import Problem
 from ....schedule.batch import first_of_each
 
-ENTRY_WORDS, SEQUENCE_WORDS = 2, 4
+ENTRY_WORDS = SEQUENCE_WORDS = FOLD_WORDS = 4
 
 
 class ForwardTable(NamedTuple):
-    """words: the table; entries: how many there are; heads: q heads per section."""
+    """words: the table; entries, folds, places: how many there are; heads: q heads per section."""
 
     words: NDArray[np.int32]
     entries: int
+    folds: int
+    places: int
     heads: int
 
 
-def forward_table(problem: Problem, tile_m: int) -> ForwardTable:
+def forward_table(problem: Problem, tile_m: int, segment: int, blocks: int) -> ForwardTable:
+    """``blocks``: where there are fewer items, tiles of several segments are split."""
     lengths = problem.lengths
     tiles = -(-lengths[:, 0] // tile_m)
     sequence = np.repeat(np.arange(len(lengths)), tiles)
@@ -38,13 +42,28 @@ def forward_table(problem: Problem, tile_m: int) -> ForwardTable:
     first, last = problem.mask.interval(position)[0], problem.mask.interval(last_row)[1]
     first = np.zeros_like(position) if first is None else np.maximum(first, 0)
     last = seqlen_k - 1 if last is None else np.minimum(last, seqlen_k - 1)
+    entries = np.stack([sequence, tile, np.full_like(tile, -1), np.zeros_like(tile)], 1)
+    begin, segments = first // segment, last // segment - first // segment + 1
+    split = (last >= first) & (segments > 1) & (len(tile) * problem.heads < blocks)
+    folds, places = np.zeros((0, 4), dtype=np.int64), 0
+    if split.any():
+        counts = np.where(split, segments, 1)
+        whole = np.repeat(np.arange(len(tile)), counts)
+        part = np.arange(len(whole)) - first_of_each(counts)[:-1][whole]
+        entries, parted = entries[whole], split[whole]
+        entries[parted, 2] = (begin[whole] + part)[parted]
+        places = int(parted.sum())
+        entries[parted, 3] = np.arange(places)
+        first_place = first_of_each(segments[split])[:-1]
+        folds = np.stack([sequence[split], tile[split], first_place, segments[split]], 1)
+        bounds = entries[:, 2] * segment
+        first = np.where(parted, np.maximum(first[whole], bounds), first[whole])
+        last = np.where(parted, np.minimum(last[whole], bounds + segment - 1), last[whole])
     order = np.argsort(first - last, kind="stable")
     starts = np.zeros_like(lengths)
     np.cumsum(lengths[:-1], axis=0, out=starts[1:])
-    words = np.empty(ENTRY_WORDS * len(order) + SEQUENCE_WORDS * len(lengths), dtype=np.int32)
-    words[: 2 * len(order)].reshape(-1, 2)[:] = np.stack([sequence, tile], 1)[order]
-    words[2 * len(order) :].reshape(-1, 4)[:] = np.concatenate([lengths, starts], 1)
-    return ForwardTable(words, len(order), _heads_per_section(problem))
+    words = np.concatenate([entries[order], np.concatenate([lengths, starts], 1), folds]).astype(np.int32).ravel()
+    return ForwardTable(words, len(order), len(folds), places, _heads_per_section(problem))
 
 
 def _heads_per_section(problem: Problem) -> int:

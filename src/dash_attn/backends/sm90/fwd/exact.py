@@ -1,0 +1,23 @@
+"""Arithmetic that the compiler must not choose.
+
+It may make one instruction of a product and a sum, or two, as it finds better, and another way in every copy of a loop.
+Where a row's bits must be the same wherever it is computed, the source says which it is.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass._mlir.dialects import math
+from cutlass.cutlass_dsl import dsl_user_op
+
+
+@dsl_user_op
+def fma(a, b, c, *, loc=None, ip=None) -> Float32:
+    """a b + c, rounded once."""
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
+    return Float32(math.fma(*values, loc=loc, ip=ip))
+
+
+@cute.jit
+def folded(before, left, after, right) -> Float32:
+    """before * left + after * right."""
+    return fma(before, left, after * right)

@@ -1,0 +1,90 @@
+"""The kernel after the main one, where tiles were split: folds what was left of their segments."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from ..backward.kernel import DTYPES
+from ..device import registers
+from .arguments import Launch, Tensors, Workspace
+from .config import ROWS, ForwardConfig
+from .exact import folded
+from .table import ENTRY_WORDS, FOLD_WORDS, SEQUENCE_WORDS
+
+FARTHEST = -1e30
+
+
+class Fold:
+    """One block per split tile and q head, with the threads that the tile has in the main kernel."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+
+    @cute.jit
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
+        c = self.config
+        self.kernel(tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries, launch.folds).launch(
+            grid=(launch.folds, tensors.out.shape[2], 1), block=(128 * c.warpgroups, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, mOut, mLse, table, partial, entries: Int32, folds: Int32) -> None:
+        c = self.config
+        cute.arch.griddepcontrol_wait()
+        index, q_head, _ = cute.arch.block_idx()
+        tidx, group = cute.arch.thread_idx()[0] % 128, cute.arch.thread_idx()[0] // 128
+        batches, heads = mOut.shape[0], mOut.shape[2]
+        sequences = (table.shape[0] - entries * ENTRY_WORDS - folds * FOLD_WORDS) // SEQUENCE_WORDS
+        record = entries * ENTRY_WORDS + Int32(sequences) * SEQUENCE_WORDS + index * FOLD_WORDS
+        sequence, q_tile, first, segments = table[record], table[record + 1], table[record + 2], table[record + 3]
+        record = entries * ENTRY_WORDS + sequence * SEQUENCE_WORDS
+        seqlen_q = table[record]
+        batch, row_first = sequence, Int32(0)
+        if batches == 1:
+            batch, row_first = Int32(0), table[record + 2]
+        vectors = ROWS * c.head_dim // 512
+        values = cute.make_rmem_tensor((4, vectors), Float32)
+        after = cute.make_rmem_tensor((4, vectors), Float32)
+        numbers, fresh = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
+        left, right = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        self._load(partial, first * heads + q_head, group, tidx, values, numbers)
+        for s in cutlass.range(1, segments, unroll=1):
+            self._load(partial, (first + s) * heads + q_head, group, tidx, after, fresh)
+            for half in cutlass.range_constexpr(2):
+                new = cute.arch.fmax(numbers[half], fresh[half])
+                shift = cute.arch.fmax(new, Float32(FARTHEST))
+                left[half] = cute.math.exp2(numbers[half] - shift, fastmath=True)
+                right[half] = cute.math.exp2(fresh[half] - shift, fastmath=True)
+                numbers[half] = new
+                numbers[2 + half] = folded(numbers[2 + half], left[half], fresh[2 + half], right[half])
+            for v in cutlass.range_constexpr(vectors):
+                for e in cutlass.range_constexpr(4):
+                    values[e, v] = folded(values[e, v], left[e // 2], after[e, v], right[e // 2])
+        lane = tidx % 32
+        pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 2, vectors)))
+        for half in cutlass.range_constexpr(2):
+            total = numbers[2 + half]
+            for distance in cutlass.range_constexpr(1, 3):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            row = q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 + lane // 4 + 8 * half
+            empty = total == Float32(0.0)
+            lse = (numbers[half] + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            if (lane % 4 == 0) & (row < seqlen_q):
+                mLse[batch, q_head, row_first + row] = cutlass.select_(empty, -Float32.inf, lse)
+            factor = Float32(1.0) / cutlass.select_(empty, Float32(1.0), total)
+            converted = cute.make_rmem_tensor((2, vectors), self.dtype)
+            converted.store((pairs[None, half, None].load() * factor).to(self.dtype))
+            registers.store_rows(converted, mOut[batch, row_first + row, q_head, None], lane, row < seqlen_q)
+
+    @cute.jit
+    def _load(self, partial, place: Int32, group: Int32, tidx: Int32, values, numbers) -> None:
+        c = self.config
+        start = (Int64(place) * c.warpgroups + group) * c.partial_words + tidx * 4
+        layout = cute.make_layout((4, ROWS * c.head_dim // 512 + 1), stride=(1, 512))
+        source = cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
+        for v in cutlass.range_constexpr(ROWS * c.head_dim // 512):
+            cute.autovec_copy(source[None, v], cute.make_tensor(values.iterator + 4 * v, 4))
+        cute.autovec_copy(source[None, ROWS * c.head_dim // 512], numbers)
