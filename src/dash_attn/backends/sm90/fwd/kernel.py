@@ -383,28 +383,33 @@ class Forward:
         cut = left + c.tile_n - 1 > cutlass.min(top + info[Info.high], info[Info.seqlen_k] - 1)
         if cut | (left < top + ROWS - 1 + info[Info.low]):
             self._mask(t, info, left, top)
-        lane = t.tidx % 32
+        # Four chains each, so that no instruction waits for the one before it.
+        chains = [(half, e) for half in range(2) for e in range(2)]
+        largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in chains}
+        for j in cutlass.range_constexpr(1, c.tile_n // 8):
+            for half, e in chains:
+                largest[half, e] = cute.arch.fmax(largest[half, e], t.acc_S[4 * j + 2 * half + e])
+        shifts = []
         for half in cutlass.range_constexpr(2):
-            found = t.acc_S[2 * half]
-            for j in cutlass.range_constexpr(c.tile_n // 8):
-                for e in cutlass.range_constexpr(2):
-                    found = cute.arch.fmax(found, t.acc_S[4 * j + 2 * half + e])
+            found = cute.arch.fmax(largest[half, 0], largest[half, 1])
             for distance in cutlass.range_constexpr(1, 3):
                 found = cute.arch.fmax(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
             found = found * t.scale_log2
             old = t.maximum[half]
-            new = found if found > old + c.keep else old
+            new = cutlass.select_(found > old + c.keep, found, old)
             shift = cute.arch.fmax(new, Float32(FARTHEST))
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
-            total = Float32(0.0)
-            for j in cutlass.range_constexpr(c.tile_n // 8):
-                for e in cutlass.range_constexpr(2):
-                    i = 4 * j + 2 * half + e
-                    p = cute.math.exp2(fma(t.acc_S[i], t.scale_log2, -shift), fastmath=True)
-                    t.acc_S[i] = p
-                    total += p
-            t.total[half] = fma(t.total[half], factors[half], total)
+            shifts.append(-shift)
+        totals = dict.fromkeys(chains, Float32(0.0))
+        for j in cutlass.range_constexpr(c.tile_n // 8):
+            for half, e in chains:
+                i = 4 * j + 2 * half + e
+                p = cute.math.exp2(fma(t.acc_S[i], t.scale_log2, shifts[half]), fastmath=True)
+                t.acc_S[i] = p
+                totals[half, e] = totals[half, e] + p
+        for half in cutlass.range_constexpr(2):
+            t.total[half] = fma(t.total[half], factors[half], totals[half, 0] + totals[half, 1])
 
     @cute.jit
     def _mask(self, t, info, left: Int32, top: Int32) -> None:
