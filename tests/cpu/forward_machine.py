@@ -48,9 +48,7 @@ class Named:
 
 
 class ForwardMachine(Machine):
-    def __init__(
-        self, config: ForwardConfig, program, problem: Problem, blocks: int, seed: int, table=None
-    ):
+    def __init__(self, config: ForwardConfig, program, problem: Problem, blocks: int, seed: int, table=None):
         self.config, self.program, self.problem, self.random = config, program, problem, random.Random(seed)
         self.table = forward_table(problem, config.tile_m, config.segment, 0) if table is None else table
         words = np.frombuffer(self.table.words.tobytes(), dtype=np.uint32)

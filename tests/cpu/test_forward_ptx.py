@@ -19,8 +19,12 @@ def problem(name: str, head_dim: int) -> Problem:
     if name == "full":
         return Problem.dense(batch=1, heads=2, seqlen_q=130, seqlen_k=1000, head_dim=head_dim)
     if name == "window":
-        return Problem.dense(batch=1, heads=1, seqlen_q=900, seqlen_k=700, head_dim=head_dim, mask=Mask.window(200, 10))
-    return Problem.varlen([300, (0, 50), (70, 0), (1, 600), 129], heads=2, head_dim=head_dim, mask=Mask.causal())
+        return Problem.dense(
+            batch=1, heads=1, seqlen_q=900, seqlen_k=700, head_dim=head_dim, mask=Mask.window(200, 10)
+        )
+    return Problem.varlen(
+        [300, (0, 50), (70, 0), (1, 600), 129], heads=2, head_dim=head_dim, mask=Mask.causal()
+    )
 
 
 def listed(p: Problem, config: ForwardConfig) -> list[tuple[int, int, int]]:
@@ -61,7 +65,8 @@ def test_it_ends_and_loads_and_stores_what_it_should(name: str, head_dim: int, i
             mine = [
                 items[at]
                 for turn in range(-(-len(items) // blocks))
-                if (at := turn * blocks + (block.index if turn % 2 == 0 else blocks - 1 - block.index)) < len(items)
+                if (at := turn * blocks + (block.index if turn % 2 == 0 else blocks - 1 - block.index))
+                < len(items)
             ]
             keys = [where for which, where in block.loads if which == 2][::parts]
             values = [where for which, where in block.loads if which == 4][::parts]
@@ -83,7 +88,9 @@ def test_it_ends_and_loads_and_stores_what_it_should(name: str, head_dim: int, i
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_split_tiles_leave_every_segment_once(head_dim: int) -> None:
     config = ForwardConfig(head_dim, segment=256)
-    p = Problem.dense(batch=1, heads=2, seqlen_q=130, seqlen_k=1500, head_dim=head_dim, mask=Mask.window(900, 0))
+    p = Problem.dense(
+        batch=1, heads=2, seqlen_q=130, seqlen_k=1500, head_dim=head_dim, mask=Mask.window(900, 0)
+    )
     table = forward_table(p, config.tile_m, config.segment, 132)
     entries = table.words[: 4 * table.entries].reshape(-1, 4)
     folds = table.words[-4 * table.folds :].reshape(-1, 4)
@@ -96,7 +103,9 @@ def test_split_tiles_leave_every_segment_once(head_dim: int) -> None:
         assert mine[np.argsort(mine[:, 3]), 2].tolist() == wanted
     machine = ForwardMachine(config, ForwardProgram(forward_ptx(config)), p, 3, 0, table)
     machine.run()
-    keys = sorted(where[1:3] for b in machine.blocks for which, where in b.loads if which == 2)[:: head_dim // 64]
+    keys = sorted(where[1:3] for b in machine.blocks for which, where in b.loads if which == 2)[
+        :: head_dim // 64
+    ]
     wanted = sorted(
         (kv * 128 + PACKED - 1500, head)
         for head in range(2) for tile in range(2) for kv in expected(p, config, (0, head, tile))

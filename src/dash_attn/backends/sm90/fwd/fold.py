@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from ..backward.kernel import DTYPES
 from ..device import registers
@@ -26,8 +26,13 @@ class Fold:
     @cute.jit
     def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
         c = self.config
-        self.kernel(tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries, launch.folds).launch(
-            grid=(launch.folds, tensors.out.shape[2], 1), block=(128 * c.warpgroups, 1, 1), stream=stream, use_pdl=True
+        self.kernel(
+            tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries, launch.folds
+        ).launch(
+            grid=(launch.folds, tensors.out.shape[2], 1),
+            block=(128 * c.warpgroups, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -39,7 +44,12 @@ class Fold:
         batches, heads = mOut.shape[0], mOut.shape[2]
         sequences = (table.shape[0] - entries * ENTRY_WORDS - folds * FOLD_WORDS) // SEQUENCE_WORDS
         record = entries * ENTRY_WORDS + Int32(sequences) * SEQUENCE_WORDS + index * FOLD_WORDS
-        sequence, q_tile, first, segments = table[record], table[record + 1], table[record + 2], table[record + 3]
+        sequence, q_tile, first, segments = (
+            table[record],
+            table[record + 1],
+            table[record + 2],
+            table[record + 3],
+        )
         record = entries * ENTRY_WORDS + sequence * SEQUENCE_WORDS
         seqlen_q = table[record]
         batch, row_first = sequence, Int32(0)

@@ -128,7 +128,11 @@ class Forward:
             tensors.q.shape[2],
         )  # fmt: skip
         self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
-            grid=(launch.grid, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+            grid=(launch.grid, 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -216,20 +220,23 @@ class Forward:
                     )  # fmt: skip
                     for i, value in enumerate(words):
                         shared.item[i, stage] = value
-                    cute.arch.mbarrier_arrive_and_expect_tx(
-                        rings.q.full + stage, 2 * c.tile_m * c.head_dim
-                    )
+                    cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
                 place = (tma_row, tma_batch, tma_shift)
                 for g in cutlass.range_constexpr(c.warpgroups):
                     tile = shared.q[None, None, stage * c.warpgroups + g]
-                    self._load_tile(copies.q, tile, place, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
+                    self._load_tile(
+                        copies.q, tile, place, q_tile * c.warpgroups + g, q_head, rings.q.full + stage
+                    )
                 place, kv_head = (k_row, tma_batch, k_shift), q_head // group
                 per_segment = c.segment // c.tile_n
                 begin = kv_first
                 while begin <= kv_last:
                     end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
                     for i in cutlass.range(end - begin + 1, unroll=1):
-                        for ring, copy, tiles in ((rings.k, copies.k, shared.k), (rings.v, copies.v, shared.v)):
+                        for ring, copy, tiles in (
+                            (rings.k, copies.k, shared.k),
+                            (rings.v, copies.v, shared.v),
+                        ):
                             kv_stage = ring.stage(n_kv)
                             ring.wait_empty(n_kv)
                             with cute.arch.elect_one():
@@ -237,7 +244,12 @@ class Forward:
                                     ring.full + kv_stage, 2 * c.tile_n * c.head_dim
                                 )
                             self._load_tile(
-                                copy, tiles[None, None, kv_stage], place, end - i, kv_head, ring.full + kv_stage
+                                copy,
+                                tiles[None, None, kv_stage],
+                                place,
+                                end - i,
+                                kv_head,
+                                ring.full + kv_stage,
                             )
                         n_kv += 1
                     begin = end + 1
@@ -494,8 +506,8 @@ class Forward:
             empty = total == Float32(0.0)
             lse = (t.maximum[half] + cute.math.log2(total, fastmath=True)) * math.log(2.0)
             if (lane % 4 == 0) & (row < info[Info.seqlen_q]):
-                memory.lse[info[Info.batch], info[Info.q_head], info[Info.row_first] + row] = (
-                    cutlass.select_(empty, -Float32.inf, lse)
+                memory.lse[info[Info.batch], info[Info.q_head], info[Info.row_first] + row] = cutlass.select_(
+                    empty, -Float32.inf, lse
                 )
             factors[half] = Float32(1.0) / cutlass.select_(empty, Float32(1.0), total)
         converted = cute.make_rmem_tensor(t.acc_O.layout, self.dtype)

@@ -51,9 +51,9 @@ def prepared(
         packed = q.dim() == 3
         shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        state, partial = torch.empty(words + partial_words, dtype=torch.float32, device=q.device).split_with_sizes(
-            [words, partial_words]
-        )
+        state, partial = torch.empty(
+            words + partial_words, dtype=torch.float32, device=q.device
+        ).split_with_sizes([words, partial_words])
         four = [loadable(x) for x in (q, k, v)] + [out]
         if packed:
             four = [x.unsqueeze(0) for x in four]

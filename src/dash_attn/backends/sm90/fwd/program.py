@@ -37,13 +37,20 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
         return make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=align)
 
     lse = make_fake_tensor(
-        Float32, tuple(cute.sym_int32() for _ in range(3)), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
+        Float32,
+        tuple(cute.sym_int32() for _ in range(3)),
+        (cute.sym_int64(), cute.sym_int64(), 1),
+        assumed_align=4,
     )
     tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=lse)
-    workspace = Workspace(
-        table=vector(Int32, 16), state=vector(Float32, 128), partial=vector(Float32, 128)
-    )
+    workspace = Workspace(table=vector(Int32, 16), state=vector(Float32, 128), partial=vector(Float32, 128))
     launch = Launch(
-        scale=Float32(1.0), entries=Int32(1), folds=Int32(0), heads=Int32(1), grid=Int32(1), left=Int32(-1), right=Int32(-1)
+        scale=Float32(1.0),
+        entries=Int32(1),
+        folds=Int32(0),
+        heads=Int32(1),
+        grid=Int32(1),
+        left=Int32(-1),
+        right=Int32(-1),
     )
     return [*tensors, *workspace, *launch, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

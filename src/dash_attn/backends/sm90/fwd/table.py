@@ -62,7 +62,9 @@ def forward_table(problem: Problem, tile_m: int, segment: int, blocks: int) -> F
     order = np.argsort(first - last, kind="stable")
     starts = np.zeros_like(lengths)
     np.cumsum(lengths[:-1], axis=0, out=starts[1:])
-    words = np.concatenate([entries[order], np.concatenate([lengths, starts], 1), folds]).astype(np.int32).ravel()
+    words = (
+        np.concatenate([entries[order], np.concatenate([lengths, starts], 1), folds]).astype(np.int32).ravel()
+    )
     return ForwardTable(words, len(order), len(folds), places, _heads_per_section(problem))
 
 
@@ -70,4 +72,6 @@ def _heads_per_section(problem: Problem) -> int:
     """As many kv heads as keep K and V of all sequences in half of L2, a divisor of all; times q heads per kv head."""
     size = 2 * 2 * problem.head_dim * int(problem.lengths[:, 1].sum())
     fit = max(1, (L2_BYTES // 2) // max(size, 1))
-    return problem.group * max(n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n <= fit)
+    return problem.group * max(
+        n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n <= fit
+    )

@@ -1,0 +1,133 @@
+"""The forward kernel: how far it is from float64, and that a row's bytes depend on what it sees alone."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from test_gpu_accuracy import random_problem
+from torch import Tensor
+
+from dash_attn.backends.sm90.fwd.config import ForwardConfig
+from dash_attn.backends.sm90.fwd.launch import DTYPES, prepared
+from dash_attn.peers import fa4
+from dash_attn.problem import Mask, Problem
+from dash_attn.testing import same_bytes
+from gpu_cases import any_case, dense, has_fa4, packed, relative_error
+
+PROBLEMS = int(os.environ.get("DASH_ATTN_PROBLEMS", "60"))
+DEVICE = torch.device("cuda", 0)
+
+
+def config(problem: Problem, **numbers: object) -> ForwardConfig:
+    return replace(ForwardConfig(problem.head_dim, DTYPES[problem.dtype]), **numbers)
+
+
+def run(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, blocks: int | None = None, **numbers: object
+) -> tuple[Tensor, Tensor]:
+    return prepared(problem, DEVICE, config(problem, **numbers), blocks)(q, k, v, problem.head_dim**-0.5)
+
+
+@pytest.mark.parametrize("number", range(PROBLEMS))
+def test_error_is_no_worse_than_the_peers(number: int) -> None:
+    problem = random_problem(number)
+    case = any_case(problem, number)
+    q, k, v = case.inputs[1:4]
+    out, lse = run(problem, q, k, v)
+    seen = case.exact["lse"] > -torch.inf
+    assert torch.equal(lse == -torch.inf, ~seen)
+    assert not out.transpose(-2, -3)[~seen].any()
+    error = relative_error(out, case.exact["out"])
+    allowed = 3e-3 if problem.dtype == "bfloat16" else 4e-4
+    if has_fa4():
+        peer = fa4.Forward(problem.mask)(q, k, v, case.scale)[0]
+        allowed = 1.1 * relative_error(peer, case.exact["out"]) + 2e-5
+    assert error <= allowed
+    if seen.any():
+        wrong = (lse.double() - case.exact["lse"])[seen].abs().max()
+        assert float(wrong) <= 2e-5 * max(1.0, float(case.exact["lse"][seen].abs().max()))
+
+
+def draw(rows: int, heads: int, head_dim: int, seed: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(1, rows, heads, head_dim, generator=generator, device=DEVICE).bfloat16()
+
+
+@pytest.mark.parametrize("number", range(PROBLEMS))
+def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: int) -> None:
+    rng = random.Random(number)
+    head_dim, kv_heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 2, 4))
+    length = rng.choice((rng.randint(1, 700), rng.randint(700, 3000), rng.randint(4000, 9500)))
+    mask = rng.choice((Mask.causal(), Mask.causal(), Mask.window(rng.randint(0, 5000), 0)))
+    heads = kv_heads * group
+    q = draw(length, heads, head_dim, number)
+    k, v = (draw(length, kv_heads, head_dim, number + n) for n in (1000, 2000))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask, blocks: int | None = None):
+        sizes = ((q.shape[1], k.shape[1]),) * q.shape[0]
+        problem = Problem(sizes, q.shape[2], k.shape[2], head_dim, mask)
+        return run(problem, q, k, v, blocks)
+
+    out, lse = attend(q, k, v)
+
+    def check(
+        found: tuple[Tensor, Tensor], start: int, end: int, what: str, heads: slice = slice(None)
+    ) -> None:
+        assert same_bytes(found[0], out[:, start:end, heads].contiguous()), f"out, {what}"
+        assert same_bytes(found[1], lse[:, heads, start:end].contiguous()), f"lse, {what}"
+
+    start = rng.randrange(length)
+    end = rng.randint(start + 1, length)
+    check(attend(q[:, :end], k[:, :end], v[:, :end]), 0, end, "a prefix")
+    check(attend(q[:, start:end], k[:, :end], v[:, :end]), start, end, "a chunk")
+    check(attend(q[:, start:end], k[:, :end], v[:, :end], blocks=1), start, end, "a chunk, one worker")
+    alone = q[:, end - 1 : end], k[:, :end], v[:, :end]
+    check(attend(*alone), end - 1, end, "one query")
+    check(attend(*alone, blocks=rng.randint(1, 132)), end - 1, end, "one query, other workers")
+    if mask.is_causal:
+        check(attend(*alone, Mask.full()), end - 1, end, "one query, full mask")
+    one = attend(q[:, :, :group], k[:, :, :1], v[:, :, :1])
+    check(one, 0, length, "fewer heads", slice(group))
+    pair = attend(*(torch.cat([x, x.flip(1)]) for x in (q, k, v)))
+    check((pair[0][:1], pair[1][:1]), 0, length, "a batch of two")
+    other = (
+        draw(77, heads, head_dim, 5)[0],
+        draw(77, kv_heads, head_dim, 6)[0],
+        draw(77, kv_heads, head_dim, 7)[0],
+    )
+    problem = Problem(((77, 77), (length, length)), heads, kv_heads, head_dim, mask)
+    found = run(problem, *(torch.cat([a, b[0]]) for a, b in zip(other, (q, k, v))))
+    check((found[0][None, 77:], found[1][None, :, 77:].contiguous()), 0, length, "packed")
+
+
+def test_another_segment_gives_other_bytes() -> None:
+    problem = dense(seqlen=3000)
+    q, k, v = any_case(problem).inputs[1:4]
+    assert not same_bytes(run(problem, q, k, v)[0], run(problem, q, k, v, segment=1024)[0])
+
+
+def test_replays(replays: int) -> None:
+    for problem in (dense(seqlen=2000), dense(Mask.full(), seqlen=900, head_dim=64), packed(300, 5000, 7)):
+        q, k, v = any_case(problem).inputs[1:4]
+        first = run(problem, q, k, v)
+        for _ in range(replays):
+            again = run(problem, q, k, v)
+            assert all(same_bytes(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_neighbours_values_do_not_leak(bad: float) -> None:
+    problem = packed(130, 300, 70)
+    q, k, v = any_case(problem).inputs[1:4]
+    out, lse = run(problem, q, k, v)
+    for x in (q, k, v):
+        spoilt = [y.clone() if y is x else y for y in (q, k, v)]
+        next(y for y, z in zip(spoilt, (q, k, v)) if z is x)[130:430] = bad
+        found, other = run(problem, *spoilt)
+        for rows in (slice(130), slice(430, 500)):
+            assert same_bytes(found[rows], out[rows])
+            assert same_bytes(other[:, rows].contiguous(), lse[:, rows].contiguous())
