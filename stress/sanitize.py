@@ -22,7 +22,7 @@ from torch import Tensor
 from dash_attn.backends.base import tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import program, variants
+from dash_attn.backends.sm90.compile import backward_variants, program
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
@@ -58,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="variants whose name contains TEXT")
     parser.add_argument("--launch", action="store_true", help="launch the variants, under no tool")
     args = parser.parse_args(argv)
-    chosen = {name: config for name, config in variants().items() if args.only in name}
+    chosen = {name: config for name, config in backward_variants().items() if args.only in name}
     if not chosen:
-        parser.error(f"no variant's name contains {args.only!r}; known: {', '.join(variants())}")
+        parser.error(f"no variant's name contains {args.only!r}; known: {', '.join(backward_variants())}")
     if shutil.which("compute-sanitizer") is None and not args.launch:
         parser.error("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
     if args.launch:

@@ -14,8 +14,8 @@ import numpy as np
 import ptx_machine as base
 from ptx_machine import LOAD_WARP, Block, Machine, Thread, _as
 
-from dash_attn.backends.sm90.fwd.config import ForwardConfig
-from dash_attn.backends.sm90.fwd.table import forward_table
+from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.forward.table import forward_table
 from dash_attn.problem import Problem
 
 TABLE, TENSORS = 1 << 20, 1 << 44
@@ -25,7 +25,7 @@ TABLE, TENSORS = 1 << 20, 1 << 44
 def forward_ptx(config: ForwardConfig) -> str:
     import cutlass.cute as cute
 
-    from dash_attn.backends.sm90.fwd.program import Program, fake_arguments
+    from dash_attn.backends.sm90.forward.program import Program, fake_arguments
 
     with TemporaryDirectory() as folder:
         options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}"

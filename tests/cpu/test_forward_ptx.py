@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from forward_machine import ForwardMachine, ForwardProgram, forward_ptx
 
-from dash_attn.backends.sm90.fwd.config import ForwardConfig
-from dash_attn.backends.sm90.fwd.table import forward_table
+from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.forward.table import forward_table
 from dash_attn.problem import Mask, Problem
 
 PACKED = 1 << 30

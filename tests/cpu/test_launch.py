@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dash_attn.backends.cuda.upload import loadable
-from dash_attn.backends.sm90 import backend, forward
+from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.launch import _accumulator_order
 from dash_attn.backends.sm90.tiles import TILES, tiles_of
@@ -65,46 +65,6 @@ def test_every_value_of_a_dq_tile_has_one_place(tile_m: int, head_dim: int) -> N
     order = _accumulator_order(tile_m, head_dim)
     assert order.shape == (tile_m, head_dim)
     assert torch.equal(order.flatten().sort().values, torch.arange(tile_m * head_dim))
-
-
-@pytest.mark.parametrize(
-    ("mask", "lengths", "covered"),
-    [
-        (Mask.full(), (100, 300), True),
-        (Mask.causal(), (300, 300), True),
-        (Mask.causal(), (100, 300), False),
-        (Mask.window(5, 0), (300, 300), False),
-    ],
-)
-def test_what_cudnn_covers(
-    monkeypatch: pytest.MonkeyPatch, mask: Mask, lengths: tuple[int, int], covered: bool
-) -> None:
-    monkeypatch.setattr(forward, "_has_fa4", lambda: False)
-    reason = forward.why_no_forward(Problem((lengths,), 2, 2, 64, mask))
-    assert (reason == "") == covered
-    assert covered or "needs FlashAttention-4: pip install flash-attn-4" in reason
-
-
-def test_a_forward_is_named_by_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.dense(seqlen=300, head_dim=64)
-    monkeypatch.setattr(forward, "_has_fa4", lambda: True)
-    assert forward.forward_fingerprint(problem) == "fa4, unknown version"  # it is not installed here
-    monkeypatch.setattr(forward, "version", {"flash-attn-4": "4.5"}.__getitem__)
-    assert forward.forward_fingerprint(problem) == "fa4 4.5"
-    monkeypatch.setattr(forward, "_has_fa4", lambda: False)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert forward.forward_fingerprint(problem) == "cudnn 91900"
-
-
-def test_packed_tensors_need_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Problem.varlen([300, 300], heads=2, head_dim=64)
-    assert forward.why_no_forward(problem) == ""
-    monkeypatch.setattr(forward, "_has_fa4", lambda: False)
-    assert forward.why_no_forward(problem) == ""
-    reason = forward.why_no_forward(problem, packed=True)
-    assert reason == "the forward of packed tensors on a GPU needs FlashAttention-4: pip install flash-attn-4"
-    monkeypatch.setattr(forward, "_has_fa4", lambda: True)
-    assert forward.why_no_forward(problem, packed=True) == ""
 
 
 @pytest.mark.parametrize("head_dim", [head_dim for head_dim, _ in TILES])

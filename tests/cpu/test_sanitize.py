@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.compile import backward_variants
 from gpu_cases import CAUSAL, auto_plan, packed
 from sanitize import TOOLS, contributed, findings, inputs, plans
 
@@ -94,7 +94,7 @@ def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.
     assert product["rings"].min_workers == 3
     assert product["head groups"].group_sum_first[-1] > 0
     assert (0, 0) in product["packed"].problem.sequences
-    for name, config in variants().items():
+    for name, config in backward_variants().items():
         for label, plan in plans(config):
             q, k, lse = (inputs(plan.problem)[i] for i in (1, 2, 5))
             rows = sum(seqlen_q for seqlen_q, _ in plan.problem.sequences)

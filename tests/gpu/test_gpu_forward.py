@@ -11,8 +11,7 @@ import torch
 from test_gpu_accuracy import random_problem
 from torch import Tensor
 
-from dash_attn.backends.sm90.fwd.config import ForwardConfig
-from dash_attn.backends.sm90.fwd.launch import DTYPES, prepared
+from dash_attn.backends.sm90.forward.launch import Forward, forward_config
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
 from dash_attn.testing import same_bytes
@@ -22,14 +21,11 @@ PROBLEMS = int(os.environ.get("DASH_ATTN_PROBLEMS", "60"))
 DEVICE = torch.device("cuda", 0)
 
 
-def config(problem: Problem, **numbers: object) -> ForwardConfig:
-    return replace(ForwardConfig(problem.head_dim, DTYPES[problem.dtype]), **numbers)
-
-
 def run(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, blocks: int | None = None, **numbers: object
 ) -> tuple[Tensor, Tensor]:
-    return prepared(problem, DEVICE, config(problem, **numbers), blocks)(q, k, v, problem.head_dim**-0.5)
+    config = replace(forward_config(problem.head_dim, problem.dtype), **numbers)
+    return Forward(problem, DEVICE, blocks=blocks, config=config)(q, k, v, problem.head_dim**-0.5)
 
 
 @pytest.mark.parametrize("number", range(PROBLEMS))

@@ -13,7 +13,7 @@ import dash_attn
 from broken_plans import broken_plan, released
 from dash_attn.api import apply_plan
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.compile import backward_variants
 from dash_attn.backends.sm90.launch import Debug
 from dash_attn.errors import HandOverError, InputError, PlanMismatchError, TooFewWorkersError
 from dash_attn.problem import Mask, Problem
@@ -320,7 +320,7 @@ def test_attention_repeats_its_bytes():
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-@pytest.mark.parametrize(("name", "config"), variants().items(), ids=variants())
+@pytest.mark.parametrize(("name", "config"), backward_variants().items(), ids=backward_variants())
 def test_every_variant_launches(name, config: BackwardConfig):
     problem = dense(WINDOW, seqlen=500, head_dim=config.head_dim, dtype=_DTYPES[config.dtype])
     case = make_case(problem)

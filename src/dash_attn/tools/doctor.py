@@ -6,7 +6,6 @@ import platform
 import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +79,6 @@ def _devices() -> dict[str, Any]:
     facts = {"cpu": cpu, "gpu": _gpu(torch), "supported_on_cpu": _supported("cpu")}
     if torch.cuda.is_available():
         facts["cuda"] = f"PyTorch is built for {torch.version.cuda}"
-        facts["forward_on_gpu"] = _forward()
         facts["supported_on_gpu"] = _supported("cuda")
     return facts
 
@@ -100,19 +98,6 @@ def _gpu(torch: Any) -> str:
     if missing:
         return f"no: {' and '.join(missing)} missing: pip install 'dash-attn[cuda]' ({listed})"
     return f"yes: {listed}"
-
-
-def _forward() -> str:
-    if _installed("flash-attn-4") != "missing" or _importable("flash_attn.cute"):
-        return "FlashAttention-4"
-    return "cuDNN, full and square causal masks only: pip install flash-attn-4 for the others"
-
-
-def _importable(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ImportError:
-        return False
 
 
 def _supported(device: str) -> dict[str, str]:

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
-from ...schedule import Plan
-from ...schedule.batch import first_of_each
+from ...schedule import ForwardNumerics, Plan
 from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
-from ..cuda.upload import Upload
-from .forward import Forward, PackedLengths, forward_fingerprint, why_no_forward
+from .forward.launch import Forward
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
 
@@ -26,15 +24,13 @@ __all__ = ["BACKEND"]
 class _Prepared(Prepared):
     def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
         self.problem, self.device, self.packed = problem, device, packed
-        self._lengths: Upload | None = None
-        self._longest: tuple[int, ...] = (0, 0)
-        self._forward = Forward(problem, packed)
+        self._forward = Forward(problem, device)
         # None of dense tensors where sequences are not equally long: no tensor fits then.
         self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
 
     @property
     def forward_fingerprint(self) -> str:
-        return forward_fingerprint(self.problem, self.packed)
+        return ForwardNumerics.of(self.problem).fingerprint
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         self._check(q, k, v)
@@ -42,7 +38,7 @@ class _Prepared(Prepared):
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
             return torch.zeros_like(q), lse
-        return self._forward(q, k, v, softmax_scale, self._packed_lengths() if self.packed else None)
+        return self._forward(q, k, v, softmax_scale)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
@@ -51,15 +47,6 @@ class _Prepared(Prepared):
         for name, x, shape in (("q", q, self._shapes[0]), ("k", k, self._shapes[1]), ("v", v, k.shape)):
             if x.shape != shape:
                 raise PlanMismatchError(f"{name} has shape {tuple(x.shape)}, the problem says {tuple(shape)}")
-
-    def _packed_lengths(self) -> PackedLengths:
-        if self._lengths is None:
-            lengths = self.problem.lengths
-            self._longest = tuple(lengths.max(0).tolist())
-            starts = [first_of_each(side) for side in lengths.T]
-            self._lengths = Upload("where the sequences begin", starts, self.device)
-        cu_seqlens_q, cu_seqlens_k = self._lengths.use()
-        return PackedLengths(cu_seqlens_q, cu_seqlens_k, *self._longest)
 
     def backward(
         self,
@@ -112,7 +99,7 @@ class _SM90(Backend):
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported on a GPU: rows are aligned bottom-right"
             )
-        return why_no_forward(problem, packed)
+        return ""
 
     def tiles(self, head_dim: int) -> tuple[int, int]:
         if (head_dim, head_dim) not in TILES:

@@ -9,15 +9,28 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .backward.config import Accumulation, BackwardConfig
+from .forward.config import ForwardConfig
 from .tiles import TILES
 
-__all__ = ["ARCH", "CompilerOutput", "MissingCompilerError", "compiler_output", "program", "variants"]
+__all__ = [
+    "ARCH",
+    "CompilerOutput",
+    "Config",
+    "MissingCompilerError",
+    "backward_variants",
+    "compiler_output",
+    "program",
+    "variants",
+]
+
+Config = BackwardConfig | ForwardConfig
 
 ARCH = "sm_90a"
 
@@ -33,8 +46,18 @@ class MissingCompilerError(DashError, ImportError):
     """The kernel compiler is not installed."""
 
 
-def variants() -> dict[str, BackwardConfig]:
-    """Every variant the package can launch, by name: product, unordered, and debug."""
+def variants() -> dict[str, Config]:
+    """Every variant the package can launch, by name."""
+    forward = {
+        f"forward-d{head_dim}-{dtype}": ForwardConfig(head_dim, dtype)
+        for head_dim, _ in TILES
+        for dtype in ("bf16", "fp16")
+    }
+    return {**backward_variants(), **forward}
+
+
+def backward_variants() -> dict[str, BackwardConfig]:
+    """Those of the backward: product, unordered, and debug."""
     found = {}
     for head_dim, _ in TILES:
         for dtype in ("bf16", "fp16"):
@@ -49,8 +72,8 @@ def variants() -> dict[str, BackwardConfig]:
     return found
 
 
-def program(config: BackwardConfig) -> Any:
-    """The compiled backward of a configuration: from this process, from disk, or from the compiler.
+def program(config: Config) -> Any:
+    """The compiled function of a configuration: from this process, from disk, or from the compiler.
 
     Raises:
         MissingCompilerError: nvidia-cutlass-dsl or apache-tvm-ffi is not installed.
@@ -58,15 +81,15 @@ def program(config: BackwardConfig) -> Any:
     return _PROGRAMS(config, ARCH)
 
 
-def _compile(config: BackwardConfig, options: str = "") -> Any:
+def _compile(config: Config, options: str = "") -> Any:
     with _compiler_or_error():
         import cutlass.cute as cute
 
-        from .backward.program import Program, fake_arguments
-    arguments = fake_arguments(config, env_stream=True)
+        made_by = import_module(f".{config.direction}.program", __package__)
+    arguments = made_by.fake_arguments(config, env_stream=True)
     # The target is named, so that no GPU and no environment variable decides it.
     options = f"--enable-tvm-ffi --gpu-arch {ARCH} {options}"
-    return cute.compile(Program(config), *arguments, options=options)
+    return cute.compile(made_by.Program(config), *arguments, options=options)
 
 
 def _load(path: Path, name: str) -> Any:
@@ -90,7 +113,7 @@ def _compiler_or_error() -> Iterator[None]:
 _PROGRAMS = KernelCache(_compile, _load)
 
 
-def compiler_output(config: BackwardConfig) -> CompilerOutput:
+def compiler_output(config: Config) -> CompilerOutput:
     """Compile a variant, GPU or not, and keep what the compiler would throw away.
 
     Raises:

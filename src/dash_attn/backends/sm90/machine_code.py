@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 
 from ...errors import DashError
 from ..cuda.cubin import KernelResources, code_of_cubin, resources_of_cubin
-from .backward.config import BackwardConfig
-from .compile import ARCH, CompilerOutput, compiler_output
+from .compile import ARCH, CompilerOutput, Config, compiler_output
 
 __all__ = ["MachineCode", "hashes_of", "machine_code", "normalised"]
 
-_ROLES = ("Preprocess", "Backward", "Convert")  # class names, which the compiler puts into kernel names
 _COMMENT = re.compile(r"//.*")
 _KERNEL = re.compile(r"\bkernel_cutlass_\w+?(?=_param_\d+|\b)")
 _TOOLS = re.compile(r"^// Cuda compilation tools, (.+)$", re.MULTILINE)
@@ -32,7 +30,8 @@ class MachineCode(NamedTuple):
     Attributes:
         compiler: version of the package, and of the CUDA tools in it that made PTX and machine code.
         ptx: of all kernels.
-        kernels: what each kernel uses, named by its role: "preprocess", "backward" or "convert".
+        kernels: what each kernel uses, named by its role: "preprocess", "backward" or "convert"; "forward" or
+            "fold".
         hashes: SHA-256 in hex by what it is of: "ptx" (without names of kernels and comments), and the
             instructions (SASS) of each role.
     """
@@ -43,7 +42,7 @@ class MachineCode(NamedTuple):
     hashes: dict[str, str]
 
 
-def machine_code(config: BackwardConfig) -> MachineCode:
+def machine_code(config: Config) -> MachineCode:
     """Compile a variant, GPU or not.
 
     Raises:
@@ -51,9 +50,10 @@ def machine_code(config: BackwardConfig) -> MachineCode:
         DashError: there are other kernels than one per role.
     """
     output = compiler_output(config)
-    code = {_role(name): data for name, data in code_of_cubin(output.cubin).items()}
-    if sorted(code) != sorted(role.lower() for role in _ROLES):
-        raise DashError(f"expected one kernel each of {', '.join(_ROLES)}, found {', '.join(code)}")
+    roles = config.kernels
+    code = {_role(name, roles): data for name, data in code_of_cubin(output.cubin).items()}
+    if sorted(code) != sorted(role.lower() for role in roles):
+        raise DashError(f"expected one kernel each of {', '.join(roles)}, found {', '.join(code)}")
     texts = {"ptx": normalised(output.ptx).encode(), **{role: code[role] for role in sorted(code)}}
     hashes = {what: hashlib.sha256(text).hexdigest() for what, text in texts.items()}
     return MachineCode(_compiler(output), output.ptx, _resources(output, config), hashes)
@@ -85,18 +85,18 @@ def _compiler(output: CompilerOutput) -> str:
     return f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')}, CUDA {tools[1]}"
 
 
-def _resources(output: CompilerOutput, config: BackwardConfig) -> list[KernelResources]:
+def _resources(output: CompilerOutput, config: Config) -> list[KernelResources]:
     named = []
     for kernel in resources_of_cubin(output.cubin):
-        role = _role(kernel.name)
+        role = _role(kernel.name, config.kernels)
         # Only the main kernel's shared memory is sized at launch.
-        shared = config.shared_bytes if role == "backward" else kernel.shared
+        shared = config.shared_bytes if role == config.direction else kernel.shared
         named.append(replace(kernel, name=role, shared=shared))
     return named
 
 
-def _role(name: str) -> str:
-    role = next((role for role in _ROLES if role in name), None)
+def _role(name: str, roles: tuple[str, ...]) -> str:
+    role = next((role for role in roles if f"{role}_object" in name), None)
     if role is None:
-        raise DashError(f"kernel {name} is none of {', '.join(_ROLES)}")
+        raise DashError(f"kernel {name} is none of {', '.join(roles)}")
     return role.lower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from ..tiles import Registers, tiles_of
 
@@ -35,6 +36,8 @@ class BackwardConfig:
     """One compiled variant of the backward pass.
 
     Attributes:
+        direction: the package of its program.
+        kernels: class names, which the compiler puts into the names of the kernels.
         head_dim: of Q, K and V.
         dtype: "bf16" or "fp16".
         accumulation: how contributions to dQ are added.
@@ -47,6 +50,9 @@ class BackwardConfig:
     Raises:
         ValueError: a value is not supported, or does not fit the others.
     """
+
+    direction: ClassVar[str] = "backward"
+    kernels: ClassVar[tuple[str, ...]] = ("Preprocess", "Backward", "Convert")
 
     head_dim: int
     dtype: str = "bf16"

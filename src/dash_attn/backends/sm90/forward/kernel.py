@@ -443,8 +443,14 @@ class Forward:
         if const_expr(self.config.vote):
             changed = cute.arch.vote_any_sync(changed)
         if changed:
-            for i in cutlass.range_constexpr(cute.size(t.acc_O)):
-                t.acc_O[i] = t.acc_O[i] * factors[i % 4 // 2]
+            self._multiply_rows(t.acc_O, factors)
+
+    def _multiply_rows(self, acc, factors) -> None:
+        """Multiply this thread's two rows of an accumulator."""
+        rows = cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))
+        for half in range(2):
+            row = rows[None, half, None]
+            row.store(row.load() * factors[half])
 
     # Between segments
 
@@ -511,8 +517,7 @@ class Forward:
                 )
             factors[half] = Float32(1.0) / cutlass.select_(empty, Float32(1.0), total)
         converted = cute.make_rmem_tensor(t.acc_O.layout, self.dtype)
-        for i in cutlass.range_constexpr(cute.size(t.acc_O)):
-            t.acc_O[i] = t.acc_O[i] * factors[i % 4 // 2]
+        self._multiply_rows(t.acc_O, factors)
         converted.store(t.acc_O.load().to(self.dtype))
         # Every warp of the group has read its Q.
         cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ....schedule.constants import FORWARD_KEEP, FORWARD_SEGMENT, FORWARD_TILE
 
@@ -14,6 +15,8 @@ class ForwardConfig:
     """One compiled variant of the forward pass.
 
     Attributes:
+        direction: the package of its program.
+        kernels: class names, which the compiler puts into the names of the kernels.
         head_dim: of Q, K and V.
         dtype: "bf16" or "fp16".
         warpgroups: that multiply, ROWS rows each.
@@ -22,6 +25,9 @@ class ForwardConfig:
         in_turns: warpgroups issue their products in turns, so that one's softmax runs beside the other's products.
         vote: skip the multiplication by 1 where no row of a warp has raised its maximum.
     """
+
+    direction: ClassVar[str] = "forward"
+    kernels: ClassVar[tuple[str, ...]] = ("Forward", "Fold")
 
     head_dim: int
     dtype: str = "bf16"
@@ -46,6 +52,12 @@ class ForwardConfig:
     def registers(self) -> tuple[int, int]:
         """Per thread: of warps that multiply, and of the others."""
         return (240, 24) if self.warpgroups == 2 else (160, 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one block. Barriers and items take less than 1 KB, and tiles begin at a multiple of it."""
+        rows = self.tile_m * self.q_stages + 2 * self.tile_n * self.kv_stages
+        return 1024 + 2 * rows * self.head_dim
 
     @property
     def partial_words(self) -> int:

@@ -1,0 +1,92 @@
+"""Launching the Hopper forward on PyTorch tensors."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ....errors import InputError
+from ....problem import Problem
+from ...cuda.multiprocessors import multiprocessors
+from ...cuda.upload import Upload, loadable
+from ..compile import program
+from .arguments import Launch, Workspace
+from .config import ForwardConfig
+from .table import forward_table
+
+__all__ = ["Forward", "forward_config"]
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@cache
+def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
+    """What a head dim and a dtype of PyTorch run with."""
+    return ForwardConfig(head_dim, DTYPES[dtype])
+
+
+class Forward:
+    """The forward of a problem on a device. What a batch needs there is uploaded by the first call.
+
+    Args:
+        problem: what to compute.
+        device: a Hopper GPU.
+        blocks: thread blocks to launch, at most one per SM. It changes no bit.
+        config: another configuration than the problem's, for tests.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        device: torch.device,
+        *,
+        blocks: int | None = None,
+        config: ForwardConfig | None = None,
+    ) -> None:
+        self._problem, self._device, self._blocks = problem, device, blocks
+        self.config = forward_config(problem.head_dim, problem.dtype) if config is None else config
+        self._upload: Upload | None = None
+
+    def _prepare(self) -> Upload:
+        problem, config = self._problem, self.config
+        available = multiprocessors(self._device) if self._blocks is None else self._blocks
+        table = forward_table(problem, config.tile_m, config.segment, available)
+        upload = Upload(f"the forward of {problem.heads} heads", [table.words], self._device)
+        grid = max(1, min(available, table.entries * problem.heads))
+        several = int(problem.lengths[:, 1].max()) > config.segment
+        partial = table.places * problem.heads * config.warpgroups * config.partial_words
+        self._sizes = [max(words, 32) for words in (several * grid * config.state_words, partial)]
+        self._numbers = (table.entries, table.folds, table.heads, grid, *problem.mask.sides)
+        self._program = program(config)
+        self._upload = upload
+        return upload
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """out and lse (fp32, natural logarithm) of tensors of the problem's shapes.
+
+        Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
+        (total_q, heads, head_dim), lse (heads, total_q).
+
+        Raises:
+            InputError: the scale is not positive, or a first call is captured in a CUDA graph.
+        """
+        if not softmax_scale > 0:
+            raise InputError(f"softmax_scale must be positive on a GPU, got {softmax_scale}")
+        upload = self._upload or self._prepare()
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        packed = q.dim() == 3
+        shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        room = torch.empty(sum(self._sizes), dtype=torch.float32, device=q.device)
+        four = [loadable(q), loadable(k), loadable(v), out]
+        if packed:
+            four = [x.unsqueeze(0) for x in four]
+        self._program(
+            *four,
+            lse,
+            *Workspace(upload.use()[0], *room.split_with_sizes(self._sizes)),
+            *Launch(softmax_scale, *self._numbers),
+        )
+        return out, lse.squeeze(0) if packed else lse

@@ -1,1 +1,0 @@
-"""The Hopper forward (draft: compiled, never run)."""
