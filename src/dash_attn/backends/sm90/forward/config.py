@@ -40,6 +40,12 @@ class ForwardConfig:
     in_turns: bool = True
     vote: bool = True
 
+    def __post_init__(self) -> None:
+        if self.segment % self.tile_n or self.tile_n % 16:
+            raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
+        if self.in_turns and self.warpgroups != 2:
+            raise ValueError(f"{self}: two warpgroups can take turns, not {self.warpgroups}")
+
     @property
     def tile_m(self) -> int:
         return ROWS * self.warpgroups

@@ -4,6 +4,7 @@ It may make one instruction of a product and a sum, or two, as it finds better, 
 Where a row's bits must be the same wherever it is computed, the source says which it is.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 from cutlass._mlir.dialects import math
@@ -15,6 +16,12 @@ def fma(a, b, c, *, loc=None, ip=None) -> Float32:
     """a b + c, rounded once."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
     return Float32(math.fma(*values, loc=loc, ip=ip))
+
+
+@cute.jit
+def finite(maximum) -> Float32:
+    """A row's maximum, 0 if it has seen nothing yet: -inf - -inf would be NaN."""
+    return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
 
 
 @cute.jit

@@ -10,10 +10,8 @@ from ..backward.kernel import DTYPES
 from ..device import registers
 from .arguments import Launch, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import folded
+from .exact import finite, folded
 from .table import ENTRY_WORDS, FOLD_WORDS, SEQUENCE_WORDS
-
-FARTHEST = -1e30
 
 
 class Fold:
@@ -41,7 +39,7 @@ class Fold:
         cute.arch.griddepcontrol_wait()
         index, q_head, _ = cute.arch.block_idx()
         tidx, group = cute.arch.thread_idx()[0] % 128, cute.arch.thread_idx()[0] // 128
-        batches, heads = mOut.shape[0], mOut.shape[2]
+        batches = mOut.shape[0]
         sequences = (table.shape[0] - entries * ENTRY_WORDS - folds * FOLD_WORDS) // SEQUENCE_WORDS
         record = entries * ENTRY_WORDS + Int32(sequences) * SEQUENCE_WORDS + index * FOLD_WORDS
         sequence, q_tile, first, segments = (
@@ -55,6 +53,17 @@ class Fold:
         batch, row_first = sequence, Int32(0)
         if batches == 1:
             batch, row_first = Int32(0), table[record + 2]
+        if q_tile * c.tile_m + ROWS * group < seqlen_q:
+            place = (batch, row_first, seqlen_q, q_tile, q_head)
+            self.fold(mOut, mLse, partial, first, segments, group, tidx, place)
+
+    @cute.jit
+    def fold(
+        self, mOut, mLse, partial, first: Int32, segments: Int32, group: Int32, tidx: Int32, place
+    ) -> None:
+        """Fold the rows of a warpgroup."""
+        c, heads = self.config, mOut.shape[2]
+        batch, row_first, seqlen_q, q_tile, q_head = place
         vectors = ROWS * c.head_dim // 512
         values = cute.make_rmem_tensor((4, vectors), Float32)
         after = cute.make_rmem_tensor((4, vectors), Float32)
@@ -65,7 +74,7 @@ class Fold:
             self._load(partial, (first + s) * heads + q_head, group, tidx, after, fresh)
             for half in cutlass.range_constexpr(2):
                 new = cute.arch.fmax(numbers[half], fresh[half])
-                shift = cute.arch.fmax(new, Float32(FARTHEST))
+                shift = finite(new)
                 left[half] = cute.math.exp2(numbers[half] - shift, fastmath=True)
                 right[half] = cute.math.exp2(fresh[half] - shift, fastmath=True)
                 numbers[half] = new

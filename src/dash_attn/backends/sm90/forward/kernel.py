@@ -22,13 +22,12 @@ from ..device import plan_view
 from ..device.ring import Ring, arrive
 from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import fma, folded
+from .exact import finite, fma, folded
 from .table import ENTRY_WORDS, SEQUENCE_WORDS
 
 LOAD_WARP, FIRST_MMA_WARP = 0, 4
 INFO_WORDS = 16
 WARPGROUP_BARRIER, TURN_BARRIER = 1, 4  # named barriers, one per warpgroup each
-FARTHEST = -1e30  # below every score of a row that sees something
 
 
 @dataclass(frozen=True)
@@ -320,7 +319,8 @@ class Forward:
                     self._fold(t, memory.state, before_m, before_l)
                 begin = end + 1
             if info[Info.partial] >= 0:
-                self._leave(t, memory.partial, info[Info.partial])
+                if info[Info.row] + ROWS * group < info[Info.seqlen_q]:
+                    self._leave(t, memory.partial, info[Info.partial])
                 # Every warp of the group has read its Q, and no O takes its place.
                 cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
                 if t.tidx // 32 == 0:
@@ -354,6 +354,9 @@ class Forward:
             warpgroup.wait_group(1)
             arrive(rings.k.empty_of(n + 1))
             self._probabilities(t, info, end - 1 - i, factors)
+            # V is there: this is a branch, below which ptxas sinks nothing. Otherwise all of exp2 would end up
+            # behind the wait for O, and run beside nothing.
+            rings.v.wait_full(n)
             warpgroup.wait_group(0)
             arrive(rings.v.empty_of(n))
             self._rescale(t, factors)
@@ -409,7 +412,7 @@ class Forward:
             found = found * t.scale_log2
             old = t.maximum[half]
             new = cutlass.select_(found > old + c.keep, found, old)
-            shift = cute.arch.fmax(new, Float32(FARTHEST))
+            shift = finite(new)
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
             shifts.append(-shift)
@@ -486,7 +489,7 @@ class Forward:
         left, right = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         for half in cutlass.range_constexpr(2):
             new = cute.arch.fmax(before_m[half], t.maximum[half])
-            shift = cute.arch.fmax(new, Float32(FARTHEST))
+            shift = finite(new)
             left[half] = cute.math.exp2(before_m[half] - shift, fastmath=True)
             right[half] = cute.math.exp2(t.maximum[half] - shift, fastmath=True)
             t.maximum[half] = new

@@ -18,6 +18,7 @@ from ....problem import Problem
 from ....schedule.batch import first_of_each
 
 ENTRY_WORDS = SEQUENCE_WORDS = FOLD_WORDS = 4
+MOST_PARTS = 4096  # segments of heads: 270 MB at head dim 128
 
 
 class ForwardTable(NamedTuple):
@@ -44,7 +45,9 @@ def forward_table(problem: Problem, tile_m: int, segment: int, blocks: int) -> F
     last = seqlen_k - 1 if last is None else np.minimum(last, seqlen_k - 1)
     entries = np.stack([sequence, tile, np.full_like(tile, -1), np.zeros_like(tile)], 1)
     begin, segments = first // segment, last // segment - first // segment + 1
-    split = (last >= first) & (segments > 1) & (len(tile) * problem.heads < blocks)
+    # Half as many items as blocks: splitting fewer gains at most what a round takes, and every part costs memory.
+    few = 2 * len(tile) * problem.heads <= blocks and segments.sum() * problem.heads <= MOST_PARTS
+    split = (last >= first) & (segments > 1) & few
     folds, places = np.zeros((0, 4), dtype=np.int64), 0
     if split.any():
         counts = np.where(split, segments, 1)
