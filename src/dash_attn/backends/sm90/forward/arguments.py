@@ -19,10 +19,12 @@ class Tensors(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """table: int32, see table.py; state: fp32, `ForwardConfig.state_words` per block; partial: fp32, what is left of
-    segments, `ForwardConfig.partial_words` per place, q head and warpgroup."""
+    """table: int32, see table.py; claimed: int32, one word, how many items beyond the blocks' first have been claimed;
+    state: fp32, `ForwardConfig.state_words` per block; partial: fp32, what is left of segments,
+    `ForwardConfig.partial_words` per place, q head and warpgroup."""
 
     table: Any
+    claimed: Any
     state: Any
     partial: Any
 
@@ -74,6 +76,7 @@ class Products(NamedTuple):
 class Memory(NamedTuple):
     lse: Any
     table: Any
+    claimed: Any
     state: Any
     partial: Any
 

@@ -27,7 +27,7 @@ class ForwardConfig:
     """
 
     direction: ClassVar[str] = "forward"
-    kernels: ClassVar[tuple[str, ...]] = ("Forward", "Fold")
+    kernels: ClassVar[tuple[str, ...]] = ("Claims", "Forward", "Fold")
 
     head_dim: int
     dtype: str = "bf16"
@@ -39,12 +39,11 @@ class ForwardConfig:
     keep: float = FORWARD_KEEP
     in_turns: bool = True
     vote: bool = True
+    beside: bool = True
 
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:
             raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
-        if self.in_turns and self.warpgroups != 2:
-            raise ValueError(f"{self}: two warpgroups can take turns, not {self.warpgroups}")
 
     @property
     def tile_m(self) -> int:

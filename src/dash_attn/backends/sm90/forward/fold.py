@@ -11,7 +11,7 @@ from ..device import registers
 from .arguments import Launch, Tensors, Workspace
 from .config import ROWS, ForwardConfig
 from .exact import finite, folded
-from .table import ENTRY_WORDS, FOLD_WORDS, SEQUENCE_WORDS
+from .table import ENTRY_WORDS
 
 
 class Fold:
@@ -25,7 +25,7 @@ class Fold:
     def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
         c = self.config
         self.kernel(
-            tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries, launch.folds
+            tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries
         ).launch(
             grid=(launch.folds, tensors.out.shape[2], 1),
             block=(128 * c.warpgroups, 1, 1),
@@ -34,25 +34,21 @@ class Fold:
         )
 
     @cute.kernel
-    def kernel(self, mOut, mLse, table, partial, entries: Int32, folds: Int32) -> None:
+    def kernel(self, mOut, mLse, table, partial, entries: Int32) -> None:
         c = self.config
         cute.arch.griddepcontrol_wait()
         index, q_head, _ = cute.arch.block_idx()
         tidx, group = cute.arch.thread_idx()[0] % 128, cute.arch.thread_idx()[0] // 128
         batches = mOut.shape[0]
-        sequences = (table.shape[0] - entries * ENTRY_WORDS - folds * FOLD_WORDS) // SEQUENCE_WORDS
-        record = entries * ENTRY_WORDS + Int32(sequences) * SEQUENCE_WORDS + index * FOLD_WORDS
-        sequence, q_tile, first, segments = (
-            table[record],
-            table[record + 1],
-            table[record + 2],
-            table[record + 3],
+        record = (entries + index) * ENTRY_WORDS
+        sequence, q_tile, first, segments, seqlen_q, _, row_first, _ = (
+            table[record + i] for i in range(ENTRY_WORDS)
         )
-        record = entries * ENTRY_WORDS + sequence * SEQUENCE_WORDS
-        seqlen_q = table[record]
-        batch, row_first = sequence, Int32(0)
+        batch = sequence
         if batches == 1:
-            batch, row_first = Int32(0), table[record + 2]
+            batch = Int32(0)
+        else:
+            row_first = Int32(0)
         if q_tile * c.tile_m + ROWS * group < seqlen_q:
             place = (batch, row_first, seqlen_q, q_tile, q_head)
             self.fold(mOut, mLse, partial, first, segments, group, tidx, place)

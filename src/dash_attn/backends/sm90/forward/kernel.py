@@ -18,15 +18,16 @@ from cutlass.utils import hopper_helpers
 
 from ..backward.kernel import DTYPES, MAX_INT32, tile_layout
 from ..backward.mma import as_operand_a, multiply, transposed
-from ..device import plan_view
+from ..device import plan_view, ptx
 from ..device.ring import Ring, arrive
 from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
 from .exact import finite, fma, folded
-from .table import ENTRY_WORDS, SEQUENCE_WORDS
+from .table import ENTRY_WORDS
 
 LOAD_WARP, FIRST_MMA_WARP = 0, 4
 INFO_WORDS = 16
+CLAIM_BEFORE = 2  # kv tiles: when so many of an item are still to be loaded, the next item is claimed
 WARPGROUP_BARRIER, TURN_BARRIER = 1, 4  # named barriers, one per warpgroup each
 
 
@@ -121,7 +122,7 @@ class Forward:
             out=self._copy(store, tensors.out, layouts.q, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
-        memory = Memory(tensors.lse, workspace.table, workspace.state, workspace.partial)
+        memory = Memory(tensors.lse, *workspace)
         numbers = (
             launch.scale, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
             tensors.q.shape[2],
@@ -179,84 +180,95 @@ class Forward:
         entries, heads, left, right, group, batches, q_heads = numbers
         table, items, in_section = memory.table, entries * q_heads, entries * heads
         n_item, n_kv = Int32(0), Int32(0)
-        block, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
-        # Only the last round is not full, and a block may have no item in it.
-        rounds = (items + blocks - 1) // blocks
-        for turn in cutlass.range(rounds, unroll=1):
-            index = turn * blocks + (block if turn % 2 == 0 else blocks - 1 - block)
-            if index < items:
-                within = index % in_section
-                q_head = index // in_section * heads + within % heads
-                word = within // heads * ENTRY_WORDS
-                sequence, q_tile = table[word], table[word + 1]
-                record = entries * ENTRY_WORDS + sequence * SEQUENCE_WORDS
-                seqlen_q, seqlen_k = table[record], table[record + 1]
-                q_first, k_first = table[record + 2], table[record + 3]
-                shift = seqlen_k - seqlen_q
-                low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
-                high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
-                top = q_tile * c.tile_m
-                bottom = cutlass.min(top + c.tile_m, seqlen_q) - 1
-                kv_first = cutlass.max(top + low, 0) // c.tile_n
-                last = cutlass.min(bottom + high, seqlen_k - 1)
-                kv_last = last // c.tile_n if last >= 0 else Int32(-1)
-                segment, partial = table[word + 2], Int32(-1)
-                if segment >= 0:
-                    kv_first = cutlass.max(kv_first, segment * (c.segment // c.tile_n))
-                    kv_last = cutlass.min(kv_last, (segment + 1) * (c.segment // c.tile_n) - 1)
-                    partial = table[word + 3] * q_heads + q_head
-                batch = Int32(0) if batches == 1 else sequence
-                row_first = q_first if batches == 1 else Int32(0)
-                tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
-                tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
-                k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, batches)
-                stage = rings.q.stage(n_item)
-                rings.q.wait_empty(n_item)
-                with cute.arch.elect_one():
-                    words = (
-                        Int32(1), q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, top,
-                        tma_row, tma_batch, tma_shift, batch, row_first, partial,
-                    )  # fmt: skip
-                    for i, value in enumerate(words):
-                        shared.item[i, stage] = value
-                    cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
-                place = (tma_row, tma_batch, tma_shift)
-                for g in cutlass.range_constexpr(c.warpgroups):
-                    tile = shared.q[None, None, stage * c.warpgroups + g]
-                    self._load_tile(
-                        copies.q, tile, place, q_tile * c.warpgroups + g, q_head, rings.q.full + stage
-                    )
-                place, kv_head = (k_row, tma_batch, k_shift), q_head // group
-                per_segment = c.segment // c.tile_n
-                begin = kv_first
-                while begin <= kv_last:
-                    end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
-                    for i in cutlass.range(end - begin + 1, unroll=1):
-                        for ring, copy, tiles in (
-                            (rings.k, copies.k, shared.k),
-                            (rings.v, copies.v, shared.v),
-                        ):
-                            kv_stage = ring.stage(n_kv)
-                            ring.wait_empty(n_kv)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive_and_expect_tx(
-                                    ring.full + kv_stage, 2 * c.tile_n * c.head_dim
-                                )
-                            self._load_tile(
-                                copy,
-                                tiles[None, None, kv_stage],
-                                place,
-                                end - i,
-                                kv_head,
-                                ring.full + kv_stage,
+        index, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        while index < items:
+            within = index % in_section
+            q_head = index // in_section * heads + within % heads
+            word = within // heads * ENTRY_WORDS
+            sequence, q_tile, segment, place, seqlen_q, seqlen_k, q_first, k_first = (
+                table[word + i] for i in range(ENTRY_WORDS)
+            )
+            shift = seqlen_k - seqlen_q
+            low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
+            high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
+            top = q_tile * c.tile_m
+            bottom = cutlass.min(top + c.tile_m, seqlen_q) - 1
+            kv_first = cutlass.max(top + low, 0) // c.tile_n
+            last = cutlass.min(bottom + high, seqlen_k - 1)
+            kv_last = last // c.tile_n if last >= 0 else Int32(-1)
+            partial = Int32(-1)
+            if segment >= 0:
+                kv_first = cutlass.max(kv_first, segment * (c.segment // c.tile_n))
+                kv_last = cutlass.min(kv_last, (segment + 1) * (c.segment // c.tile_n) - 1)
+                partial = place * q_heads + q_head
+            batch = Int32(0) if batches == 1 else sequence
+            row_first = q_first if batches == 1 else Int32(0)
+            tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
+            tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
+            k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, batches)
+            stage = rings.q.stage(n_item)
+            rings.q.wait_empty(n_item)
+            with cute.arch.elect_one():
+                words = (
+                    Int32(1), q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, top,
+                    tma_row, tma_batch, tma_shift, batch, row_first, partial,
+                )  # fmt: skip
+                for i, value in enumerate(words):
+                    shared.item[i, stage] = value
+                cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
+            rows = (tma_row, tma_batch, tma_shift)
+            for g in cutlass.range_constexpr(c.warpgroups):
+                tile = shared.q[None, None, stage * c.warpgroups + g]
+                self._load_tile(
+                    copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage
+                )
+            rows, kv_head = (k_row, tma_batch, k_shift), q_head // group
+            per_segment = c.segment // c.tile_n
+            begin, left_to_load = kv_first, kv_last - kv_first + 1
+            claimed = items - blocks
+            claim_at = cutlass.min(left_to_load, CLAIM_BEFORE)
+            if (claim_at <= 0) & (blocks < items):
+                claimed = self._claim(memory.claimed)
+            while begin <= kv_last:
+                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+                for i in cutlass.range(end - begin + 1, unroll=1):
+                    if (left_to_load == claim_at) & (blocks < items):
+                        claimed = self._claim(memory.claimed)
+                    left_to_load -= 1
+                    for ring, copy, tiles in (
+                        (rings.k, copies.k, shared.k),
+                        (rings.v, copies.v, shared.v),
+                    ):
+                        kv_stage = ring.stage(n_kv)
+                        ring.wait_empty(n_kv)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
                             )
-                        n_kv += 1
-                    begin = end + 1
-                n_item += 1
+                        self._load_tile(
+                            copy,
+                            tiles[None, None, kv_stage],
+                            rows,
+                            end - i,
+                            kv_head,
+                            ring.full + kv_stage,
+                        )
+                    n_kv += 1
+                begin = end + 1
+            n_item += 1
+            index = blocks + cute.arch.shuffle_sync(claimed, 0)
         rings.q.wait_empty(n_item)
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
             cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
+
+    @cute.jit
+    def _claim(self, claimed) -> Int32:
+        """Claim the next item; lane 0 knows which. Nobody waits for the answer here."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = ptx.add(claimed.iterator)
+        return number
 
     def _load_tile(self, copy, shared, rows, tile, head, barrier) -> None:
         target, source = self._tiles(copy, shared, rows, head)
@@ -290,21 +302,22 @@ class Forward:
             maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
         )  # fmt: skip
         if const_expr(c.in_turns):
-            if group == 1:
+            if group == c.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         n_item, n_kv = Int32(0), Int32(0)
         rings.q.wait_full(n_item)
-        info = shared.item[None, rings.q.stage(n_item)]
-        while info[Info.valid] == 1:
+        words = shared.item[None, rings.q.stage(n_item)]
+        while words[Info.valid] == 1:
             stage = rings.q.stage(n_item) * c.warpgroups + group
+            info = self._item(words, group)
             before_m, before_l = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
             t.maximum.fill(-Float32.inf)
             t.total.fill(0.0)
             t.acc_O.fill(0.0)
             per_segment = c.segment // c.tile_n
-            begin, first = info[Info.kv_first], info[Info.kv_first]
-            while begin <= info[Info.kv_last]:
-                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, info[Info.kv_last])
+            begin, first = info.kv_first, info.kv_first
+            while begin <= info.kv_last:
+                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, info.kv_last)
                 if begin > first:
                     # What the segments before have left makes room for a fresh one.
                     self._keep(t, memory.state)
@@ -313,27 +326,38 @@ class Forward:
                     t.maximum.fill(-Float32.inf)
                     t.total.fill(0.0)
                     t.acc_O.fill(0.0)
-                self.segment(t, rings, info, stage, n_kv, begin, end)
-                n_kv += end - begin + 1
+                n_kv = self.segment(t, rings, words, info, stage, n_kv, begin, end)
                 if begin > first:
                     self._fold(t, memory.state, before_m, before_l)
                 begin = end + 1
-            if info[Info.partial] >= 0:
-                if info[Info.row] + ROWS * group < info[Info.seqlen_q]:
-                    self._leave(t, memory.partial, info[Info.partial])
+            if words[Info.partial] >= 0:
+                if words[Info.row] + ROWS * group < words[Info.seqlen_q]:
+                    self._leave(t, memory.partial, words[Info.partial])
                 # Every warp of the group has read its Q, and no O takes its place.
                 cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
                 if t.tidx // 32 == 0:
                     arrive(rings.q.empty_of(n_item))
             else:
-                self._finish(t, copies, memory, shared, rings, info, stage, n_item)
+                self._finish(t, copies, memory, shared, rings, words, stage, n_item)
             n_item += 1
             rings.q.wait_full(n_item)
-            info = shared.item[None, rings.q.stage(n_item)]
+            words = shared.item[None, rings.q.stage(n_item)]
+
+    def _item(self, words, group):
+        """What a warpgroup's main loop asks of its item."""
+        c = self.config
+        top, last_key = words[Info.row] + ROWS * group, words[Info.seqlen_k] - 1
+        # All rows see a kv tile as a whole where its first key is not beyond these.
+        whole_from, whole_to = top + ROWS - 1 + words[Info.low], cutlass.min(top + words[Info.high], last_key) - (c.tile_n - 1)
+        return SimpleNamespace(
+            kv_first=words[Info.kv_first], kv_last=words[Info.kv_last],
+            first_whole=(cutlass.max(whole_from, 0) + c.tile_n - 1) // c.tile_n,
+            last_whole=(cutlass.max(whole_to, -c.tile_n) + c.tile_n) // c.tile_n - 1,
+        )  # fmt: skip
 
     @cute.jit
-    def segment(self, t, rings, info, stage, n_first: Int32, begin: Int32, end: Int32) -> None:
-        """Go through the kv tiles `end` down to `begin` from fresh."""
+    def segment(self, t, rings, words, info, stage, n_first: Int32, begin: Int32, end: Int32) -> Int32:
+        """Go through the kv tiles `end` down to `begin` from fresh. Returns the number of the next use of K and V."""
         c = self.config
         n = n_first
         self._turn(t)
@@ -342,30 +366,58 @@ class Forward:
         self._next_turn(t)
         warpgroup.wait_group(0)
         arrive(rings.k.empty_of(n))
-        self._softmax(t, info, end, None)
-        for i in cutlass.range(end - begin, unroll=1):
-            factors = cute.make_rmem_tensor(2, Float32)
-            self._turn(t)
-            rings.k.wait_full(n + 1)
-            self._start_scores(t, rings, stage, n + 1)
-            rings.v.wait_full(n)
-            self._start_out(t, rings, n)
-            self._next_turn(t)
-            warpgroup.wait_group(1)
-            arrive(rings.k.empty_of(n + 1))
-            self._probabilities(t, info, end - 1 - i, factors)
-            # V is there: this is a branch, below which ptxas sinks nothing. Otherwise all of exp2 would end up
-            # behind the wait for O, and run beside nothing.
-            rings.v.wait_full(n)
-            warpgroup.wait_group(0)
-            arrive(rings.v.empty_of(n))
-            self._rescale(t, factors)
-            t.p.store(t.acc_S.load().to(self.dtype))
+        if (end > info.last_whole) | (end < info.first_whole):
+            self._mask(t, words, end * self.config.tile_n)
+        factors, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        self._maxima(t, factors, shifts)
+        self._probabilities(t, factors, shifts)
+        if const_expr(self.config.beside):
+            self._convert(t, 0, cute.size(t.p))
+        # Tiles that the right end of what a row sees cuts, tiles that all rows see as a whole, tiles on the left end.
+        whole = cutlass.max(cutlass.min(info.last_whole, end - 1), begin - 1)
+        left_end = cutlass.min(cutlass.max(info.first_whole, begin), whole + 1)
+        for i in cutlass.range(end - 1 - whole, unroll=1):
+            self._step(t, rings, words, stage, n, end - 1 - i, True)
+            n += 1
+        for _ in cutlass.range(whole + 1 - left_end, unroll=1):
+            self._step(t, rings, words, stage, n, None, False)
+            n += 1
+        for i in cutlass.range(left_end - begin, unroll=1):
+            self._step(t, rings, words, stage, n, left_end - 1 - i, True)
             n += 1
         rings.v.wait_full(n)
         self._start_out(t, rings, n)
         warpgroup.wait_group(0)
         arrive(rings.v.empty_of(n))
+        return n + 1
+
+    @cute.jit
+    def _step(self, t, rings, words, stage, n: Int32, kv_tile, cut: cutlass.Constexpr[bool]) -> None:
+        """O of use n of V, and P of use n + 1 of K, which is `kv_tile`."""
+        factors, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        self._turn(t)
+        rings.k.wait_full(n + 1)
+        self._start_scores(t, rings, stage, n + 1)
+        rings.v.wait_full(n)
+        self._start_out(t, rings, n)
+        self._next_turn(t)
+        warpgroup.wait_group(1)
+        arrive(rings.k.empty_of(n + 1))
+        if const_expr(cut):
+            self._mask(t, words, kv_tile * self.config.tile_n)
+        self._maxima(t, factors, shifts)
+        if const_expr(self.config.beside):
+            self._probabilities(t, factors, shifts)
+            # V is there: this is a branch, below which ptxas sinks nothing. Otherwise all of exp2 would end up
+            # behind the wait for O, and run beside nothing.
+            rings.v.wait_full(n)
+        warpgroup.wait_group(0)
+        arrive(rings.v.empty_of(n))
+        self._rescale(t, factors)
+        if const_expr(self.config.beside):
+            self._convert(t, 0, cute.size(t.p))
+        else:
+            self._probabilities(t, factors, shifts)
 
     def _turn(self, t) -> None:
         if const_expr(self.config.in_turns):
@@ -373,7 +425,8 @@ class Forward:
 
     def _next_turn(self, t) -> None:
         if const_expr(self.config.in_turns):
-            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - t.group, number_of_threads=256)
+            after = (t.group + 1) % self.config.warpgroups
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=256)
 
     def _start_scores(self, t, rings, stage, n) -> None:
         keys = t.tSrK[None, None, None, rings.k.stage(n)]
@@ -384,27 +437,15 @@ class Forward:
         multiply(t.products.out, t.acc_O, as_operand_a(t.p, self.dtype), values, True)
 
     @cute.jit
-    def _softmax(self, t, info, kv_tile: Int32, factors) -> None:
-        """The first tile of a segment: nothing has to be rescaled."""
-        unused = cute.make_rmem_tensor(2, Float32)
-        self._probabilities(t, info, kv_tile, unused)
-        t.p.store(t.acc_S.load().to(self.dtype))
-
-    @cute.jit
-    def _probabilities(self, t, info, kv_tile: Int32, factors) -> None:
-        """P in place of S; maxima and sums with this tile, and what sums and outputs were multiplied by."""
+    def _maxima(self, t, factors, shifts) -> None:
+        """Raise the rows' maxima: what sums and outputs are multiplied by, and what exponents are shifted by."""
         c = self.config
-        left, top = kv_tile * c.tile_n, info[Info.row] + ROWS * t.group
-        cut = left + c.tile_n - 1 > cutlass.min(top + info[Info.high], info[Info.seqlen_k] - 1)
-        if cut | (left < top + ROWS - 1 + info[Info.low]):
-            self._mask(t, info, left, top)
-        # Four chains each, so that no instruction waits for the one before it.
+        # Four chains, so that no instruction waits for the one before it.
         chains = [(half, e) for half in range(2) for e in range(2)]
         largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in chains}
         for j in cutlass.range_constexpr(1, c.tile_n // 8):
             for half, e in chains:
                 largest[half, e] = cute.arch.fmax(largest[half, e], t.acc_S[4 * j + 2 * half + e])
-        shifts = []
         for half in cutlass.range_constexpr(2):
             found = cute.arch.fmax(largest[half, 0], largest[half, 1])
             for distance in cutlass.range_constexpr(1, 3):
@@ -415,7 +456,13 @@ class Forward:
             shift = finite(new)
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
-            shifts.append(-shift)
+            shifts[half] = -shift
+
+    @cute.jit
+    def _probabilities(self, t, factors, shifts) -> None:
+        """P in place of S, and sums with this tile."""
+        c = self.config
+        chains = [(half, e) for half in range(2) for e in range(2)]
         totals = dict.fromkeys(chains, Float32(0.0))
         for j in cutlass.range_constexpr(c.tile_n // 8):
             for half, e in chains:
@@ -423,17 +470,24 @@ class Forward:
                 p = cute.math.exp2(fma(t.acc_S[i], t.scale_log2, shifts[half]), fastmath=True)
                 t.acc_S[i] = p
                 totals[half, e] = totals[half, e] + p
+            if const_expr(not c.beside):
+                self._convert(t, 4 * j, 4)
         for half in cutlass.range_constexpr(2):
             t.total[half] = fma(t.total[half], factors[half], totals[half, 0] + totals[half, 1])
 
+    def _convert(self, t, first: int, count: int) -> None:
+        values, target = (cute.make_tensor(x.iterator + first, count) for x in (t.acc_S, t.p))
+        target.store(values.load().to(self.dtype))
+
     @cute.jit
-    def _mask(self, t, info, left: Int32, top: Int32) -> None:
+    def _mask(self, t, words, left: Int32) -> None:
         c = self.config
+        top, last_key = words[Info.row] + ROWS * t.group, words[Info.seqlen_k] - 1
         for half in cutlass.range_constexpr(2):
             row = top + t.tidx // 32 * 16 + t.tidx % 32 // 4 + 8 * half
             column = left + t.tidx % 4 * 2
-            first = row + info[Info.low] - column
-            last = cutlass.min(row + info[Info.high], info[Info.seqlen_k] - 1) - column
+            first = row + words[Info.low] - column
+            last = cutlass.min(row + words[Info.high], last_key) - column
             for j in cutlass.range_constexpr(c.tile_n // 8):
                 for e in cutlass.range_constexpr(2):
                     hidden = (8 * j + e < first) | (8 * j + e > last)

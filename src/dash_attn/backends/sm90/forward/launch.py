@@ -57,7 +57,7 @@ class Forward:
         grid = max(1, min(available, table.entries * problem.heads))
         several = int(problem.lengths[:, 1].max()) > config.segment
         partial = table.places * problem.heads * config.warpgroups * config.partial_words
-        self._sizes = [max(words, 32) for words in (several * grid * config.state_words, partial)]
+        self._sizes = [32, *(max(words, 32) for words in (several * grid * config.state_words, partial))]
         self._numbers = (table.entries, table.folds, table.heads, grid, *problem.mask.sides)
         self._program = program(config)
         self._upload = upload
@@ -83,10 +83,11 @@ class Forward:
         four = [loadable(q), loadable(k), loadable(v), out]
         if packed:
             four = [x.unsqueeze(0) for x in four]
+        claimed, state, partial = room.split_with_sizes(self._sizes)
         self._program(
             *four,
             lse,
-            *Workspace(upload.use()[0], *room.split_with_sizes(self._sizes)),
+            *Workspace(upload.use()[0], claimed.view(torch.int32), state, partial),
             *Launch(softmax_scale, *self._numbers),
         )
         return out, lse.squeeze(0) if packed else lse

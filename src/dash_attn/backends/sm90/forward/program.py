@@ -7,6 +7,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..backward.kernel import DTYPES
 from .arguments import Launch, Tensors, Workspace, regrouped
 from .config import ForwardConfig
+from .claims import Claims
 from .fold import Fold
 from .kernel import Forward
 
@@ -14,12 +15,14 @@ from .kernel import Forward
 class Program:
     def __init__(self, config: ForwardConfig):
         self.config = config
-        self.forward, self.fold = Forward(config), Fold(config)
+        self.claims, self.forward, self.fold = Claims(), Forward(config), Fold(config)
 
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
         tensors, workspace, launch = regrouped(arguments[:-1])
+        if launch.grid < launch.entries * tensors.q.shape[2]:
+            self.claims(workspace.claimed, stream)
         self.forward(tensors, workspace, launch, stream)
         if launch.folds > 0:
             self.fold(tensors, workspace, launch, stream)
@@ -43,7 +46,12 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
         assumed_align=4,
     )
     tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=lse)
-    workspace = Workspace(table=vector(Int32, 16), state=vector(Float32, 128), partial=vector(Float32, 128))
+    workspace = Workspace(
+        table=vector(Int32, 16),
+        claimed=vector(Int32, 4),
+        state=vector(Float32, 128),
+        partial=vector(Float32, 128),
+    )
     launch = Launch(
         scale=Float32(1.0),
         entries=Int32(1),

@@ -1,9 +1,10 @@
 """What the forward kernel reads of a batch, as int32 words, and in which order blocks go through it.
 
-Entries (sequence, q tile, segment, place), longest first, then a record per sequence: seqlen_q, seqlen_k, first q row,
-first k row. Segment -1: all that the tile sees. Otherwise what is left of that one segment goes to a place, and behind the
-sequences stand the folds (sequence, q tile, first place, segments). An item is an entry for one q head. Items are numbered section of heads by section, in it entry by entry, in it head by
-head. Block b of n takes items b, 2 n - 1 - b, 2 n + b, ...: who has a long one of one round has a short one of the next.
+Entries, longest first: sequence, q tile, segment, place, then seqlen_q, seqlen_k, first q row and first k row of the
+sequence. Segment -1: all that the tile sees. Otherwise what is left of that one segment goes to a place, and behind the
+entries stand the folds: sequence, q tile, first place, segments, then the same four words. An item is an entry for one
+q head. Items are numbered section of heads by section, in it entry by entry, in it head by head. The first item of a
+block is the one of its own number; where there are more items than blocks, it claims the others, in their order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ....machine import L2_BYTES
 from ....problem import Problem
 from ....schedule.batch import first_of_each
 
-ENTRY_WORDS = SEQUENCE_WORDS = FOLD_WORDS = 4
+ENTRY_WORDS = 8  # of a fold, too
 MOST_PARTS = 4096  # segments of heads: 270 MB at head dim 128
 
 
@@ -65,9 +66,9 @@ def forward_table(problem: Problem, tile_m: int, segment: int, blocks: int) -> F
     order = np.argsort(first - last, kind="stable")
     starts = np.zeros_like(lengths)
     np.cumsum(lengths[:-1], axis=0, out=starts[1:])
-    words = (
-        np.concatenate([entries[order], np.concatenate([lengths, starts], 1), folds]).astype(np.int32).ravel()
-    )
+    records = np.concatenate([entries[order], folds])
+    of_sequence = np.concatenate([lengths, starts], 1)[records[:, 0]]
+    words = np.concatenate([records, of_sequence], 1).astype(np.int32).ravel()
     return ForwardTable(words, len(order), len(folds), places, _heads_per_section(problem))
 
 
