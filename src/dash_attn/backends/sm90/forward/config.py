@@ -23,7 +23,6 @@ class ForwardConfig:
         q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory.
         tile_n, segment, keep: the numerics, :mod:`dash_attn.schedule.forward`.
         in_turns: warpgroups issue their products in turns, so that one's softmax runs beside the other's products.
-        vote: skip the multiplication by 1 where no row of a warp has raised its maximum.
     """
 
     direction: ClassVar[str] = "forward"
@@ -38,12 +37,14 @@ class ForwardConfig:
     segment: int = FORWARD_SEGMENT
     keep: float = FORWARD_KEEP
     in_turns: bool = True
-    vote: bool = True
-    beside: bool = True
 
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:
             raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
+
+    @property
+    def enough(self) -> float:
+        return 2.0**self.keep
 
     @property
     def tile_m(self) -> int:

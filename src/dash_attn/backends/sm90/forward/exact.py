@@ -6,9 +6,11 @@ Where a row's bits must be the same wherever it is computed, the source says whi
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import BFloat16, Float32, Int32
 from cutlass._mlir.dialects import math
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from ..device import ptx
 
 
 @dsl_user_op
@@ -16,6 +18,15 @@ def fma(a, b, c, *, loc=None, ip=None) -> Float32:
     """a b + c, rounded once."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
     return Float32(math.fma(*values, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def packed(low, high, dtype, *, loc=None, ip=None) -> Int32:
+    """Two values as bf16 or fp16 in one word. The compiler cannot move it to where it would keep more registers."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    text = f"cvt.rn.{name}.f32 $0, $1, $2;"
+    return Int32(ptx._asm(T.i32(), values, text, "=r,f,f", loc, ip))
 
 
 @cute.jit

@@ -1,6 +1,6 @@
 """The forward kernel: persistent, warp specialised, one item (64 rows per warpgroup of one q head) after the other.
 
-Warp 0 loads Q, K and V by the copy engine. Warpgroups multiply: S = Q K^T of the next kv tile is issued before
+Warp 0 loads Q, K and V by the copy engine, and one warp per warpgroup stores O. Warpgroups multiply: S = Q K^T of the next kv tile is issued before
 O += P V of this one, and the softmax of the next runs beside the latter (FlashAttention-3, algorithm 2).
 Numerics: schedule/forward.py.
 """
@@ -19,13 +19,13 @@ from cutlass.utils import hopper_helpers
 from ..backward.kernel import DTYPES, MAX_INT32, tile_layout
 from ..backward.mma import as_operand_a, multiply, transposed
 from ..device import plan_view, ptx
-from ..device.ring import Ring, arrive
+from ..device.ring import Ring, arrive, arrive_together
 from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import finite, fma, folded
+from .exact import finite, fma, folded, packed
 from .table import ENTRY_WORDS
 
-LOAD_WARP, FIRST_MMA_WARP = 0, 4
+LOAD_WARP, FIRST_STORE_WARP, FIRST_MMA_WARP = 0, 1, 4
 INFO_WORDS = 16
 CLAIM_BEFORE = 2  # kv tiles: when so many of an item are still to be loaded, the next item is claimed
 WARPGROUP_BARRIER, TURN_BARRIER = 1, 4  # named barriers, one per warpgroup each
@@ -33,11 +33,16 @@ WARPGROUP_BARRIER, TURN_BARRIER = 1, 4  # named barriers, one per warpgroup each
 
 @dataclass(frozen=True)
 class Rings:
-    """q: tiles of Q with their item, until O has left their place; k, v: tiles of K and V."""
+    """q: tiles of Q with their item, until O has left their place; o: a warpgroup is done with its item, and O, unless
+    it is in parts, is where Q was; k, v: tiles of K and V."""
 
     q: Ring
+    o: Ring
     k: Ring
     v: Ring
+
+
+CHAINS = [(half, e) for half in range(2) for e in range(2)]  # of sums and maxima: both rows of a thread, two each
 
 
 class Info:
@@ -74,6 +79,7 @@ class Forward:
         class Storage:
             q_full: cute.struct.MemRange[Int64, c.q_stages]
             q_empty: cute.struct.MemRange[Int64, c.q_stages]
+            o_full: cute.struct.MemRange[Int64, c.q_stages * c.warpgroups]
             k_full: cute.struct.MemRange[Int64, c.kv_stages]
             k_empty: cute.struct.MemRange[Int64, c.kv_stages]
             v_full: cute.struct.MemRange[Int64, c.kv_stages]
@@ -89,6 +95,7 @@ class Forward:
         c = self.config
         return {
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, c.warpgroups),
+            "o_full": (c.q_stages * c.warpgroups, 4),
             "k_full": (c.kv_stages, 1), "k_empty": (c.kv_stages, 4 * c.warpgroups),
             "v_full": (c.kv_stages, 1), "v_empty": (c.kv_stages, 4 * c.warpgroups),
         }  # fmt: skip
@@ -147,6 +154,7 @@ class Forward:
         barriers = {name: getattr(storage, name).data_ptr() for name in self._barrier_counts()}
         rings = Rings(
             q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
+            o=Ring(barriers["o_full"], None, c.q_stages),
             k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
             v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
         )
@@ -168,9 +176,11 @@ class Forward:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp_idx == LOAD_WARP:
                 self.load(copies, memory, shared, rings, tuple(others))
+            elif warp_idx < FIRST_STORE_WARP + c.warpgroups:
+                self.store(copies, shared, rings, warp_idx - FIRST_STORE_WARP)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
-            self.multiply_role(copies, products, memory, shared, rings, scale)
+            self.multiply_role(products, memory, shared, rings, scale)
 
     # Loading
 
@@ -283,10 +293,36 @@ class Forward:
             copy.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
+    # Storing
+
+    @cute.jit
+    def store(self, copies, shared, rings, group: Int32) -> None:
+        """Let the copy engine store O of a warpgroup, and let its place go."""
+        c, n_item = self.config, Int32(0)
+        rings.q.wait_full(n_item)
+        words = shared.item[None, rings.q.stage(n_item)]
+        while words[Info.valid] == 1:
+            stage = rings.q.stage(n_item)
+            cute.arch.mbarrier_wait(rings.o.full + group * c.q_stages + stage, rings.o.phase(n_item))
+            if words[Info.partial] < 0:
+                place = (words[Info.tma_row], words[Info.tma_batch], words[Info.tma_shift])
+                tile = shared.q[None, None, stage * c.warpgroups + group]
+                source, target = self._tiles(copies.out, tile, place, words[Info.q_head])
+                at = words[Info.row] // ROWS + group
+                with cute.arch.elect_one():
+                    cute.copy(copies.out.atom, source, target[None, at])
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_warp()
+            arrive(rings.q.empty + stage)
+            n_item += 1
+            rings.q.wait_full(n_item)
+            words = shared.item[None, rings.q.stage(n_item)]
+
     # Multiplying
 
     @cute.jit
-    def multiply_role(self, copies, products, memory, shared, rings, scale) -> None:
+    def multiply_role(self, products, memory, shared, rings, scale) -> None:
         c = self.config
         tidx = cute.arch.thread_idx()[0] % 128
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
@@ -333,12 +369,9 @@ class Forward:
             if words[Info.partial] >= 0:
                 if words[Info.row] + ROWS * group < words[Info.seqlen_q]:
                     self._leave(t, memory.partial, words[Info.partial])
-                # Every warp of the group has read its Q, and no O takes its place.
-                cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
-                if t.tidx // 32 == 0:
-                    arrive(rings.q.empty_of(n_item))
             else:
-                self._finish(t, copies, memory, shared, rings, words, stage, n_item)
+                self._finish(t, memory, shared, words, stage)
+            arrive_together(rings.o.full + group * c.q_stages + rings.q.stage(n_item))
             n_item += 1
             rings.q.wait_full(n_item)
             words = shared.item[None, rings.q.stage(n_item)]
@@ -360,30 +393,20 @@ class Forward:
         """Go through the kv tiles `end` down to `begin` from fresh. Returns the number of the next use of K and V."""
         c = self.config
         n = n_first
-        self._turn(t)
         rings.k.wait_full(n)
+        self._turn(t)
         self._start_scores(t, rings, stage, n)
         self._next_turn(t)
         warpgroup.wait_group(0)
         arrive(rings.k.empty_of(n))
         if (end > info.last_whole) | (end < info.first_whole):
             self._mask(t, words, end * self.config.tile_n)
-        factors, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        self._maxima(t, factors, shifts)
-        self._probabilities(t, factors, shifts)
-        if const_expr(self.config.beside):
-            self._convert(t, 0, cute.size(t.p))
-        # Tiles that the right end of what a row sees cuts, tiles that all rows see as a whole, tiles on the left end.
-        whole = cutlass.max(cutlass.min(info.last_whole, end - 1), begin - 1)
-        left_end = cutlass.min(cutlass.max(info.first_whole, begin), whole + 1)
-        for i in cutlass.range(end - 1 - whole, unroll=1):
-            self._step(t, rings, words, stage, n, end - 1 - i, True)
-            n += 1
-        for _ in cutlass.range(whole + 1 - left_end, unroll=1):
-            self._step(t, rings, words, stage, n, None, False)
-            n += 1
-        for i in cutlass.range(left_end - begin, unroll=1):
-            self._step(t, rings, words, stage, n, left_end - 1 - i, True)
+        sums, factors = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        sums.fill(Float32.inf)
+        self._raise(t, sums, factors)
+        self._add(t, sums, factors)
+        for i in cutlass.range(end - begin, unroll=1):
+            self._step(t, rings, words, info, stage, n, end - 1 - i)
             n += 1
         rings.v.wait_full(n)
         self._start_out(t, rings, n)
@@ -392,32 +415,36 @@ class Forward:
         return n + 1
 
     @cute.jit
-    def _step(self, t, rings, words, stage, n: Int32, kv_tile, cut: cutlass.Constexpr[bool]) -> None:
+    def _step(self, t, rings, words, info, stage, n: Int32, kv_tile: Int32) -> None:
         """O of use n of V, and P of use n + 1 of K, which is `kv_tile`."""
-        factors, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        self._turn(t)
         rings.k.wait_full(n + 1)
+        self._turn(t)
         self._start_scores(t, rings, stage, n + 1)
         rings.v.wait_full(n)
         self._start_out(t, rings, n)
         self._next_turn(t)
         warpgroup.wait_group(1)
         arrive(rings.k.empty_of(n + 1))
-        if const_expr(cut):
-            self._mask(t, words, kv_tile * self.config.tile_n)
-        self._maxima(t, factors, shifts)
-        if const_expr(self.config.beside):
-            self._probabilities(t, factors, shifts)
-            # V is there: this is a branch, below which ptxas sinks nothing. Otherwise all of exp2 would end up
-            # behind the wait for O, and run beside nothing.
-            rings.v.wait_full(n)
         warpgroup.wait_group(0)
         arrive(rings.v.empty_of(n))
-        self._rescale(t, factors)
-        if const_expr(self.config.beside):
-            self._convert(t, 0, cute.size(t.p))
-        else:
-            self._probabilities(t, factors, shifts)
+        if (kv_tile > info.last_whole) | (kv_tile < info.first_whole):
+            self._mask(t, words, kv_tile * self.config.tile_n)
+        self._softmax(t)
+
+    @cute.jit
+    def _softmax(self, t) -> None:
+        sums, shifts, factors = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
+        shifts[0], shifts[1] = -t.maximum[0], -t.maximum[1]
+        factors.fill(1.0)
+        self._probabilities(t, shifts, sums)
+        few = (sums[0] <= self.config.enough) & (sums[1] <= self.config.enough)  # no NaN, too
+        if ~cute.arch.vote_all_sync(few):
+            self._raise(t, sums, factors)
+        self._add(t, sums, factors)
+
+    def _add(self, t, sums, factors) -> None:
+        for half in range(2):
+            t.total[half] = fma(t.total[half], factors[half], sums[half])
 
     def _turn(self, t) -> None:
         if const_expr(self.config.in_turns):
@@ -436,48 +463,44 @@ class Forward:
         values = t.tOrV[None, None, None, rings.v.stage(n)]
         multiply(t.products.out, t.acc_O, as_operand_a(t.p, self.dtype), values, True)
 
-    @cute.jit
-    def _maxima(self, t, factors, shifts) -> None:
-        """Raise the rows' maxima: what sums and outputs are multiplied by, and what exponents are shifted by."""
-        c = self.config
+    def _probabilities(self, t, shifts, sums) -> None:
+        """P, and this thread's sums of a tile."""
         # Four chains, so that no instruction waits for the one before it.
-        chains = [(half, e) for half in range(2) for e in range(2)]
-        largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in chains}
-        for j in cutlass.range_constexpr(1, c.tile_n // 8):
-            for half, e in chains:
+        totals, pairs = dict.fromkeys(CHAINS, Float32(0.0)), cute.recast_tensor(t.p, Int32)
+        for j in range(self.config.tile_n // 8):
+            values = {}
+            for half, e in CHAINS:
+                exponent = fma(t.acc_S[4 * j + 2 * half + e], t.scale_log2, shifts[half])
+                values[half, e] = cute.math.exp2(exponent, fastmath=True)
+                totals[half, e] = totals[half, e] + values[half, e]
+            for half in range(2):
+                pairs[2 * j + half] = packed(values[half, 0], values[half, 1], self.dtype)
+        for half in range(2):
+            sums[half] = totals[half, 0] + totals[half, 1]
+
+    @cute.jit
+    def _raise(self, t, sums, factors) -> None:
+        """P with new maxima of those rows whose sums with the old ones have become large."""
+        largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in CHAINS}
+        for j in cutlass.range_constexpr(1, self.config.tile_n // 8):
+            for half, e in CHAINS:
                 largest[half, e] = cute.arch.fmax(largest[half, e], t.acc_S[4 * j + 2 * half + e])
+        shifts = cute.make_rmem_tensor(2, Float32)
         for half in cutlass.range_constexpr(2):
             found = cute.arch.fmax(largest[half, 0], largest[half, 1])
             for distance in cutlass.range_constexpr(1, 3):
                 found = cute.arch.fmax(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
-            found = found * t.scale_log2
+            rises = cutlass.select_(sums[half] <= self.config.enough, Int32(0), Int32(1))
+            for distance in cutlass.range_constexpr(1, 3):
+                rises = rises | cute.arch.shuffle_sync_bfly(rises, offset=distance)
             old = t.maximum[half]
-            new = cutlass.select_(found > old + c.keep, found, old)
+            new = cutlass.select_(rises == 1, cute.arch.fmax(old, found * t.scale_log2), old)
             shift = finite(new)
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
             shifts[half] = -shift
-
-    @cute.jit
-    def _probabilities(self, t, factors, shifts) -> None:
-        """P in place of S, and sums with this tile."""
-        c = self.config
-        chains = [(half, e) for half in range(2) for e in range(2)]
-        totals = dict.fromkeys(chains, Float32(0.0))
-        for j in cutlass.range_constexpr(c.tile_n // 8):
-            for half, e in chains:
-                i = 4 * j + 2 * half + e
-                p = cute.math.exp2(fma(t.acc_S[i], t.scale_log2, shifts[half]), fastmath=True)
-                t.acc_S[i] = p
-                totals[half, e] = totals[half, e] + p
-            if const_expr(not c.beside):
-                self._convert(t, 4 * j, 4)
-        for half in cutlass.range_constexpr(2):
-            t.total[half] = fma(t.total[half], factors[half], totals[half, 0] + totals[half, 1])
-
-    def _convert(self, t, first: int, count: int) -> None:
-        values, target = (cute.make_tensor(x.iterator + first, count) for x in (t.acc_S, t.p))
-        target.store(values.load().to(self.dtype))
+        self._probabilities(t, shifts, sums)
+        self._multiply_rows(t.acc_O, factors)
 
     @cute.jit
     def _mask(self, t, words, left: Int32) -> None:
@@ -493,14 +516,6 @@ class Forward:
                     hidden = (8 * j + e < first) | (8 * j + e > last)
                     i = 4 * j + 2 * half + e
                     t.acc_S[i] = cutlass.select_(hidden, -Float32.inf, t.acc_S[i])
-
-    @cute.jit
-    def _rescale(self, t, factors) -> None:
-        changed = (factors[0] != Float32(1.0)) | (factors[1] != Float32(1.0))
-        if const_expr(self.config.vote):
-            changed = cute.arch.vote_any_sync(changed)
-        if changed:
-            self._multiply_rows(t.acc_O, factors)
 
     def _multiply_rows(self, acc, factors) -> None:
         """Multiply this thread's two rows of an accumulator."""
@@ -557,8 +572,8 @@ class Forward:
                 t.acc_O[i] = folded(before[e], left[e // 2], t.acc_O[i], right[e // 2])
 
     @cute.jit
-    def _finish(self, t, copies, memory, shared, rings, info, stage, n_item: Int32) -> None:
-        """Divide, write LSE, and let the copy engine store O from where Q was."""
+    def _finish(self, t, memory, shared, info, stage) -> None:
+        """Divide, write LSE, and put O where Q was."""
         lane, warp_of_group = t.tidx % 32, t.tidx // 32
         factors = cute.make_rmem_tensor(2, Float32)
         for half in cutlass.range_constexpr(2):
@@ -583,14 +598,3 @@ class Forward:
         tile = shared.q[None, None, stage]
         cute.copy(store, store.retile(converted), store.partition_D(tile))
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
-        if warp_of_group == 0:
-            place = (info[Info.tma_row], info[Info.tma_batch], info[Info.tma_shift])
-            source, target = self._tiles(copies.out, tile, place, info[Info.q_head])
-            at = info[Info.row] // ROWS + t.group
-            with cute.arch.elect_one():
-                cute.copy(copies.out.atom, source, target[None, at])
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_warp()
-            arrive(rings.q.empty_of(n_item))
