@@ -32,6 +32,16 @@ def load_acquire(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def test_wait(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> Int32:
+    """mbarrier.test_wait.parity: 1 if the phase is over, 0 if not; nobody waits."""
+    text = (
+        "{ .reg .pred over; mbarrier.test_wait.parity.shared::cta.b64 over, [$1], $2; selp.s32 $0, 1, 0, over; }"
+    )
+    operands = [barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, text, "=r,r,r,~{memory}", loc, ip))
+
+
+@dsl_user_op
 def add_release(pointer: cute.Pointer, *, loc=None, ip=None) -> None:
     """red.release.gpu: add 1."""
     text = "red.release.gpu.global.add.s32 [$0], 1;"

@@ -5,6 +5,8 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from . import ptx
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -45,6 +47,16 @@ class Ring:
     def wait_full(self, n) -> None:
         """Wait until the stage of use n is full."""
         cute.arch.mbarrier_wait(self.full_of(n), self.phase(n))
+
+    def is_full(self, n):
+        """1 if the stage of use n is full already, 0 if not."""
+        return ptx.test_wait(self.full_of(n), self.phase(n))
+
+    @cute.jit
+    def wait_full_unless(self, known, n) -> None:
+        """Wait until the stage of use n is full, if that is not known yet."""
+        if known == 0:
+            self.wait_full(n)
 
     def wait_full_before(self, n) -> None:
         """Wait until the stage of use n - 1 is full; for n = 0 not at all."""

@@ -19,7 +19,7 @@ from cutlass.utils import hopper_helpers
 from ..backward.kernel import DTYPES, MAX_INT32, tile_layout
 from ..backward.mma import as_operand_a, multiply, transposed
 from ..device import plan_view, ptx
-from ..device.ring import Ring, arrive, arrive_together
+from ..device.ring import Ring, arrive
 from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
 from .exact import finite, fma, folded, packed
@@ -28,16 +28,15 @@ from .table import ENTRY_WORDS
 LOAD_WARP, FIRST_STORE_WARP, FIRST_MMA_WARP = 0, 1, 4
 INFO_WORDS = 16
 CLAIM_BEFORE = 2  # kv tiles: when so many of an item are still to be loaded, the next item is claimed
-WARPGROUP_BARRIER, TURN_BARRIER = 1, 4  # named barriers, one per warpgroup each
+# Named barriers: one per warpgroup each, and of the last kind one per warpgroup and Q stage
+WARPGROUP_BARRIER, TURN_BARRIER, DONE_BARRIER = 1, 4, 7
 
 
 @dataclass(frozen=True)
 class Rings:
-    """q: tiles of Q with their item, until O has left their place; o: a warpgroup is done with its item, and O, unless
-    it is in parts, is where Q was; k, v: tiles of K and V."""
+    """q: tiles of Q with their item, until O has left their place; k, v: tiles of K and V."""
 
     q: Ring
-    o: Ring
     k: Ring
     v: Ring
 
@@ -79,7 +78,6 @@ class Forward:
         class Storage:
             q_full: cute.struct.MemRange[Int64, c.q_stages]
             q_empty: cute.struct.MemRange[Int64, c.q_stages]
-            o_full: cute.struct.MemRange[Int64, c.q_stages * c.warpgroups]
             k_full: cute.struct.MemRange[Int64, c.kv_stages]
             k_empty: cute.struct.MemRange[Int64, c.kv_stages]
             v_full: cute.struct.MemRange[Int64, c.kv_stages]
@@ -95,7 +93,6 @@ class Forward:
         c = self.config
         return {
             "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, c.warpgroups),
-            "o_full": (c.q_stages * c.warpgroups, 4),
             "k_full": (c.kv_stages, 1), "k_empty": (c.kv_stages, 4 * c.warpgroups),
             "v_full": (c.kv_stages, 1), "v_empty": (c.kv_stages, 4 * c.warpgroups),
         }  # fmt: skip
@@ -154,7 +151,6 @@ class Forward:
         barriers = {name: getattr(storage, name).data_ptr() for name in self._barrier_counts()}
         rings = Rings(
             q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
-            o=Ring(barriers["o_full"], None, c.q_stages),
             k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
             v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
         )
@@ -303,7 +299,7 @@ class Forward:
         words = shared.item[None, rings.q.stage(n_item)]
         while words[Info.valid] == 1:
             stage = rings.q.stage(n_item)
-            cute.arch.mbarrier_wait(rings.o.full + group * c.q_stages + stage, rings.o.phase(n_item))
+            cute.arch.barrier(barrier_id=self._done(group, stage), number_of_threads=160)
             if words[Info.partial] < 0:
                 place = (words[Info.tma_row], words[Info.tma_batch], words[Info.tma_shift])
                 tile = shared.q[None, None, stage * c.warpgroups + group]
@@ -318,6 +314,11 @@ class Forward:
             n_item += 1
             rings.q.wait_full(n_item)
             words = shared.item[None, rings.q.stage(n_item)]
+
+    def _done(self, group, stage):
+        """The barrier at which a warpgroup is done with its item: O, unless it is in parts, is where Q was. Two stages
+        have one each, for a warpgroup may be done with the next item before this one is stored."""
+        return DONE_BARRIER + group * self.config.q_stages + stage
 
     # Multiplying
 
@@ -371,7 +372,8 @@ class Forward:
                     self._leave(t, memory.partial, words[Info.partial])
             else:
                 self._finish(t, memory, shared, words, stage)
-            arrive_together(rings.o.full + group * c.q_stages + rings.q.stage(n_item))
+            done = self._done(group, rings.q.stage(n_item))
+            cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
             n_item += 1
             rings.q.wait_full(n_item)
             words = shared.item[None, rings.q.stage(n_item)]
@@ -405,31 +407,30 @@ class Forward:
         sums.fill(Float32.inf)
         self._raise(t, sums, factors)
         self._add(t, sums, factors)
+        # Asked long before the answer is used, so that it is there at once.
+        k_is_full, v_is_full = Int32(0), Int32(0)
         for i in cutlass.range(end - begin, unroll=1):
-            self._step(t, rings, words, info, stage, n, end - 1 - i)
+            rings.k.wait_full_unless(k_is_full, n + 1)
+            self._turn(t)
+            self._start_scores(t, rings, stage, n + 1)
+            rings.v.wait_full_unless(v_is_full, n)
+            self._start_out(t, rings, n)
+            self._next_turn(t)
+            warpgroup.wait_group(1)
+            arrive(rings.k.empty_of(n + 1))
+            warpgroup.wait_group(0)
+            arrive(rings.v.empty_of(n))
             n += 1
+            k_is_full, v_is_full = rings.k.is_full(n + 1), rings.v.is_full(n)
+            kv_tile = end - 1 - i
+            if (kv_tile > info.last_whole) | (kv_tile < info.first_whole):
+                self._mask(t, words, kv_tile * c.tile_n)
+            self._softmax(t)
         rings.v.wait_full(n)
         self._start_out(t, rings, n)
         warpgroup.wait_group(0)
         arrive(rings.v.empty_of(n))
         return n + 1
-
-    @cute.jit
-    def _step(self, t, rings, words, info, stage, n: Int32, kv_tile: Int32) -> None:
-        """O of use n of V, and P of use n + 1 of K, which is `kv_tile`."""
-        rings.k.wait_full(n + 1)
-        self._turn(t)
-        self._start_scores(t, rings, stage, n + 1)
-        rings.v.wait_full(n)
-        self._start_out(t, rings, n)
-        self._next_turn(t)
-        warpgroup.wait_group(1)
-        arrive(rings.k.empty_of(n + 1))
-        warpgroup.wait_group(0)
-        arrive(rings.v.empty_of(n))
-        if (kv_tile > info.last_whole) | (kv_tile < info.first_whole):
-            self._mask(t, words, kv_tile * self.config.tile_n)
-        self._softmax(t)
 
     @cute.jit
     def _softmax(self, t) -> None:
