@@ -342,7 +342,7 @@ class Forward:
             if group == c.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         n_item, n_kv = Int32(0), Int32(0)
-        rings.q.wait_full(n_item)
+        self._start_item(t, rings, shared, n_item, n_kv)
         words = shared.item[None, rings.q.stage(n_item)]
         while words[Info.valid] == 1:
             stage = rings.q.stage(n_item) * c.warpgroups + group
@@ -355,18 +355,25 @@ class Forward:
             begin, first = info.kv_first, info.kv_first
             while begin <= info.kv_last:
                 end = cutlass.min((begin // per_segment + 1) * per_segment - 1, info.kv_last)
+                n_kv = self.segment(t, rings, words, info, stage, n_kv, begin, end)
+                # The first scores of what comes next, beside the last product and the end of this.
+                if end < info.kv_last:
+                    self._start_first(t, rings, stage, n_kv)
+                else:
+                    self._start_item(t, rings, shared, n_item + 1, n_kv)
+                warpgroup.wait_group(1)
+                arrive(rings.v.empty_of(n_kv - 1))
                 if begin > first:
-                    # What the segments before have left makes room for a fresh one.
+                    self._fold(t, memory.state, before_m, before_l)
+                if end < info.kv_last:
+                    # What the segments so far have left makes room for a fresh one.
                     self._keep(t, memory.state)
                     for half in cutlass.range_constexpr(2):
                         before_m[half], before_l[half] = t.maximum[half], t.total[half]
-                    t.maximum.fill(-Float32.inf)
-                    t.total.fill(0.0)
                     t.acc_O.fill(0.0)
-                n_kv = self.segment(t, rings, words, info, stage, n_kv, begin, end)
-                if begin > first:
-                    self._fold(t, memory.state, before_m, before_l)
                 begin = end + 1
+            if info.kv_first > info.kv_last:
+                self._start_item(t, rings, shared, n_item + 1, n_kv)
             if words[Info.partial] >= 0:
                 if words[Info.row] + ROWS * group < words[Info.seqlen_q]:
                     self._leave(t, memory.partial, words[Info.partial])
@@ -375,8 +382,25 @@ class Forward:
             done = self._done(group, rings.q.stage(n_item))
             cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
             n_item += 1
-            rings.q.wait_full(n_item)
             words = shared.item[None, rings.q.stage(n_item)]
+
+    @cute.jit
+    def _start_item(self, t, rings, shared, n_item: Int32, n_kv: Int32) -> None:
+        """Start an item's first scores, if there is an item and it has any; a group of products in any case."""
+        rings.q.wait_full(n_item)
+        stage = rings.q.stage(n_item)
+        words = shared.item[None, stage]
+        if (words[Info.valid] == 1) & (words[Info.kv_first] <= words[Info.kv_last]):
+            self._start_first(t, rings, stage * self.config.warpgroups + t.group, n_kv)
+        else:
+            warpgroup.commit_group()
+
+    @cute.jit
+    def _start_first(self, t, rings, stage, n: Int32) -> None:
+        rings.k.wait_full(n)
+        self._turn(t)
+        self._start_scores(t, rings, stage, n)
+        self._next_turn(t)
 
     def _item(self, words, group):
         """What a warpgroup's main loop asks of its item."""
@@ -392,21 +416,16 @@ class Forward:
 
     @cute.jit
     def segment(self, t, rings, words, info, stage, n_first: Int32, begin: Int32, end: Int32) -> Int32:
-        """Go through the kv tiles `end` down to `begin` from fresh. Returns the number of the next use of K and V."""
+        """Go through the kv tiles `end`, whose scores have been started, down to `begin` from fresh.
+
+        The last product is on its way when this ends. Returns the number of the next use of K and V.
+        """
         c = self.config
         n = n_first
-        rings.k.wait_full(n)
-        self._turn(t)
-        self._start_scores(t, rings, stage, n)
-        self._next_turn(t)
         warpgroup.wait_group(0)
         arrive(rings.k.empty_of(n))
-        if (end > info.last_whole) | (end < info.first_whole):
-            self._mask(t, words, end * self.config.tile_n)
-        sums, factors = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        sums.fill(Float32.inf)
-        self._raise(t, sums, factors)
-        self._add(t, sums, factors)
+        self._mask(t, words, info, end)
+        self._first_softmax(t)
         # Asked long before the answer is used, so that it is there at once.
         k_is_full, v_is_full = Int32(0), Int32(0)
         for i in cutlass.range(end - begin, unroll=1):
@@ -423,13 +442,10 @@ class Forward:
             n += 1
             k_is_full, v_is_full = rings.k.is_full(n + 1), rings.v.is_full(n)
             kv_tile = end - 1 - i
-            if (kv_tile > info.last_whole) | (kv_tile < info.first_whole):
-                self._mask(t, words, kv_tile * c.tile_n)
+            self._mask(t, words, info, kv_tile)
             self._softmax(t)
         rings.v.wait_full(n)
         self._start_out(t, rings, n)
-        warpgroup.wait_group(0)
-        arrive(rings.v.empty_of(n))
         return n + 1
 
     @cute.jit
@@ -480,22 +496,29 @@ class Forward:
             sums[half] = totals[half, 0] + totals[half, 1]
 
     @cute.jit
-    def _raise(self, t, sums, factors) -> None:
-        """P with new maxima of those rows whose sums with the old ones have become large."""
-        largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in CHAINS}
-        for j in cutlass.range_constexpr(1, self.config.tile_n // 8):
-            for half, e in CHAINS:
-                largest[half, e] = cute.arch.fmax(largest[half, e], t.acc_S[4 * j + 2 * half + e])
-        shifts = cute.make_rmem_tensor(2, Float32)
+    def _first_softmax(self, t) -> None:
+        """P of the first tile of a segment; the maxima are those of this tile."""
+        sums, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        found = self._maxima(t)
         for half in cutlass.range_constexpr(2):
-            found = cute.arch.fmax(largest[half, 0], largest[half, 1])
-            for distance in cutlass.range_constexpr(1, 3):
-                found = cute.arch.fmax(found, cute.arch.shuffle_sync_bfly(found, offset=distance))
+            t.maximum[half] = found[half]
+            shifts[half] = -finite(found[half])
+        self._probabilities(t, shifts, sums)
+        for half in cutlass.range_constexpr(2):
+            t.total[half] = sums[half]
+
+    @cute.jit
+    def _raise(self, t, sums, factors) -> None:
+        """P with new maxima of those rows whose sums with the old ones have become large, and what this multiplies
+        the rows' sums so far by, and their outputs."""
+        shifts = cute.make_rmem_tensor(2, Float32)
+        found = self._maxima(t)
+        for half in cutlass.range_constexpr(2):
             rises = cutlass.select_(sums[half] <= self.config.enough, Int32(0), Int32(1))
             for distance in cutlass.range_constexpr(1, 3):
                 rises = rises | cute.arch.shuffle_sync_bfly(rises, offset=distance)
             old = t.maximum[half]
-            new = cutlass.select_(rises == 1, cute.arch.fmax(old, found * t.scale_log2), old)
+            new = cutlass.select_(rises == 1, cute.arch.fmax(old, found[half]), old)
             shift = finite(new)
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
@@ -503,20 +526,48 @@ class Forward:
         self._probabilities(t, shifts, sums)
         self._multiply_rows(t.acc_O, factors)
 
+    def _maxima(self, t):
+        """Largest scores of this thread's rows."""
+        largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in CHAINS}
+        for j in range(1, self.config.tile_n // 8):
+            for half, e in CHAINS:
+                largest[half, e] = cute.arch.fmax(largest[half, e], t.acc_S[4 * j + 2 * half + e])
+        found = []
+        for half in range(2):
+            value = cute.arch.fmax(largest[half, 0], largest[half, 1])
+            for distance in (1, 2):
+                value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
+            found.append(value * t.scale_log2)
+        return found
+
     @cute.jit
-    def _mask(self, t, words, left: Int32) -> None:
-        c = self.config
-        top, last_key = words[Info.row] + ROWS * t.group, words[Info.seqlen_k] - 1
-        for half in cutlass.range_constexpr(2):
-            row = top + t.tidx // 32 * 16 + t.tidx % 32 // 4 + 8 * half
-            column = left + t.tidx % 4 * 2
-            first = row + words[Info.low] - column
-            last = cutlass.min(row + words[Info.high], last_key) - column
-            for j in cutlass.range_constexpr(c.tile_n // 8):
-                for e in cutlass.range_constexpr(2):
-                    hidden = (8 * j + e < first) | (8 * j + e > last)
-                    i = 4 * j + 2 * half + e
-                    t.acc_S[i] = cutlass.select_(hidden, -Float32.inf, t.acc_S[i])
+    def _mask(self, t, words, info, kv_tile: Int32) -> None:
+        """Hide what rows do not see, where this is not nothing."""
+        if kv_tile > info.last_whole:
+            top, last_key = words[Info.row] + ROWS * t.group, words[Info.seqlen_k] - 1
+            for half in cutlass.range_constexpr(2):
+                row, column = top + self._row(t, half), self._column(t, kv_tile)
+                last = cutlass.min(row + words[Info.high], last_key) - column
+                self._hide(t, half, lambda c, last=last: c > last)
+        if kv_tile < info.first_whole:
+            for half in cutlass.range_constexpr(2):
+                row = words[Info.row] + ROWS * t.group + self._row(t, half)
+                first = row + words[Info.low] - self._column(t, kv_tile)
+                self._hide(t, half, lambda c, first=first: c < first)
+
+    def _row(self, t, half):
+        """A thread's two rows of its warpgroup."""
+        return t.tidx // 32 * 16 + t.tidx % 32 // 4 + 8 * half
+
+    def _column(self, t, kv_tile):
+        """A thread's first column of a tile."""
+        return kv_tile * self.config.tile_n + t.tidx % 4 * 2
+
+    def _hide(self, t, half, hidden) -> None:
+        for j in range(self.config.tile_n // 8):
+            for e in range(2):
+                i = 4 * j + 2 * half + e
+                t.acc_S[i] = cutlass.select_(hidden(8 * j + e), -Float32.inf, t.acc_S[i])
 
     def _multiply_rows(self, acc, factors) -> None:
         """Multiply this thread's two rows of an accumulator."""
