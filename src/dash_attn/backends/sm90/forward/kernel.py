@@ -27,7 +27,8 @@ from .table import ENTRY_WORDS
 
 LOAD_WARP, FIRST_STORE_WARP, FIRST_MMA_WARP = 0, 1, 4
 INFO_WORDS = 16
-CLAIM_BEFORE = 2  # kv tiles: when so many of an item are still to be loaded, the next item is claimed
+# The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
+CLAIM_BEFORE, READ_BEFORE = 4, 2
 # Named barriers: one per warpgroup each, and of the last kind one per warpgroup and Q stage
 WARPGROUP_BARRIER, TURN_BARRIER, DONE_BARRIER = 1, 4, 7
 
@@ -187,13 +188,10 @@ class Forward:
         table, items, in_section = memory.table, entries * q_heads, entries * heads
         n_item, n_kv = Int32(0), Int32(0)
         index, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        record = self._read(table, numbers, index)
         while index < items:
-            within = index % in_section
-            q_head = index // in_section * heads + within % heads
-            word = within // heads * ENTRY_WORDS
-            sequence, q_tile, segment, place, seqlen_q, seqlen_k, q_first, k_first = (
-                table[word + i] for i in range(ENTRY_WORDS)
-            )
+            q_head = index // in_section * heads + index % in_section % heads
+            sequence, q_tile, segment, place, seqlen_q, seqlen_k, q_first, k_first = record
             shift = seqlen_k - seqlen_q
             low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
             high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
@@ -230,17 +228,13 @@ class Forward:
                 )
             rows, kv_head = (k_row, tma_batch, k_shift), q_head // group
             per_segment = c.segment // c.tile_n
-            begin, left_to_load = kv_first, kv_last - kv_first + 1
-            claimed = items - blocks
-            claim_at = cutlass.min(left_to_load, CLAIM_BEFORE)
-            if (claim_at <= 0) & (blocks < items):
-                claimed = self._claim(memory.claimed)
+            begin, kv_tiles = kv_first, cutlass.max(kv_last - kv_first + 1, 0)
+            to_load, claimed = kv_tiles, items - blocks
             while begin <= kv_last:
                 end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
                 for i in cutlass.range(end - begin + 1, unroll=1):
-                    if (left_to_load == claim_at) & (blocks < items):
+                    if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = self._claim(memory.claimed)
-                    left_to_load -= 1
                     for ring, copy, tiles in (
                         (rings.k, copies.k, shared.k),
                         (rings.v, copies.v, shared.v),
@@ -260,13 +254,29 @@ class Forward:
                             ring.full + kv_stage,
                         )
                     n_kv += 1
+                    to_load -= 1
+                    if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
+                        index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                        record = self._read(table, numbers, index)
                 begin = end + 1
+            if kv_tiles == 0:
+                if blocks < items:
+                    claimed = self._claim(memory.claimed)
+                index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                record = self._read(table, numbers, index)
             n_item += 1
-            index = blocks + cute.arch.shuffle_sync(claimed, 0)
         rings.q.wait_empty(n_item)
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
             cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
+
+    @cute.jit
+    def _read(self, table, numbers, index: Int32):
+        """The words of an item; of the last one where there is none."""
+        entries, heads, _, _, _, _, q_heads = numbers
+        index = cutlass.max(cutlass.min(index, entries * q_heads - 1), 0)
+        first = index % (entries * heads) // heads * ENTRY_WORDS
+        return tuple(table[first + i] for i in range(ENTRY_WORDS))
 
     @cute.jit
     def _claim(self, claimed) -> Int32:
@@ -356,12 +366,12 @@ class Forward:
             while begin <= info.kv_last:
                 end = cutlass.min((begin // per_segment + 1) * per_segment - 1, info.kv_last)
                 n_kv = self.segment(t, rings, words, info, stage, n_kv, begin, end)
-                # The first scores of what comes next, beside the last product and the end of this.
                 if end < info.kv_last:
-                    self._start_first(t, rings, stage, n_kv)
+                    warpgroup.wait_group(0)
                 else:
+                    # The first scores of the next item, beside the last product and the end of this item.
                     self._start_item(t, rings, shared, n_item + 1, n_kv)
-                warpgroup.wait_group(1)
+                    warpgroup.wait_group(1)
                 arrive(rings.v.empty_of(n_kv - 1))
                 if begin > first:
                     self._fold(t, memory.state, before_m, before_l)
@@ -371,6 +381,7 @@ class Forward:
                     for half in cutlass.range_constexpr(2):
                         before_m[half], before_l[half] = t.maximum[half], t.total[half]
                     t.acc_O.fill(0.0)
+                    self._start_first(t, rings, stage, n_kv)
                 begin = end + 1
             if info.kv_first > info.kv_last:
                 self._start_item(t, rings, shared, n_item + 1, n_kv)

@@ -68,7 +68,8 @@ def forward_table(problem: Problem, tile_m: int, segment: int, blocks: int) -> F
     np.cumsum(lengths[:-1], axis=0, out=starts[1:])
     records = np.concatenate([entries[order], folds])
     of_sequence = np.concatenate([lengths, starts], 1)[records[:, 0]]
-    words = np.concatenate([records, of_sequence], 1).astype(np.int32).ravel()
+    words = np.zeros(max(records.size * 2, ENTRY_WORDS), dtype=np.int32)  # who reads ahead finds something
+    words[: records.size * 2] = np.concatenate([records, of_sequence], 1).ravel()
     return ForwardTable(words, len(order), len(folds), places, _heads_per_section(problem))
 
 
