@@ -71,7 +71,7 @@ class ForwardMachine(Machine):
         batch = len(p.sequences) if dense else 1
         left, right = p.mask.sides
         numbers = (self.table.entries, self.table.heads, left, right, p.group, batch, p.heads)
-        known = {11: TABLE, **dict(enumerate(numbers, 15))}
+        known = {11: TABLE, **dict(enumerate(numbers, 16))}
         if number in known and (offset == 0):
             return known[number]
         return (TENSORS << 2) + (number << 40) if offset == 0 else 1

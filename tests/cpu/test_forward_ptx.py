@@ -7,7 +7,7 @@ import pytest
 from forward_machine import ForwardMachine, ForwardProgram, forward_ptx
 
 from dash_attn.backends.sm90.forward.config import ForwardConfig
-from dash_attn.backends.sm90.forward.table import forward_table
+from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
 from dash_attn.problem import Mask, Problem
 
 PACKED = 1 << 30
@@ -27,12 +27,23 @@ def problem(name: str, head_dim: int) -> Problem:
     )
 
 
-def listed(p: Problem, config: ForwardConfig) -> list[tuple[int, int, int]]:
-    """The items (sequence, q head, q tile) in order."""
+Item = tuple[int, int, int]
+
+
+def listed(p: Problem, config: ForwardConfig) -> dict[tuple[int, ...], Item]:
+    """The items (sequence, q head, q tile) in order, by where the copy engine finds their first row of Q."""
     table = forward_table(p, config.tile_m, config.segment, 0)
-    entries = table.words[: 4 * table.entries].reshape(-1, 4)[:, :2].tolist()
-    sections = range(0, p.heads, table.heads)
-    return [(s, first + h, tile) for first in sections for s, tile in entries for h in range(table.heads)]
+    entries = table.words.reshape(-1, ENTRY_WORDS)[: table.entries].tolist()
+    one_batch = len(p.sequences) == 1 or len(set(p.sequences)) > 1
+    items = {}
+    for first_head in range(0, p.heads, table.heads):
+        for sequence, tile, _, _, seqlen_q, _, q_first, _ in entries:
+            for head in range(first_head, first_head + table.heads):
+                where = (tile * config.tile_m, head, sequence, 0)
+                if one_batch:
+                    where = (PACKED - seqlen_q + tile * config.tile_m, head, PACKED, q_first + seqlen_q)
+                items[where] = (sequence, head, tile)
+    return items
 
 
 def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> list[int]:
@@ -51,23 +62,28 @@ def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> l
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("head_dim", "warpgroups"), [(64, 2), (64, 3), (128, 2)])
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
-def test_it_ends_and_loads_and_stores_what_it_should(name: str, head_dim: int, in_turns: bool) -> None:
-    config = ForwardConfig(head_dim, segment=256, in_turns=in_turns)
+def test_it_ends_and_loads_and_stores_what_it_should(
+    name: str, head_dim: int, warpgroups: int, in_turns: bool
+) -> None:
+    config = ForwardConfig(head_dim, segment=256, warpgroups=warpgroups, in_turns=in_turns)
     program, p = ForwardProgram(forward_ptx(config)), problem(name, head_dim)
     for blocks, seed in ((1, 0), (3, 1), (5, 2)):
         machine = ForwardMachine(config, program, p, blocks, seed)
         machine.run()
         items = listed(p, config)
+        numbers = {item: number for number, item in enumerate(items.values())}
         parts = head_dim // 64
+        done = []
         for block in machine.blocks:
-            mine = [
-                items[at]
-                for turn in range(-(-len(items) // blocks))
-                if (at := turn * blocks + (block.index if turn % 2 == 0 else blocks - 1 - block.index))
-                < len(items)
-            ]
+            queries = [where for which, where in block.loads if which == 0][::parts]
+            mine = [items[where[1:]] for where in queries[:: config.warpgroups]]
+            done += mine
+            if mine:
+                order = [numbers[item] for item in mine]
+                assert order[0] == block.index
+                assert order == sorted(order)
             keys = [where for which, where in block.loads if which == 2][::parts]
             values = [where for which, where in block.loads if which == 4][::parts]
             wanted = [(kv, item) for item in mine for kv in expected(p, config, item)]
@@ -79,10 +95,10 @@ def test_it_ends_and_loads_and_stores_what_it_should(name: str, head_dim: int, i
                 assert k == v, (k, v)
                 assert k[1] == row, (k, row, item)
                 assert k[2] == item[1] // p.group
-            queries = [where for which, where in block.loads if which == 0][::parts]
-            assert len(queries) == 2 * len(mine)
+            assert len(queries) == config.warpgroups * len(mine)
             stores = [where for which, where in block.stores][::parts]
             assert sorted(stores) == sorted(queries)
+        assert sorted(done) == sorted(items.values())
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -92,11 +108,10 @@ def test_split_tiles_leave_every_segment_once(head_dim: int) -> None:
         batch=1, heads=2, seqlen_q=130, seqlen_k=1500, head_dim=head_dim, mask=Mask.window(900, 0)
     )
     table = forward_table(p, config.tile_m, config.segment, 132)
-    entries = table.words[: 4 * table.entries].reshape(-1, 4)
-    folds = table.words[-4 * table.folds :].reshape(-1, 4)
+    entries, folds = np.split(table.words.reshape(-1, ENTRY_WORDS), [table.entries])
     assert table.folds == 2
     assert sorted(entries[:, 3].tolist()) == list(range(table.places))
-    for sequence, tile, first, segments in folds.tolist():
+    for sequence, tile, first, segments, *_ in folds.tolist():
         mine = entries[(entries[:, 1] == tile) & (entries[:, 0] == sequence)]
         assert sorted(mine[:, 3].tolist()) == list(range(first, first + segments))
         wanted = sorted({kv // 2 for kv in expected(p, config, (sequence, 0, tile))})

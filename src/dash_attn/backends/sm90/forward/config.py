@@ -57,7 +57,7 @@ class ForwardConfig:
     @property
     def registers(self) -> tuple[int, int]:
         """Per thread: of warps that multiply, and of the others."""
-        return (240, 32) if self.warpgroups == 2 else (160, 32)
+        return (240, 24) if self.warpgroups == 2 else (160, 32)
 
     @property
     def shared_bytes(self) -> int:
