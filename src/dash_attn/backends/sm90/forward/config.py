@@ -41,6 +41,8 @@ class ForwardConfig:
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:
             raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
+        if min(self.q_stages, self.kv_stages) < 2:
+            raise ValueError(f"{self}: what comes next is loaded beside what is in use, that takes two stages")
 
     @property
     def enough(self) -> float:

@@ -351,8 +351,8 @@ class Forward:
         if const_expr(c.in_turns):
             if group == c.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
-        n_item, n_kv = Int32(0), Int32(0)
-        self._start_item(t, rings, shared, n_item, n_kv)
+        n_item, n_kv, started = Int32(0), Int32(0), Int32(0)
+        rings.q.wait_full(n_item)
         words = shared.item[None, rings.q.stage(n_item)]
         while words[Info.valid] == 1:
             stage = rings.q.stage(n_item) * c.warpgroups + group
@@ -361,30 +361,39 @@ class Forward:
             t.maximum.fill(-Float32.inf)
             t.total.fill(0.0)
             t.acc_O.fill(0.0)
-            per_segment = c.segment // c.tile_n
-            begin, first = info.kv_first, info.kv_first
-            while begin <= info.kv_last:
-                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, info.kv_last)
-                n_kv = self.segment(t, rings, words, info, stage, n_kv, begin, end)
-                if end < info.kv_last:
-                    warpgroup.wait_group(0)
-                else:
-                    # The first scores of the next item, beside the last product and the end of this item.
-                    self._start_item(t, rings, shared, n_item + 1, n_kv)
+            begin, kept = words[Info.kv_first], Int32(0)
+            kv_last = words[Info.kv_last]
+            while begin <= kv_last:
+                end = self._segment_end(begin, kv_last)
+                n_end = n_kv + end - begin + 1
+                own_begin, own_end = cutlass.max(begin, info.first), cutlass.min(end, info.last)
+                if own_begin <= own_end:
+                    if started == 0:
+                        self._skip(t, rings, n_kv, end - own_end)
+                        self._start_first(t, rings, stage, n_kv + end - own_end)
+                    n = self.segment(t, rings, words, info, stage, n_kv + end - own_end, own_begin, own_end)
+                    started = Int32(0)
+                    if (end == kv_last) & (n == n_end):
+                        # The first scores of the next item, beside the last product and the end of this item.
+                        started = self._start_early(t, rings, shared, n_item + 1, n_end)
+                    else:
+                        warpgroup.commit_group()
                     warpgroup.wait_group(1)
-                arrive(rings.v.empty_of(n_kv - 1))
-                if begin > first:
-                    self._fold(t, memory.state, before_m, before_l)
-                if end < info.kv_last:
-                    # What the segments so far have left makes room for a fresh one.
-                    self._keep(t, memory.state)
-                    for half in cutlass.range_constexpr(2):
-                        before_m[half], before_l[half] = t.maximum[half], t.total[half]
-                    t.acc_O.fill(0.0)
-                    self._start_first(t, rings, stage, n_kv)
+                    arrive(rings.v.empty_of(n - 1))
+                    self._skip(t, rings, n, n_end - n)
+                    if kept == 1:
+                        self._fold(t, memory.state, before_m, before_l)
+                    if end < info.last:
+                        # What the segments so far have left makes room for a fresh one.
+                        self._keep(t, memory.state)
+                        for half in cutlass.range_constexpr(2):
+                            before_m[half], before_l[half] = t.maximum[half], t.total[half]
+                        t.acc_O.fill(0.0)
+                        kept = Int32(1)
+                else:
+                    self._skip(t, rings, n_kv, end - begin + 1)
+                n_kv = n_end
                 begin = end + 1
-            if info.kv_first > info.kv_last:
-                self._start_item(t, rings, shared, n_item + 1, n_kv)
             if words[Info.partial] >= 0:
                 if words[Info.row] + ROWS * group < words[Info.seqlen_q]:
                     self._leave(t, memory.partial, words[Info.partial])
@@ -393,18 +402,30 @@ class Forward:
             done = self._done(group, rings.q.stage(n_item))
             cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
             n_item += 1
+            rings.q.wait_full(n_item)
             words = shared.item[None, rings.q.stage(n_item)]
 
+    def _segment_end(self, begin: Int32, kv_last: Int32) -> Int32:
+        """The last kv tile of the segment in which one stands, if the item goes so far."""
+        per_segment = self.config.segment // self.config.tile_n
+        return cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+
     @cute.jit
-    def _start_item(self, t, rings, shared, n_item: Int32, n_kv: Int32) -> None:
-        """Start an item's first scores, if there is an item and it has any; a group of products in any case."""
+    def _start_early(self, t, rings, shared, n_item: Int32, n: Int32) -> Int32:
+        """Start an item's first scores if this warpgroup sees its first tile: 1 if so. A group of products in any case."""
         rings.q.wait_full(n_item)
-        stage = rings.q.stage(n_item)
+        stage, started = rings.q.stage(n_item), Int32(0)
         words = shared.item[None, stage]
-        if (words[Info.valid] == 1) & (words[Info.kv_first] <= words[Info.kv_last]):
-            self._start_first(t, rings, stage * self.config.warpgroups + t.group, n_kv)
+        if words[Info.valid] == 1:
+            info, kv_first = self._item(words, t.group), words[Info.kv_first]
+            end = self._segment_end(kv_first, words[Info.kv_last])
+            if (kv_first <= end) & (info.first <= end) & (info.last >= end):
+                started = Int32(1)
+        if started == 1:
+            self._start_first(t, rings, stage * self.config.warpgroups + t.group, n)
         else:
             warpgroup.commit_group()
+        return started
 
     @cute.jit
     def _start_first(self, t, rings, stage, n: Int32) -> None:
@@ -413,14 +434,30 @@ class Forward:
         self._start_scores(t, rings, stage, n)
         self._next_turn(t)
 
+    @cute.jit
+    def _skip(self, t, rings, n_first: Int32, tiles: Int32) -> None:
+        """Let tiles go that other warpgroups of the block see and this one does not."""
+        for i in cutlass.range(tiles, unroll=1):
+            n = n_first + i
+            self._turn(t)
+            self._next_turn(t)
+            for ring in (rings.k, rings.v):
+                ring.wait_full(n)
+                arrive(ring.empty_of(n))
+
     def _item(self, words, group):
-        """What a warpgroup's main loop asks of its item."""
+        """Which kv tiles a warpgroup's rows see any key of, and which of these all rows see as a whole."""
         c = self.config
         top, last_key = words[Info.row] + ROWS * group, words[Info.seqlen_k] - 1
-        # All rows see a kv tile as a whole where its first key is not beyond these.
-        whole_from, whole_to = top + ROWS - 1 + words[Info.low], cutlass.min(top + words[Info.high], last_key) - (c.tile_n - 1)
+        bottom = cutlass.min(top + ROWS, words[Info.seqlen_q]) - 1
+        seen_to = cutlass.min(bottom + words[Info.high], last_key)
+        last = cutlass.min(cutlass.max(seen_to + c.tile_n, 0) // c.tile_n - 1, words[Info.kv_last])
+        # A tile is seen as a whole where its first key is not beyond these.
+        whole_from = top + ROWS - 1 + words[Info.low]
+        whole_to = cutlass.min(top + words[Info.high], last_key) - (c.tile_n - 1)
         return SimpleNamespace(
-            kv_first=words[Info.kv_first], kv_last=words[Info.kv_last],
+            first=cutlass.max(cutlass.max(top + words[Info.low], 0) // c.tile_n, words[Info.kv_first]),
+            last=cutlass.select_(bottom < top, Int32(-1), last),
             first_whole=(cutlass.max(whole_from, 0) + c.tile_n - 1) // c.tile_n,
             last_whole=(cutlass.max(whole_to, -c.tile_n) + c.tile_n) // c.tile_n - 1,
         )  # fmt: skip
@@ -431,7 +468,6 @@ class Forward:
 
         The last product is on its way when this ends. Returns the number of the next use of K and V.
         """
-        c = self.config
         n = n_first
         warpgroup.wait_group(0)
         arrive(rings.k.empty_of(n))
