@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .backward.config import Accumulation, BackwardConfig
-from .forward.config import ForwardConfig
+from .forward.config import ForwardConfig, forward_config
 from .tiles import TILES
 
 __all__ = [
@@ -49,7 +49,7 @@ class MissingCompilerError(DashError, ImportError):
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
     forward = {
-        f"forward-d{head_dim}-{dtype}": ForwardConfig(head_dim, dtype)
+        f"forward-d{head_dim}-{dtype}": forward_config(head_dim, dtype)
         for head_dim, _ in TILES
         for dtype in ("bf16", "fp16")
     }

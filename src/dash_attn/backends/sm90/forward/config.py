@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from ....schedule.constants import FORWARD_KEEP, FORWARD_SEGMENT, FORWARD_TILE
 
 ROWS = 64  # of a warpgroup
+SHAPES = {64: (3, 4), 128: (2, 2)}  # head dim: warpgroups, stages of K and V
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class ForwardConfig:
     segment: int = FORWARD_SEGMENT
     keep: float = FORWARD_KEEP
     in_turns: bool = True
+    early: bool = True
 
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:
@@ -76,3 +79,10 @@ class ForwardConfig:
     def state_words(self) -> int:
         """fp32 words that a block keeps of its rows between segments."""
         return self.tile_m * self.head_dim
+
+
+@cache
+def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
+    """What a head dim runs with."""
+    warpgroups, kv_stages = SHAPES[head_dim]
+    return ForwardConfig(head_dim, dtype, warpgroups=warpgroups, kv_stages=kv_stages)

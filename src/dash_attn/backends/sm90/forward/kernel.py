@@ -373,7 +373,7 @@ class Forward:
                         self._start_first(t, rings, stage, n_kv + end - own_end)
                     n = self.segment(t, rings, words, info, stage, n_kv + end - own_end, own_begin, own_end)
                     started = Int32(0)
-                    if (end == kv_last) & (n == n_end):
+                    if (end == kv_last) & (n == n_end) & c.early:
                         # The first scores of the next item, beside the last product and the end of this item.
                         started = self._start_early(t, rings, shared, n_item + 1, n_end)
                     else:
@@ -476,6 +476,8 @@ class Forward:
         # Asked long before the answer is used, so that it is there at once.
         k_is_full, v_is_full = Int32(0), Int32(0)
         for i in cutlass.range(end - begin, unroll=1):
+            kv_tile = end - 1 - i
+            cut = (kv_tile > info.last_whole) | (kv_tile < info.first_whole)
             rings.k.wait_full_unless(k_is_full, n + 1)
             self._turn(t)
             self._start_scores(t, rings, stage, n + 1)
@@ -488,8 +490,8 @@ class Forward:
             arrive(rings.v.empty_of(n))
             n += 1
             k_is_full, v_is_full = rings.k.is_full(n + 1), rings.v.is_full(n)
-            kv_tile = end - 1 - i
-            self._mask(t, words, info, kv_tile)
+            if cut:
+                self._mask(t, words, info, kv_tile)
             self._softmax(t)
         rings.v.wait_full(n)
         self._start_out(t, rings, n)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -13,18 +11,12 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
 from .arguments import Launch, Workspace
-from .config import ForwardConfig
+from .config import ForwardConfig, forward_config
 from .table import forward_table
 
-__all__ = ["Forward", "forward_config"]
+__all__ = ["Forward"]
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
-
-
-@cache
-def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
-    """What a head dim and a dtype of PyTorch run with."""
-    return ForwardConfig(head_dim, DTYPES[dtype])
 
 
 class Forward:
@@ -46,7 +38,7 @@ class Forward:
         config: ForwardConfig | None = None,
     ) -> None:
         self._problem, self._device, self._blocks = problem, device, blocks
-        self.config = forward_config(problem.head_dim, problem.dtype) if config is None else config
+        self.config = forward_config(problem.head_dim, DTYPES[problem.dtype]) if config is None else config
         self._upload: Upload | None = None
 
     def _prepare(self) -> Upload:
