@@ -1,9 +1,9 @@
 """Time the attention forward of dash-attn and of its peers, side by side in one process.
 
-Two modes. Sustained: blocks of back-to-back calls, about 12 ms each, contenders in turns, so that the GPU is as hot as in
-training. Single: one call at a time, timed by events, contenders in turns. Sets: ``grid`` has the DASH paper's 24
-points; ``grouped`` several q heads per kv head; ``other`` odd lengths, windows, chunks and long sequences.
-FLOPs = 4 S_q S_k D H B of what the mask leaves.
+Two modes, contenders in turns. Sustained: blocks of back-to-back calls, about 12 ms each, so that the GPU
+is as hot as in training. Single: one call at a time, timed by events. Sets: ``grid`` has the DASH paper's
+24 points; ``grouped`` several q heads per kv head; ``other`` odd lengths, windows, chunks and long
+sequences. FLOPs = 4 S_q S_k D H B of what the mask leaves.
 
     python benchmarks/forward.py --output benchmarks/results/h200-forward.json
 """
@@ -119,8 +119,9 @@ def rows(which: str, problem: Problem) -> Iterator[dict[str, Any]]:
         for name, times in found.items():
             ms = statistics.median(times)
             yield {
-                "set": which, "timing": timing, "impl": name, "mask": problem.mask.name, "head_dim": problem.head_dim,
-                "seqlen": seqlen_q, "seqlen_k": seqlen_k, "batch": batch, "heads": problem.heads,
+                "set": which, "timing": timing, "impl": name, "mask": problem.mask.name,
+                "head_dim": problem.head_dim, "seqlen": seqlen_q, "seqlen_k": seqlen_k, "batch": batch,
+                "heads": problem.heads,
                 "kv_heads": problem.kv_heads, "dtype": problem.dtype, "ms": round(ms, 5),
                 "spread": round((max(times) - min(times)) / ms, 4), "tflops": round(flops / ms / 1e9, 1),
             }  # fmt: skip

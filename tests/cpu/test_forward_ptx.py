@@ -1,4 +1,5 @@
-"""The forward kernel's protocol: it ends, loads what its items need in the order of the numerics, stores each tile once."""
+"""The forward kernel's protocol: it ends, loads what items need in the order of the numerics, stores each
+once."""
 
 from __future__ import annotations
 

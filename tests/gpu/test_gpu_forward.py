@@ -11,7 +11,8 @@ import torch
 from test_gpu_accuracy import random_problem
 from torch import Tensor
 
-from dash_attn.backends.sm90.forward.launch import Forward
+from dash_attn.backends.sm90.forward.config import forward_config
+from dash_attn.backends.sm90.forward.launch import DTYPES, Forward
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
 from dash_attn.testing import same_bytes
@@ -24,7 +25,7 @@ DEVICE = torch.device("cuda", 0)
 def run(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, blocks: int | None = None, **numbers: object
 ) -> tuple[Tensor, Tensor]:
-    config = replace(forward_config(problem.head_dim, problem.dtype), **numbers)
+    config = replace(forward_config(problem.head_dim, DTYPES[problem.dtype]), **numbers)
     return Forward(problem, DEVICE, blocks=blocks, config=config)(q, k, v, problem.head_dim**-0.5)
 
 

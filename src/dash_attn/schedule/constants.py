@@ -44,8 +44,8 @@ tiles at once. With several heads each, what they read and add to does not fit L
 MOST_ITEMS = 2048
 """Items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
 
-FORWARD_VERSION = 1
+FORWARD_VERSION = 2
 
 FORWARD_TILE, FORWARD_SEGMENT, FORWARD_KEEP = 128, 4096, 8.0
-"""Keys per kv tile and per segment of the forward, and the powers of two by which scores may exceed a row's
-maximum before it is raised (:mod:`.forward`)."""
+"""Keys per kv tile and per segment of the forward, and log2 of what the p of a quarter of a row may add up to
+before its maximum is raised (:mod:`.forward`)."""

@@ -8,10 +8,12 @@ A row goes through the kv tiles of a segment from the last one to the first. It 
 sum 0 and output 0 (FlashAttention-2, algorithm 1, without the division). Scores s are in base 2: Q K^T times
 softmax scale times log2(e), and -inf where the mask hides a key. Of each tile:
 
-1. If the largest s of the tile is more than ``keep`` above the row's maximum, it becomes the maximum, and
-   sum and output are multiplied by 2^(old - new). Otherwise nothing changes (FlashAttention-4, conditional
-   rescaling).
-2. p = 2^(s - maximum). The sum takes the p, the output the p, rounded to the dtype, times V.
+1. p = 2^(s - maximum).
+2. Are the p of every *quarter* of the row at most 2^``keep`` together? Then nothing changes. If not, the
+   largest s becomes the maximum if it is larger, sum and output are multiplied by 2^(old - new), and the
+   p are computed anew. (FlashAttention-4's conditional rescaling looks at the maximum. Sums are needed
+   anyway.) Column c of a tile is in quarter c // 2 % 4: what one thread of a warpgroup has of the row.
+3. The sum takes the p, the output the p, rounded to the dtype, times V.
 
 Segments are folded in ascending order. Of (m, l, O) and the next one's (m', l', O'), with n = max(m, m'), the
 fold is (n, l 2^(m - n) + l' 2^(m' - n), O 2^(m - n) + O' 2^(m' - n)). At the end out = O / l, and the natural
@@ -44,7 +46,7 @@ class ForwardNumerics:
         dtype: of Q, K and V.
         tile: keys per kv tile.
         segment: keys per segment.
-        keep: powers of two by which scores may exceed a row's maximum before it is raised.
+        keep: log2 of what the p of a quarter may add up to before the row's maximum is raised.
 
     Raises:
         ProblemError: a number is out of range, or a segment is not a whole number of tiles.
@@ -67,8 +69,10 @@ class ForwardNumerics:
                 raise ProblemError(f"{name} must be an integer >= 1, got {value!r}")
         if self.segment % self.tile:
             raise ProblemError(f"segment ({self.segment}) must be a multiple of tile ({self.tile})")
-        if not 0 <= self.keep <= 8:  # float16 holds 2^8 times the largest p of a row
-            raise ProblemError(f"keep must be in 0..8, got {self.keep!r}")
+        if self.tile % 8:
+            raise ProblemError(f"tile must be a multiple of 8, got {self.tile}")
+        if not 0 <= self.keep <= 15:  # no p is larger, and float16 holds no more
+            raise ProblemError(f"keep must be in 0..15, got {self.keep!r}")
 
     @classmethod
     def of(cls, problem: Problem) -> ForwardNumerics:

@@ -170,11 +170,15 @@ class _Head:
 
     def _with(self, state: _State, scores: Tensor, hidden: Tensor | None, values: _Values) -> _State:
         """A state that has seen one more kv tile."""
-        found = scores.amax(1, keepdim=True)
-        maximum = torch.where(found > state.maximum + self.numerics.keep, found, state.maximum)
-        shift = _finite(maximum)
-        decay = torch.exp2(state.maximum - shift)
-        p = scores.sub_(shift).exp2_()
+        maximum, p = state.maximum, torch.exp2(scores - state.maximum)
+        # Not a number where a row has seen nothing before: this is not few.
+        quarters = p.view(len(p), -1, 4, 2).sum((1, 3))
+        few = (quarters <= 2.0**self.numerics.keep).all(1, keepdim=True)
+        if not few.all():
+            found = torch.maximum(maximum, scores.amax(1, keepdim=True))
+            maximum = torch.where(few, maximum, found)
+            p = torch.exp2(scores - _finite(maximum))
+        decay = torch.exp2(state.maximum - _finite(maximum))
         total = state.total * decay + p.sum(1, keepdim=True)
         p = p.to(self.dtype).to(p.dtype)
         out = (state.out * decay).addmm_(p, values.tame)

@@ -32,11 +32,10 @@ def load_acquire(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
-def test_wait(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> Int32:
+def is_over(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> Int32:
     """mbarrier.test_wait.parity: 1 if the phase is over, 0 if not; nobody waits."""
-    text = (
-        "{ .reg .pred over; mbarrier.test_wait.parity.shared::cta.b64 over, [$1], $2; selp.s32 $0, 1, 0, over; }"
-    )
+    wait = "mbarrier.test_wait.parity.shared::cta.b64 over, [$1], $2;"
+    text = f"{{ .reg .pred over; {wait} selp.s32 $0, 1, 0, over; }}"
     operands = [barrier.toint(loc=loc, ip=ip).ir_value(loc=loc, ip=ip), Int32(phase).ir_value(loc=loc, ip=ip)]
     return Int32(_asm(T.i32(), operands, text, "=r,r,r,~{memory}", loc, ip))
 

@@ -50,7 +50,7 @@ class Ring:
 
     def is_full(self, n):
         """1 if the stage of use n is full already, 0 if not."""
-        return ptx.test_wait(self.full_of(n), self.phase(n))
+        return ptx.is_over(self.full_of(n), self.phase(n))
 
     @cute.jit
     def wait_full_unless(self, known, n) -> None:

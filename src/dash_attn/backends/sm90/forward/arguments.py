@@ -19,8 +19,8 @@ class Tensors(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """table: int32, see table.py; claimed: int32, one word, how many items beyond the blocks' first have been claimed;
-    state: fp32, `ForwardConfig.state_words` per block; partial: fp32, what is left of segments,
+    """table: int32, see table.py; claimed: one int32, how many items beyond the blocks' first have been
+    claimed; state: fp32, `ForwardConfig.state_words` per block; partial: fp32, what is left of segments,
     `ForwardConfig.partial_words` per place, q head and warpgroup."""
 
     table: Any
@@ -30,8 +30,8 @@ class Workspace(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """scale: softmax scale, fp32; entries and folds of the table; heads: q heads per section; grid: blocks; left, right:
-    mask sides, -1 unbounded."""
+    """scale: softmax scale, fp32; entries and folds of the table; heads: q heads per section; grid: blocks;
+    left, right: mask sides, -1 unbounded."""
 
     scale: Any
     entries: Any
@@ -82,7 +82,8 @@ class Memory(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """q: a tile per warpgroup and stage, also for O on its way out; k, v: tiles; item: words of each Q stage."""
+    """q: a tile per warpgroup and stage, also for O on its way out; k, v: tiles; item: words of a Q stage
+    each."""
 
     q: Any
     k: Any

@@ -9,7 +9,6 @@ from typing import ClassVar
 from ....schedule.constants import FORWARD_KEEP, FORWARD_SEGMENT, FORWARD_TILE
 
 ROWS = 64  # of a warpgroup
-SHAPES = {64: (3, 4), 128: (2, 2)}  # head dim: warpgroups, stages of K and V
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,9 @@ class ForwardConfig:
         warpgroups: that multiply, ROWS rows each.
         q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory.
         tile_n, segment, keep: the numerics, :mod:`dash_attn.schedule.forward`.
-        in_turns: warpgroups issue their products in turns, so that one's softmax runs beside the other's products.
+        in_turns: warpgroups start their products in turns, so that one's softmax runs beside the products of
+            the others. Without, they get out of step by themselves.
+        early: an item's first scores are started beside the end of the item before it.
     """
 
     direction: ClassVar[str] = "forward"
@@ -38,18 +39,20 @@ class ForwardConfig:
     tile_n: int = FORWARD_TILE
     segment: int = FORWARD_SEGMENT
     keep: float = FORWARD_KEEP
-    in_turns: bool = True
-    early: bool = True
+    in_turns: bool = False
+    early: bool = False
 
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:
             raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
         if min(self.q_stages, self.kv_stages) < 2:
-            raise ValueError(f"{self}: what comes next is loaded beside what is in use, that takes two stages")
+            raise ValueError(
+                f"{self}: what comes next is loaded beside what is in use, that takes two stages"
+            )
 
     @property
     def enough(self) -> float:
-        return 2.0**self.keep
+        return float(2.0**self.keep)
 
     @property
     def tile_m(self) -> int:
@@ -61,18 +64,21 @@ class ForwardConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Per thread: of warps that multiply, and of the others."""
+        """Per thread: of warps that multiply, and of the others. A launch has as many for all threads;
+        what some take, others must have left before, or all wait for ever."""
         return (240, 24) if self.warpgroups == 2 else (160, 32)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block. Barriers and items take less than 1 KB, and tiles begin at a multiple of it."""
+        """Shared memory of one block. Barriers and items take less than 1 KB; tiles begin at a multiple
+        of it."""
         rows = self.tile_m * self.q_stages + 2 * self.tile_n * self.kv_stages
         return 1024 + 2 * rows * self.head_dim
 
     @property
     def partial_words(self) -> int:
-        """fp32 words of what a warpgroup leaves of one segment: O, then two maxima and two sums per thread."""
+        """fp32 words of what a warpgroup leaves of one segment: O, then two maxima and two sums per
+        thread."""
         return ROWS * self.head_dim + 4 * 128
 
     @property
@@ -83,6 +89,7 @@ class ForwardConfig:
 
 @cache
 def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
-    """What a head dim runs with."""
-    warpgroups, kv_stages = SHAPES[head_dim]
-    return ForwardConfig(head_dim, dtype, warpgroups=warpgroups, kv_stages=kv_stages)
+    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md)."""
+    if head_dim == 64:
+        return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, in_turns=True, early=True)
+    return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2, in_turns=False, early=False)

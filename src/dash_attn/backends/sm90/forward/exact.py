@@ -1,6 +1,6 @@
 """Arithmetic that the compiler must not choose.
 
-It may make one instruction of a product and a sum, or two, as it finds better, and another way in every copy of a loop.
+It may make one instruction of a product and a sum, or two, as it finds better, and otherwise in another loop.
 Where a row's bits must be the same wherever it is computed, the source says which it is.
 """
 
@@ -22,7 +22,8 @@ def fma(a, b, c, *, loc=None, ip=None) -> Float32:
 
 @dsl_user_op
 def packed(low, high, dtype, *, loc=None, ip=None) -> Int32:
-    """Two values as bf16 or fp16 in one word. The compiler cannot move it to where it would keep more registers."""
+    """Two values as bf16 or fp16 in one word. The compiler does not move it to where it keeps more
+    registers."""
     name = "bf16x2" if dtype is BFloat16 else "f16x2"
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
     text = f"cvt.rn.{name}.f32 $0, $1, $2;"

@@ -24,9 +24,7 @@ class Fold:
     @cute.jit
     def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
         c = self.config
-        self.kernel(
-            tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries
-        ).launch(
+        self.kernel(tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries).launch(
             grid=(launch.folds, tensors.out.shape[2], 1),
             block=(128 * c.warpgroups, 1, 1),
             stream=stream,

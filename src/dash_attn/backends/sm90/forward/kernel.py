@@ -1,9 +1,10 @@
-"""The forward kernel: persistent, warp specialised, one item (64 rows per warpgroup of one q head) after the other.
+"""The forward kernel: persistent, warp specialised, one item (64 rows per warpgroup of one q head) after
+the other.
 
-Warp 0 loads Q, K and V by the copy engine, and one warp per warpgroup stores O. Warpgroups multiply: S = Q K^T of the next kv tile is issued before
-O += P V of this one, and the softmax of the next runs beside the latter (FlashAttention-3, algorithm 2).
-Numerics: schedule/forward.py.
-"""
+Warp 0 claims items and loads Q, K and V by the copy engine, and one warp per warpgroup stores O.
+Warpgroups multiply: S = Q K^T of the next kv tile and O += P V of this one are started together, and one
+warpgroup's softmax runs beside the products of another (FlashAttention-3, section 3). Numerics:
+schedule/forward.py."""
 
 import math
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ class Rings:
     v: Ring
 
 
-CHAINS = [(half, e) for half in range(2) for e in range(2)]  # of sums and maxima: both rows of a thread, two each
+CHAINS = [
+    (half, e) for half in range(2) for e in range(2)
+]  # of sums and maxima: both rows of a thread, two each
 
 
 class Info:
@@ -223,9 +226,7 @@ class Forward:
             rows = (tma_row, tma_batch, tma_shift)
             for g in cutlass.range_constexpr(c.warpgroups):
                 tile = shared.q[None, None, stage * c.warpgroups + g]
-                self._load_tile(
-                    copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage
-                )
+                self._load_tile(copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
             rows, kv_head = (k_row, tma_batch, k_shift), q_head // group
             per_segment = c.segment // c.tile_n
             begin, kv_tiles = kv_first, cutlass.max(kv_last - kv_first + 1, 0)
@@ -326,8 +327,9 @@ class Forward:
             words = shared.item[None, rings.q.stage(n_item)]
 
     def _done(self, group, stage):
-        """The barrier at which a warpgroup is done with its item: O, unless it is in parts, is where Q was. Two stages
-        have one each, for a warpgroup may be done with the next item before this one is stored."""
+        """The barrier at which a warpgroup is done with its item: O, unless it is in parts, is where Q
+        was. Every stage has one, for a warpgroup may be done with the next item before this one is
+        stored."""
         return DONE_BARRIER + group * self.config.q_stages + stage
 
     # Multiplying
@@ -412,7 +414,10 @@ class Forward:
 
     @cute.jit
     def _start_early(self, t, rings, shared, n_item: Int32, n: Int32) -> Int32:
-        """Start an item's first scores if this warpgroup sees its first tile: 1 if so. A group of products in any case."""
+        """Start an item's first scores if this warpgroup sees its first tile: 1 if so.
+
+        There is one more group of products in any case.
+        """
         rings.q.wait_full(n_item)
         stage, started = rings.q.stage(n_item), Int32(0)
         words = shared.item[None, stage]
@@ -558,8 +563,8 @@ class Forward:
 
     @cute.jit
     def _raise(self, t, sums, factors) -> None:
-        """P with new maxima of those rows whose sums with the old ones have become large, and what this multiplies
-        the rows' sums so far by, and their outputs."""
+        """P with new maxima of those rows whose sums with the old ones are large; O multiplied by what
+        this takes, which is left in `factors` for the sums."""
         shifts = cute.make_rmem_tensor(2, Float32)
         found = self._maxima(t)
         for half in cutlass.range_constexpr(2):

@@ -6,8 +6,8 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from ..backward.kernel import DTYPES
 from .arguments import Launch, Tensors, Workspace, regrouped
-from .config import ForwardConfig
 from .claims import Claims
+from .config import ForwardConfig
 from .fold import Fold
 from .kernel import Forward
 

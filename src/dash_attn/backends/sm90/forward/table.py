@@ -1,11 +1,13 @@
 """What the forward kernel reads of a batch, as int32 words, and in which order blocks go through it.
 
-Entries, longest first: sequence, q tile, segment, place, then seqlen_q, seqlen_k, first q row and first k row of the
-sequence. Segment -1: all that the tile sees. Otherwise what is left of that one segment goes to a place, and behind the
-entries stand the folds: sequence, q tile, first place, segments, then the same four words. An item is an entry for one
-q head. Items are numbered section of heads by section, in it entry by entry, in it head by head. The first item of a
-block is the one of its own number; where there are more items than blocks, it claims the others, in their order.
-"""
+Entries, longest first: sequence, q tile, segment, place, then seqlen_q, seqlen_k, first q row and first k
+row of the sequence. Segment -1: all that the tile sees. Otherwise what is left of that one segment goes
+to a place, and behind the entries stand the folds: sequence, q tile, first place, segments, then the same
+four words.
+
+An item is an entry for one q head. Items are numbered section of heads by section, in it entry by entry,
+in it head by head. The first item of a block is the one of its own number; where there are more items
+than blocks, it claims the others, in their order."""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def forward_table(problem: Problem, tile_m: int, segment: int, blocks: int) -> F
     last = seqlen_k - 1 if last is None else np.minimum(last, seqlen_k - 1)
     entries = np.stack([sequence, tile, np.full_like(tile, -1), np.zeros_like(tile)], 1)
     begin, segments = first // segment, last // segment - first // segment + 1
-    # Half as many items as blocks: splitting fewer gains at most what a round takes, and every part costs memory.
+    # Half as many items as blocks: splitting fewer gains a round at most, and every part costs memory.
     few = 2 * len(tile) * problem.heads <= blocks and segments.sum() * problem.heads <= MOST_PARTS
     split = (last >= first) & (segments > 1) & few
     folds, places = np.zeros((0, 4), dtype=np.int64), 0
@@ -74,7 +76,7 @@ def forward_table(problem: Problem, tile_m: int, segment: int, blocks: int) -> F
 
 
 def _heads_per_section(problem: Problem) -> int:
-    """As many kv heads as keep K and V of all sequences in half of L2, a divisor of all; times q heads per kv head."""
+    """As many kv heads as keep K and V in half of L2, a divisor of all; times q heads per kv head."""
     size = 2 * 2 * problem.head_dim * int(problem.lengths[:, 1].sum())
     fit = max(1, (L2_BYTES // 2) // max(size, 1))
     return problem.group * max(
