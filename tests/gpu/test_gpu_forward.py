@@ -16,7 +16,15 @@ from dash_attn.backends.sm90.forward.launch import DTYPES, Forward
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
 from dash_attn.testing import same_bytes
-from gpu_cases import any_case, dense, has_fa4, packed, relative_error
+from gpu_cases import (
+    any_case,
+    dense,
+    has_fa4,
+    make_case,
+    make_packed_case,
+    packed,
+    relative_error,
+)
 
 PROBLEMS = int(os.environ.get("DASH_ATTN_PROBLEMS", "60"))
 DEVICE = torch.device("cuda", 0)
@@ -32,7 +40,8 @@ def run(
 @pytest.mark.parametrize("number", range(PROBLEMS))
 def test_error_is_no_worse_than_the_peers(number: int) -> None:
     problem = random_problem(number)
-    case = any_case(problem, number)
+    make = make_case if len(problem.grids) == 1 else make_packed_case
+    case = make(problem, number, outliers=number % 3 == 0)
     q, k, v = case.inputs[1:4]
     out, lse = run(problem, q, k, v)
     seen = case.exact["lse"] > -torch.inf
@@ -63,6 +72,9 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: in
     heads = kv_heads * group
     q = draw(length, heads, head_dim, number)
     k, v = (draw(length, kv_heads, head_dim, number + n) for n in (1000, 2000))
+    # Scores that grow or fall along the keys: maxima rise late, again and again, and not in all rows alike.
+    growth = torch.linspace(*rng.choice(((1, 1), (0.1, 9), (9, 0.1))), length, device=DEVICE)
+    k = (k * growth[:, None, None]).bfloat16()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask, blocks: int | None = None):
         sizes = ((q.shape[1], k.shape[1]),) * q.shape[0]
@@ -114,6 +126,38 @@ def test_replays(replays: int) -> None:
         for _ in range(replays):
             again = run(problem, q, k, v)
             assert all(same_bytes(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("growth", [(0.1, 12.0), (12.0, 0.1)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_maxima_that_rise(head_dim: int, growth: tuple[float, float]) -> None:
+    q, k, v = (draw(2500, 2, head_dim, seed) for seed in range(3))
+    k = (k * torch.linspace(*growth, 2500, device=DEVICE)[:, None, None]).bfloat16()
+    problem = dense(seqlen=2500, heads=2, kv_heads=2, head_dim=head_dim, batch=1)
+    out, lse = run(problem, q, k, v)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * head_dim**-0.5
+    scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    exact = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
+    assert relative_error(out, exact) < 4e-3
+    assert float((lse.double() - scores.logsumexp(-1)).abs().max()) < 2e-4
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_hidden_in_q_and_k_may_be_anything(bad: float) -> None:
+    for problem in (dense(seqlen=700), dense(Mask.window(100, 0), seqlen=700, head_dim=64)):
+        q, k, v = any_case(problem).inputs[1:4]
+        out, lse = run(problem, q, k, v)
+        spoilt = k.clone()
+        spoilt[:, 300] = bad
+        found, other = run(problem, q, spoilt, v)
+        assert same_bytes(found[:, :300].contiguous(), out[:, :300].contiguous())
+        assert same_bytes(other[..., :300].contiguous(), lse[..., :300].contiguous())
+        assert not other[..., 300].isfinite().any()
+        spoilt = q.clone()
+        spoilt[:, 300] = bad
+        found, _ = run(problem, spoilt, k, v)
+        assert same_bytes(found[:, 301:].contiguous(), out[:, 301:].contiguous())
+        assert same_bytes(found[:, :300].contiguous(), out[:, :300].contiguous())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
