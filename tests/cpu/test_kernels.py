@@ -13,8 +13,9 @@ import pytest
 
 from dash_attn.backends.cuda.cubin import resources_of_cubin
 from dash_attn.backends.sm90 import machine_code as machine_code_module
-from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.backward.config import THREADS, BackwardConfig
 from dash_attn.backends.sm90.compile import ARCH, variants
+from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.machine_code import MachineCode, hashes_of, machine_code, normalised
 from dash_attn.errors import DashError
 from dash_attn.tools.cli import main
@@ -22,8 +23,7 @@ from dash_attn.tools.cli import main
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 
-# What a block of 384 threads may use at most with one resident block per SM, see backends/sm90/tiles.py.
-REGISTERS, SHARED = 168, 232_448
+SHARED = 232_448  # bytes that a block may use at most
 SOURCES = Path(__file__).parents[2] / "src"
 RECORD = Path(__file__).parents[1] / "kernels-sm_90a.json"
 KNOWN = json.loads(RECORD.read_text())
@@ -46,9 +46,25 @@ def test_compiles_without_spills(name: str) -> None:
     assert set(kernels) == {role.lower() for role in config.kernels}
     assert {name: kernel.stack for name, kernel in kernels.items()} == dict.fromkeys(kernels, 0)
     main = kernels[config.direction]
-    assert main.registers == REGISTERS
+    assert main.registers == launched_with(config)
     assert main.shared <= SHARED
     assert 1 <= main.barriers <= 16
+
+
+def launched_with(config: BackwardConfig | ForwardConfig) -> int:
+    """Registers per thread of one resident block per SM: all of them, in eights."""
+    threads = config.threads if isinstance(config, ForwardConfig) else THREADS
+    return 65_536 // threads // 8 * 8
+
+
+@pytest.mark.parametrize(
+    "config", [config for config in variants().values() if isinstance(config, ForwardConfig)], ids=str
+)
+def test_warps_take_no_more_registers_than_others_have_left(config: ForwardConfig) -> None:
+    """Otherwise they wait for ever: a launch gets no register later."""
+    multiply, others = config.registers
+    launched = config.threads * launched_with(config)
+    assert 128 * (config.warpgroups * multiply + others) <= launched
 
 
 @pytest.mark.filterwarnings("default")
