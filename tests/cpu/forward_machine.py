@@ -17,8 +17,14 @@ from ptx_machine import LOAD_WARP, Block, Machine, Thread, _as
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.table import forward_table
 from dash_attn.problem import Problem
+from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 
 TABLE, TENSORS = 1 << 20, 1 << 44
+
+
+def plan_for(problem: Problem, config: ForwardConfig, workers: int = 0) -> ForwardPlan:
+    numerics = ForwardNumerics(problem.head_dim, problem.dtype, segment=config.segment)
+    return build_forward_plan(problem, config.tile_m, workers, numerics)
 
 
 @cache
@@ -48,10 +54,10 @@ class Named:
 
 
 class ForwardMachine(Machine):
-    def __init__(self, config: ForwardConfig, program, problem: Problem, blocks: int, seed: int, table=None):
-        self.config, self.program, self.problem, self.random = config, program, problem, random.Random(seed)
-        self.table = forward_table(problem, config.tile_m, config.segment, 0) if table is None else table
-        words = np.frombuffer(self.table.words.tobytes(), dtype=np.uint32)
+    def __init__(self, config: ForwardConfig, program, plan: ForwardPlan, blocks: int, seed: int):
+        self.config, self.program, self.random = config, program, random.Random(seed)
+        self.plan, self.problem = plan, plan.problem
+        words = np.frombuffer(forward_table(plan).tobytes(), dtype=np.uint32)
         self.memory = {TABLE + 4 * i: int(word) for i, word in enumerate(words)}
         self.noticed, self.warps = 0, config.threads // 32
         self.blocks = [Block(index, blocks) for index in range(blocks)]
@@ -70,7 +76,7 @@ class ForwardMachine(Machine):
         dense = len(set(p.sequences)) == 1
         batch = len(p.sequences) if dense else 1
         left, right = p.mask.sides
-        numbers = (self.table.entries, self.table.heads, left, right, p.group, batch, p.heads)
+        numbers = (len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads)
         known = {11: TABLE, **dict(enumerate(numbers, 16))}
         if number in known and (offset == 0):
             return known[number]

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from forward_machine import ForwardMachine, ForwardProgram, forward_ptx
+from forward_machine import ForwardMachine, ForwardProgram, forward_ptx, plan_for
 
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
 from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import ForwardPlan, prove_forward
 
 PACKED = 1 << 30
 
@@ -31,19 +32,19 @@ def problem(name: str, head_dim: int) -> Problem:
 Item = tuple[int, int, int]
 
 
-def listed(p: Problem, config: ForwardConfig) -> dict[tuple[int, ...], Item]:
+def listed(plan: ForwardPlan) -> dict[tuple[int, ...], Item]:
     """The items (sequence, q head, q tile) in order, by where the copy engine finds their first row of Q."""
-    table = forward_table(p, config.tile_m, config.segment, 0)
-    entries = table.words.reshape(-1, ENTRY_WORDS)[: table.entries].tolist()
+    p = plan.problem
     one_batch = len(p.sequences) == 1 or len(set(p.sequences)) > 1
+    words = forward_table(plan).reshape(-1, ENTRY_WORDS).tolist()
     items = {}
-    for first_head in range(0, p.heads, table.heads):
-        for sequence, tile, _, _, seqlen_q, _, q_first, _ in entries:
-            for head in range(first_head, first_head + table.heads):
-                where = (tile * config.tile_m, head, sequence, 0)
-                if one_batch:
-                    where = (PACKED - seqlen_q + tile * config.tile_m, head, PACKED, q_first + seqlen_q)
-                items[where] = (sequence, head, tile)
+    for number in range(plan.items):
+        entry, head = plan.claimed(number)
+        sequence, tile, _, _, seqlen_q, _, q_first, _ = words[entry]
+        where = (tile * plan.tile_m, head, sequence, 0)
+        if one_batch:
+            where = (PACKED - seqlen_q + tile * plan.tile_m, head, PACKED, q_first + seqlen_q)
+        items[where] = (sequence, head, tile)
     return items
 
 
@@ -71,9 +72,9 @@ def test_it_ends_and_loads_and_stores_what_it_should(
     config = ForwardConfig(head_dim, segment=256, warpgroups=warpgroups, in_turns=in_turns)
     program, p = ForwardProgram(forward_ptx(config)), problem(name, head_dim)
     for blocks, seed in ((1, 0), (3, 1), (5, 2)):
-        machine = ForwardMachine(config, program, p, blocks, seed)
+        machine = ForwardMachine(config, program, plan_for(p, config), blocks, seed)
         machine.run()
-        items = listed(p, config)
+        items = listed(machine.plan)
         numbers = {item: number for number, item in enumerate(items.values())}
         parts = head_dim // 64
         done = []
@@ -108,16 +109,10 @@ def test_split_tiles_leave_every_segment_once(head_dim: int) -> None:
     p = Problem.dense(
         batch=1, heads=2, seqlen_q=130, seqlen_k=1500, head_dim=head_dim, mask=Mask.window(900, 0)
     )
-    table = forward_table(p, config.tile_m, config.segment, 132)
-    entries, folds = np.split(table.words.reshape(-1, ENTRY_WORDS), [table.entries])
-    assert table.folds == 2
-    assert sorted(entries[:, 3].tolist()) == list(range(table.places))
-    for sequence, tile, first, segments, *_ in folds.tolist():
-        mine = entries[(entries[:, 1] == tile) & (entries[:, 0] == sequence)]
-        assert sorted(mine[:, 3].tolist()) == list(range(first, first + segments))
-        wanted = sorted({kv // 2 for kv in expected(p, config, (sequence, 0, tile))})
-        assert mine[np.argsort(mine[:, 3]), 2].tolist() == wanted
-    machine = ForwardMachine(config, ForwardProgram(forward_ptx(config)), p, 3, 0, table)
+    plan = plan_for(p, config, 132)
+    prove_forward(plan)
+    assert len(plan.folds) == 2
+    machine = ForwardMachine(config, ForwardProgram(forward_ptx(config)), plan, 3, 0)
     machine.run()
     keys = sorted(where[1:3] for b in machine.blocks for which, where in b.loads if which == 2)[
         :: head_dim // 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .build import PLACEMENTS, build_plan
 from .defaults import choose_policy
 from .forward import ForwardNumerics
+from .forward_plan import ForwardPlan, build_forward_plan, prove_forward
 from .numerics import (
     FA3,
     POLICIES,
@@ -30,6 +31,7 @@ __all__ = [
     "ByLength",
     "Descending",
     "ForwardNumerics",
+    "ForwardPlan",
     "HeadPattern",
     "Numerics",
     "Placement",
@@ -40,6 +42,7 @@ __all__ = [
     "Shift",
     "SymmetricShift",
     "Verdict",
+    "build_forward_plan",
     "build_plan",
     "check_workers",
     "choose_policy",
@@ -47,5 +50,6 @@ __all__ = [
     "lpt_placement",
     "policy_by_name",
     "prove",
+    "prove_forward",
     "to_table",
 ]

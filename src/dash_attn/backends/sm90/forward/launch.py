@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ....errors import InputError
 from ....problem import Problem
+from ....schedule import ForwardNumerics, build_forward_plan
 from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
@@ -44,13 +45,15 @@ class Forward:
     def _prepare(self) -> Upload:
         problem, config = self._problem, self.config
         available = multiprocessors(self._device) if self._blocks is None else self._blocks
-        table = forward_table(problem, config.tile_m, config.segment, available)
-        upload = Upload(f"the forward of {problem.heads} heads", [table.words], self._device)
-        grid = max(1, min(available, table.entries * problem.heads))
+        numbers = config.tile_n, config.segment, config.keep
+        numerics = ForwardNumerics(problem.head_dim, problem.dtype, *numbers)
+        plan = build_forward_plan(problem, config.tile_m, available, numerics)
+        upload = Upload(f"the forward of {problem.heads} heads", [forward_table(plan)], self._device)
+        grid = max(1, min(available, plan.items))
         several = int(problem.lengths[:, 1].max()) > config.segment
-        partial = table.places * problem.heads * config.warpgroups * config.partial_words
+        partial = plan.places * problem.heads * config.warpgroups * config.partial_words
         self._sizes = [32, *(max(words, 32) for words in (several * grid * config.state_words, partial))]
-        self._numbers = (table.entries, table.folds, table.heads, grid, *problem.mask.sides)
+        self._numbers = (len(plan.entries), len(plan.folds), plan.section, grid, *problem.mask.sides)
         self._program = program(config)
         self._upload = upload
         return upload
