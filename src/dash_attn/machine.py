@@ -8,6 +8,7 @@ from __future__ import annotations
 __all__ = [
     "CONVERSION_CYCLES",
     "FEW_ROUNDS",
+    "FORWARD_CYCLES",
     "HEADS_TOGETHER",
     "ITEM_CYCLES",
     "L2_BYTES",
@@ -32,3 +33,6 @@ is from the number of converting blocks that was best (docs/performance.md)."""
 FEW_ROUNDS = 12
 """Up to so many items per block, converting blocks must not cost items of one length a round more. Later
 blocks are no longer in step."""
+
+FORWARD_CYCLES = {64: (2190, 4000), 128: (2250, 5700)}
+"""Of the forward kernel at a head dim: cycles of a kv tile of an item, and of what an item takes beside."""

@@ -293,3 +293,43 @@ def test_as_a_module() -> None:
     line = [sys.executable, "-m", "dash_attn", "simulate", "--tiles", "4", "--policy", "fa3", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["makespan"] == 11
+
+
+# --pass forward
+
+
+def test_a_forward_is_planned_and_simulated(capsys: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    shape = "--pass forward --mask causal --seqlen 512 --heads 2"
+    facts = as_json(capsys, f"plan {shape} --json")
+    assert (facts["pass"], facts["items"], facts["kv_tiles"], facts["places"]) == ("forward", 8, 20, 0)
+    picture = tmp_path / "f.svg"
+    facts = as_json(capsys, f"simulate {shape} --workers 2 --compute 10 --launch 1 --save {picture} --json")
+    assert facts["makespan"] == facts["lower_bound"] == 104
+    assert facts["utilization"] == 1.0
+    assert picture.read_text().count("<svg") == 1
+    facts = as_json(capsys, f"simulate {shape} --preset h200 --json")
+    assert (facts["workers"], facts["costs"]["tile"]) == (132, 2250)
+    assert main("plan --pass forward --seqlen 1 --seqlen-k 9000 --show".split()) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in shown[-3:]] == [
+        list("0000") + ["32"],
+        list("0011") + ["32"],
+        list("0022") + ["7"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan --pass forward --seqlen 9 --policy spt", "--policy spt belongs to --pass backward"),
+        ("plan --pass forward --tiles 9", "--tiles 9 belongs to --pass backward"),
+        ("simulate --pass forward --seqlen 9 --dq-buffers 2", "--dq-buffers 2 belongs to --pass backward"),
+        ("simulate --pass forward --seqlen 9 --show", "--show draws a backward as text"),
+        ("simulate --pass forward --seqlen 9 --workers 0", "workers must be an integer >= 1, got 0"),
+        ("simulate --pass forward --seqlen 9 --compute -1", "tile must be finite and >= 0, got -1.0"),
+    ],
+)
+def test_what_a_forward_does_not_take_is_named(capsys: Run, line: str, message: str) -> None:
+    assert main(line.split()) != 0
+    assert message in capsys.readouterr().err

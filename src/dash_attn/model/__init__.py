@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from .bounds import closed_form, lower_bounds
 from .cost import H200, H200_WORKERS, Costs
+from .forward import ForwardCosts, ForwardTimeline, simulate_forward
 from .simulate import Timeline, simulate
 
-__all__ = ["H200", "H200_WORKERS", "Costs", "Timeline", "closed_form", "lower_bounds", "simulate"]
+__all__ = [
+    "H200",
+    "H200_WORKERS",
+    "Costs",
+    "ForwardCosts",
+    "ForwardTimeline",
+    "Timeline",
+    "closed_form",
+    "lower_bounds",
+    "simulate",
+    "simulate_forward",
+]

@@ -17,6 +17,7 @@ from ..problem import Problem
 from ..schedule import POLICIES, Plan, build_plan
 from ..schedule.head_groups import default_head_groups
 from .flags import add_command, cost_flags, emit, machine_of, plan_of, problem_flags, problem_of
+from .forward import run_forward_plan, run_forward_simulation
 from .limits import announce, is_long, require_simulable
 
 __all__ = ["add_schedule_commands"]
@@ -36,11 +37,21 @@ def _add_plan(subparsers: Any) -> None:
     example = "--mask causal --seqlen 4096 --heads 16 --policy symmetric_shift --show"
     plan = add_command(subparsers, "plan", run_plan, text, example)
     problem_flags(plan)
+    _pass_flag(plan)
     plan.add_argument("--show", action="store_true", help="print the grid of one head: step and ticket")
     plan.add_argument("--save", type=Path, metavar="FILE", help="draw the plan as .svg or .png")
 
 
+def _pass_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pass", choices=("backward", "forward"), default="backward", dest="direction",
+        help="which plan; one of the forward has no policy (default backward)",
+    )  # fmt: skip
+
+
 def run_plan(args: argparse.Namespace) -> int:
+    if args.direction == "forward":
+        return run_forward_plan(args)
     from ..model.render import plan_workers, save_plan, text_plan
 
     problem = problem_of(args)
@@ -64,11 +75,14 @@ def _add_simulate(subparsers: Any) -> None:
     sim = add_command(subparsers, "simulate", run_simulate, text, example)
     problem_flags(sim)
     cost_flags(sim)
+    _pass_flag(sim)
     sim.add_argument("--show", action="store_true", help="print the timeline as text")
     sim.add_argument("--save", type=Path, metavar="FILE", help="draw the timeline as .svg or .png")
 
 
 def run_simulate(args: argparse.Namespace) -> int:
+    if args.direction == "forward":
+        return run_forward_simulation(args)
     from ..model.render import save_gantt, text_gantt
 
     if args.save:

@@ -1,0 +1,133 @@
+"""What a forward's plan would take: workers claim items in order, and none waits for another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from heapq import heapreplace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CostError
+from ..machine import FORWARD_CYCLES
+from ..schedule import ForwardPlan
+from .charts import IDLE, PALETTE, new_figure, save_figure
+from .cost import require_workers
+from .output import PictureError, check_path
+
+__all__ = ["ForwardCosts", "ForwardTimeline", "save_forward", "simulate_forward"]
+
+MOST_BOXES = 20_000
+
+
+@dataclass(frozen=True)
+class ForwardCosts:
+    """Costs of an item, in cycles of one worker.
+
+    Attributes:
+        tile: of a kv tile.
+        item: of what an item takes beside its kv tiles.
+
+    Raises:
+        CostError: a value is negative or not finite.
+    """
+
+    tile: float = 1.0
+    item: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not math.isfinite(value) or value < 0:
+                raise CostError(f"{field.name} must be finite and >= 0, got {value!r}")
+
+    @classmethod
+    def h200(cls, head_dim: int) -> ForwardCosts:
+        """Those measured on an H200 at this head dim, or at 128 where there is no kernel."""
+        return cls(*FORWARD_CYCLES.get(head_dim, FORWARD_CYCLES[128]))
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardTimeline:
+    """What happened when; times in cycles from the start.
+
+    Attributes:
+        plan, costs, workers: what was simulated.
+        makespan: when the last item ended.
+        lower_bound: no order of claims takes less: all work over all workers, or the longest item.
+        worker, start, end: (items,) of every item in the order of claims.
+    """
+
+    plan: ForwardPlan
+    costs: ForwardCosts
+    workers: int
+    makespan: float
+    lower_bound: float
+    worker: NDArray[np.int64]
+    start: NDArray[np.float64]
+    end: NDArray[np.float64]
+
+    @property
+    def utilization(self) -> float:
+        """Share of worker cycles spent on items; 1 for a plan without items."""
+        busy = float((self.end - self.start).sum())
+        return busy / (self.makespan * self.workers) if self.makespan else 1.0
+
+
+def simulate_forward(plan: ForwardPlan, costs: ForwardCosts, workers: int) -> ForwardTimeline:
+    """Let workers claim the items of a plan, in order, each when it is free.
+
+    Raises:
+        CostError: ``workers`` is not a positive integer.
+
+    >>> from dash_attn.problem import Mask, Problem
+    >>> from dash_attn.schedule import build_forward_plan
+    >>> causal = Problem.dense(seqlen=4 * 128, heads=1, head_dim=128, mask=Mask.causal())
+    >>> found = simulate_forward(build_forward_plan(causal, 128, 2), ForwardCosts(tile=2, item=1), 2)
+    >>> found.start.tolist(), found.end.tolist(), found.makespan, found.lower_bound
+    ([0.0, 0.0, 7.0, 9.0], [9.0, 7.0, 12.0, 12.0], 12.0, 12.0)
+    """
+    require_workers(workers)
+    numbers = np.arange(plan.items)
+    entry = numbers % max(len(plan.entries) * plan.section, 1) // plan.section
+    length = costs.tile * plan.kv_tiles[entry] + costs.item
+    free = [(0.0, worker) for worker in range(workers)]
+    worker, start = np.zeros(plan.items, dtype=np.int64), np.zeros(plan.items)
+    for number, cycles in enumerate(length.tolist()):
+        start[number], worker[number] = free[0]
+        heapreplace(free, (free[0][0] + cycles, free[0][1]))
+    end = start + length
+    bound = max(float(length.sum()) / workers, float(length.max(initial=0.0)))
+    return ForwardTimeline(plan, costs, workers, float(end.max(initial=0.0)), bound, worker, start, end)
+
+
+def save_forward(timeline: ForwardTimeline, path: str | Path) -> Path:
+    """Draw one row per worker, a box per item, in the colour of its head.
+
+    Raises:
+        PictureError: another suffix than .svg or .png, or more than 20,000 items.
+        PlotsMissingError: Matplotlib is not installed.
+    """
+    path = check_path(path)
+    if timeline.plan.items > MOST_BOXES:
+        raise PictureError(f"too many items to draw: {timeline.plan.items:,}, the limit is {MOST_BOXES:,}")
+    heads = np.array([timeline.plan.claimed(number)[1] for number in range(timeline.plan.items)], dtype=int)
+    figure = new_figure(min(max(0.27 * timeline.workers, 1.0), 8.0) + 1.0)
+    ax = figure.subplots()
+    for colour in range(len(PALETTE)):
+        mine = heads % len(PALETTE) == colour
+        for worker in np.unique(timeline.worker[mine]).tolist():
+            its = mine & (timeline.worker == worker)
+            boxes = np.stack([timeline.start[its], (timeline.end - timeline.start)[its]], 1).tolist()
+            row, tone = (worker - 0.4, 0.8), PALETTE[colour]
+            ax.broken_barh(boxes, row, facecolor=tone, edgecolor="white", linewidth=0.3)
+    ax.set_facecolor(IDLE)
+    ax.set_ylim(timeline.workers - 0.5, -0.5)
+    ax.set_xlim(0, timeline.makespan * 1.005 or 1.0)
+    ax.set_xlabel("cycles")
+    ax.set_ylabel("worker")
+    facts = f"makespan {timeline.makespan:,.6g}, bound {timeline.lower_bound:,.6g}"
+    ax.set_title(f"forward, {timeline.plan.problem.mask.name}: {facts}", loc="left")
+    return save_figure(figure, path)
