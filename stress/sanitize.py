@@ -22,7 +22,9 @@ from torch import Tensor
 from dash_attn.backends.base import tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import backward_variants, program
+from dash_attn.backends.sm90.compile import Config, program, variants
+from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
@@ -58,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="variants whose name contains TEXT")
     parser.add_argument("--launch", action="store_true", help="launch the variants, under no tool")
     args = parser.parse_args(argv)
-    chosen = {name: config for name, config in backward_variants().items() if args.only in name}
+    chosen = {name: config for name, config in variants().items() if args.only in name}
     if not chosen:
-        parser.error(f"no variant's name contains {args.only!r}; known: {', '.join(backward_variants())}")
+        parser.error(f"no variant's name contains {args.only!r}; known: {', '.join(variants())}")
     if shutil.which("compute-sanitizer") is None and not args.launch:
         parser.error("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
     if args.launch:
@@ -130,8 +132,13 @@ def races(log: str) -> list[str]:
     return found
 
 
-def launch_all(chosen: dict[str, BackwardConfig]) -> None:
+def launch_all(chosen: dict[str, Config]) -> None:
     for name, config in chosen.items():
+        if isinstance(config, ForwardConfig):
+            for label, problem, blocks in forward_problems(config):
+                launch_forward(config, problem, blocks)
+                print(f"launched {name}, {label}", flush=True)
+            continue
         for label, plan in plans(config):
             launch(config, plan)
             print(f"launched {name}, {label}", flush=True)
@@ -190,6 +197,32 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     dumped = result.dq_contributions
     if dumped is not None and not contributed(plan, dumped.cpu()).isfinite().all():
         raise RuntimeError("a dumped contribution is not finite")
+
+
+def forward_problems(config: ForwardConfig) -> Iterator[tuple[str, Problem, int | None]]:
+    """What a forward is launched with, and on how many blocks (None: on all)."""
+    like = {"head_dim": config.head_dim, "dtype": DTYPES[config.dtype]}
+    yield "window", dense(WINDOW, seqlen=300, **like), 3
+    yield "packed", packed((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64, mask=CAUSAL, **like), None
+    yield "segments", dense(CAUSAL, seqlen_q=200, seqlen_k=4500, seqlen=None, batch=1, **like), 2
+    yield "a fold", dense(FULL, seqlen_q=1, seqlen_k=9000, seqlen=None, batch=1, **like), None
+
+
+def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None) -> None:
+    """One forward with random inputs, waited for. What it leaves unwritten is NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def fill(x: Tensor) -> Tensor:
+        return x.fill_(torch.nan) if x.is_cuda and x.is_floating_point() else x
+
+    q, k, v = inputs(problem)[1:4]
+    with (
+        mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
+        mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
+    ):
+        out, lse = Forward(problem, q.device, blocks=blocks, config=config)(q, k, v, problem.head_dim**-0.5)
+    if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
+        raise RuntimeError("out or lse is not a number")
 
 
 def contributed(plan: Plan, dumped: Tensor) -> Tensor:
