@@ -41,13 +41,13 @@ TOOLS = {
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _RACE = r"^=+ (?:Error|Warning): Race reported between "
-RACE_WRITERS = 7
-"""Writing instructions of the main kernel whose readers racecheck takes for races: the bulk loads of LSE, of
-delta and, four of them, of complete dQ tiles, and the store of a task's mask bounds. The readers wait for a
-barrier on which arrive.expect_tx follows the write; racecheck counts plain arrivals only. For more, see
-docs/reliability.md."""
-RACE_READERS = 4
-"""Its reads whose words racecheck finds overwritten: two of the load warp (where its dK belongs)
+RACE_WRITERS = {"Backward": 7, "Forward": 6}
+"""Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the bulk loads
+of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask bounds. Of the forward:
+the stores of an item's words, and of the word behind the last item. The readers wait for a barrier on which
+arrive.expect_tx follows the write; racecheck counts plain arrivals only. For more, see docs/reliability.md."""
+RACE_READERS = {"Backward": 4, "Forward": 0}
+"""The backward's reads whose words racecheck finds overwritten: two of the load warp (where its dK belongs)
 and two of converting warps (where a tile belongs). All lanes of a warp read, bar.warp.sync follows, then one
 lane writes, or arrives on the barrier for which the writer waits; racecheck does not follow bar.warp.sync."""
 
@@ -115,9 +115,9 @@ def findings(tool: str, log: str) -> list[str]:
 
 
 def races(log: str) -> list[str]:
-    """Hazards of one launch, but for reads after the writes of at most RACE_WRITERS instructions a kernel and
-    writes after the reads of at most RACE_READERS. They are counted, not known: if the compiler merged some,
-    as many others would pass."""
+    """Hazards of one launch, but for reads after the writes of at most RACE_WRITERS instructions of a kernel
+    and writes after the reads of at most RACE_READERS. They are counted, not known: if the compiler merged
+    some, as many others would pass."""
     found, known = [], {"Write": defaultdict(set), "Read": defaultdict(set)}
     for hazard in re.split(_RACE, log, flags=re.M)[1:]:
         first, *others = re.findall(r"(\w+) access at (\S+)\+(0x[0-9a-f]+)", hazard)
@@ -127,7 +127,7 @@ def races(log: str) -> list[str]:
             known[first[0]][first[1]].add(first[2])
     for kind, after, most in (("Write", "reads", RACE_WRITERS), ("Read", "writes", RACE_READERS)):
         for kernel, at in known[kind].items():
-            if len(at) > most or "Backward" not in kernel:
+            if len(at) > max((n for name, n in most.items() if name in kernel), default=0):
                 found.append(f"{after} race with the {kind.lower()}s at {', '.join(sorted(at))} of {kernel}")
     return found
 
