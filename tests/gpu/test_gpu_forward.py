@@ -52,7 +52,7 @@ def test_error_is_no_worse_than_the_peers(number: int) -> None:
     allowed = 3e-3 if problem.dtype == "bfloat16" else 4e-4
     if has_fa4():
         peer = fa4.Forward(problem.mask)(q, k, v, case.scale)[0]
-        # Where single keys dominate a row, the peer's largest p is 1, and ours is rounded: docs/performance.md.
+        # Where single keys dominate a row, the peer's largest p is 1, and ours is rounded.
         factor = 2.0 if outliers else 1.1
         allowed = factor * relative_error(peer, case.exact["out"]) + 2e-5
     assert error <= allowed
