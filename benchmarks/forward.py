@@ -66,8 +66,7 @@ def contenders(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, C
     ours = backend_for(q.device).prepare(problem, q.device, False)
     found: dict[str, Call] = {"dash_attn": lambda: ours.forward(q, k, v, scale)}
     if not fa4.why_not():
-        peer = fa4.Forward(problem.mask)
-        found["fa4"] = lambda: peer(q, k, v, scale)
+        found["fa4"] = lambda: fa4.forward(q, k, v, scale, problem.mask)
     grid, mask = problem.grid(0), problem.mask
     if problem.group == 1 and (mask.is_full or (mask.is_causal and grid.seqlen_q == grid.seqlen_k)):
         turned = [x.transpose(1, 2) for x in (q, k, v)]

@@ -40,7 +40,6 @@ class Interface(ModuleType):
 def install(monkeypatch: pytest.MonkeyPatch):
     """Installs a stand-in for FlashAttention-4 of which nothing has been called yet."""
     monkeypatch.setattr(fa4, "_CALLED", set())
-    monkeypatch.setattr(fa4, "_KERNELS", {})
 
     def put(*categories: type[Warning]) -> Interface:
         interface = Interface(*categories)
@@ -67,7 +66,7 @@ Q, K, V = (torch.zeros(1, 8, heads, 64, dtype=torch.bfloat16) for heads in (4, 2
 )
 def test_fa4_is_asked_for_the_mask(install, mask: Mask, options: dict) -> None:
     interface = install()
-    out, lse = fa4.Forward(mask)(Q, K, V, 0.5)
+    out, lse = fa4.forward(Q, K, V, 0.5, mask)
     assert (out is Q, lse is K) == (True, True)
     inputs = Inputs(Problem.dense(seqlen=8, heads=4, kv_heads=2, mask=mask), Q, Q, K, V, Q, Q, (), 0.5)
     assert len(fa4.backward(inputs, deterministic=True)()) == 3
@@ -80,7 +79,7 @@ def test_fa4_is_told_where_sequences_begin(install) -> None:
     interface = install()
     problem = Problem.varlen([(5, 7), (3, 9)], heads=4, kv_heads=2)
     bounds = (torch.tensor([0, 5, 8]), torch.tensor([0, 7, 16]))
-    fa4.Forward(problem.mask)(Q[0], K[0], V[0], 0.5, PackedLengths(*bounds, 5, 9))
+    fa4.forward(Q[0], K[0], V[0], 0.5, problem.mask, PackedLengths(*bounds, 5, 9))
     fa4.backward(Inputs(problem, Q[0], Q[0], K[0], V[0], Q[0], Q[0], bounds, 0.5), deterministic=False)()
     for _, options in interface.calls:
         assert options["cu_seqlens_q"] is bounds[0]
@@ -107,13 +106,13 @@ def test_the_compilers_warnings_are_dropped_at_the_first_call_and_no_others(inst
     install(DeprecationWarning, RuntimeWarning, UserWarning, FutureWarning)
 
     def forward() -> None:
-        fa4.Forward(Mask.causal())(Q, K, V, 0.5)
+        fa4.forward(Q, K, V, 0.5, Mask.causal())
 
     assert shown(forward) == [RuntimeWarning, FutureWarning]
     # Nothing is compiled any more, so a warning is of another kind and the caller's filters decide.
     assert shown(forward) == [DeprecationWarning, RuntimeWarning, UserWarning, FutureWarning]
     # Another mask has kernels of its own.
-    assert shown(lambda: fa4.Forward(Mask.full())(Q, K, V, 0.5)) == [RuntimeWarning, FutureWarning]
+    assert shown(lambda: fa4.forward(Q, K, V, 0.5, Mask.full())) == [RuntimeWarning, FutureWarning]
 
 
 def test_the_callers_filters_hold_afterwards(install) -> None:
@@ -121,7 +120,7 @@ def test_the_callers_filters_hold_afterwards(install) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         before = list(warnings.filters)
-        fa4.Forward(Mask.causal())(Q, K, V, 0.5)
+        fa4.forward(Q, K, V, 0.5, Mask.causal())
         assert warnings.filters == before
 
 
@@ -130,66 +129,8 @@ def test_a_warning_that_is_an_error_to_the_caller_is_one(install) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="a RuntimeWarning"):
-            fa4.Forward(Mask.causal())(Q, K, V, 0.5)
+            fa4.forward(Q, K, V, 0.5, Mask.causal())
 
 
 def test_modes_have_names_of_their_own() -> None:
     assert len({(peer.impl, peer.deterministic) for peer in PEERS}) == len(PEERS) == 6
-
-
-class Kernels(dict):
-    """Compiled kernels by key; each notes the arguments that it is called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[tuple] = []
-        self["key"] = lambda *arguments: self.called.append(arguments)
-
-
-def fake_forward(kernels: Kernels, *more: object):
-    """FlashAttention-4's forward, which calls a compiled kernel with these arguments besides its own."""
-
-    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> tuple:
-        forward.calls += 1
-        out, lse = torch.ones_like(q), torch.ones(q.shape[0], q.shape[2], q.shape[1])
-        forward.compile_cache["key"](
-            q.detach(), k, v, out.detach(), lse, options["softmax_scale"], None, *more
-        )
-        return out, lse, None
-
-    forward.compile_cache, forward.calls = kernels, 0
-    return forward
-
-
-def test_later_forwards_call_the_kernel_as_the_first_one_did(install) -> None:
-    kernels = Kernels()
-    install()._flash_attn_fwd = function = fake_forward(kernels, (None, 3), False)
-    forward = fa4.Forward(Mask.causal())
-    forward(Q, K, V, 0.5)
-    q, k, v = (x.clone() for x in (Q, K, V))
-    out, lse = forward(q, k, v, 0.25)
-    assert function.calls == 1
-    assert (out.shape, lse.shape, lse.dtype) == (Q.shape, (1, 4, 8), torch.float32)
-    first, second = kernels.called
-    assert [x.data_ptr() for x in second[:5]] == [x.data_ptr() for x in (q, k, v, out, lse)]
-    assert second[5:] == (0.25, *first[6:]) == (0.25, None, (None, 3), False)
-    assert function.compile_cache is kernels
-
-
-@pytest.mark.parametrize(
-    "more", [torch.zeros(3), (torch.zeros(3),), Q], ids=["tensor", "in a tuple", "again"]
-)
-def test_a_kernel_that_needs_more_than_our_tensors_is_called_through_its_function(install, more) -> None:
-    install()._flash_attn_fwd = function = fake_forward(Kernels(), more)
-    forward = fa4.Forward(Mask.causal())
-    for _ in range(2):
-        forward(Q, K, V, 0.5)
-    assert function.calls == 2
-
-
-def test_tensors_that_are_one_memory_are_not_told_apart(install) -> None:
-    install()._flash_attn_fwd = function = fake_forward(Kernels())
-    forward = fa4.Forward(Mask.causal())
-    for k, v in ((K, K), (K, V), (K, V)):
-        forward(Q, k, v, 0.5)
-    assert function.calls == 2
