@@ -3,11 +3,13 @@ once."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from forward_machine import ForwardMachine, ForwardProgram, forward_ptx, plan_for
 
-from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.forward.config import ForwardConfig, forward_config
 from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import ForwardPlan, prove_forward
@@ -69,7 +71,20 @@ def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> l
 def test_it_ends_and_loads_and_stores_what_it_should(
     name: str, head_dim: int, warpgroups: int, in_turns: bool
 ) -> None:
-    config = ForwardConfig(head_dim, segment=256, warpgroups=warpgroups, in_turns=in_turns)
+    check(ForwardConfig(head_dim, segment=256, warpgroups=warpgroups, in_turns=in_turns), name)
+
+
+@pytest.mark.parametrize("kv_stages", [2, 4])
+@pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
+def test_it_does_so_where_the_next_item_starts_early(name: str, kv_stages: int) -> None:
+    """Four stages is what users run at head dim 64, but for the length of a segment."""
+    config = replace(forward_config(64, "bf16"), segment=256, kv_stages=kv_stages)
+    assert config.early
+    check(config, name)
+
+
+def check(config: ForwardConfig, name: str) -> None:
+    head_dim = config.head_dim
     program, p = ForwardProgram(forward_ptx(config)), problem(name, head_dim)
     for blocks, seed in ((1, 0), (3, 1), (5, 2)):
         machine = ForwardMachine(config, program, plan_for(p, config), blocks, seed)

@@ -46,9 +46,9 @@ class ForwardConfig:
         if self.segment % self.tile_n or self.tile_n % 16:
             raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
         if min(self.q_stages, self.kv_stages) < 2:
-            raise ValueError(
-                f"{self}: what comes next is loaded beside what is in use, that takes two stages"
-            )
+            raise ValueError(f"{self}: what comes next is loaded beside what is in use: two stages each")
+        if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
+            raise ValueError(f"{self}: a block has 16 named barriers, and three warps that store")
 
     @property
     def enough(self) -> float:

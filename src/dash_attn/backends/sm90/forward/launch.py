@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +19,22 @@ from .arguments import Launch, Workspace
 from .config import ForwardConfig, forward_config
 from .table import forward_table
 
-__all__ = ["Forward"]
+__all__ = ["Forward", "check_scale"]
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@lru_cache
+def check_scale(softmax_scale: float) -> None:
+    """Raise InputError where the kernel's scale, in float32 and base 2, would be 0, negative or infinite."""
+    scale = np.float32(softmax_scale)
+    with np.errstate(over="ignore"):
+        in_base_2 = scale * np.float32(math.log2(math.e))
+    if not (scale > 0 and np.isfinite(in_base_2)):
+        raise InputError(
+            f"on a GPU softmax_scale must be positive, and softmax_scale log2(e) finite, in float32, "
+            f"got {softmax_scale}"
+        )
 
 
 class Forward:
@@ -65,10 +82,9 @@ class Forward:
         (total_q, heads, head_dim), lse (heads, total_q).
 
         Raises:
-            InputError: the scale is not positive, or a first call is captured in a CUDA graph.
+            InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
         """
-        if not softmax_scale > 0:
-            raise InputError(f"softmax_scale must be positive on a GPU, got {softmax_scale}")
+        check_scale(softmax_scale)
         upload = self._upload or self._prepare()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         packed = q.dim() == 3
