@@ -17,7 +17,7 @@ softmax scale times log2(e), and -inf where the mask hides a key. Of each tile:
 
 Segments are folded in ascending order. Of (m, l, O) and the next one's (m', l', O'), with n = max(m, m'), the
 fold is (n, l 2^(m - n) + l' 2^(m' - n), O 2^(m - n) + O' 2^(m' - n)). At the end out = O / l, and the natural
-log-sum-exp is (m + log2 l) ln 2. Zeros of out have no sign: a fold with nothing makes 0 of -0.
+log-sum-exp is (m + log2 l) ln 2.
 
 So a row's bits depend on its q, on the K and V that it sees and where they stand, and on these numbers. A
 tile or a segment that it does not see changes nothing, bit for bit: the mask may have another form, the

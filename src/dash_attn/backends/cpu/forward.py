@@ -199,8 +199,7 @@ def _folded(before: _State, state: _State) -> _State:
 def _results(state: _State) -> tuple[Tensor, Tensor]:
     """(out, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
     lse = (_finite(state.maximum) + state.total.log2()).mul_(math.log(2.0)).squeeze(1)
-    # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
-    return state.out / state.total.masked_fill(state.total == 0, 1.0) + 0.0, lse
+    return state.out / state.total.masked_fill(state.total == 0, 1.0), lse
 
 
 def _finite(maximum: Tensor) -> Tensor:

@@ -36,11 +36,6 @@ def finite(maximum) -> Float32:
     return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
 
 
-def without_sign(value, factor) -> Float32:
-    """value * factor, and 0 for -0: a fold with what a row does not see makes 0 of -0, too."""
-    return fma(value, factor, Float32(0.0))
-
-
 @cute.jit
 def folded(before, left, after, right) -> Float32:
     """before * left + after * right."""

@@ -10,7 +10,7 @@ from ..backward.kernel import DTYPES
 from ..device import registers
 from .arguments import Launch, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import finite, folded, without_sign
+from .exact import finite, folded
 from .table import ENTRY_WORDS
 
 
@@ -77,6 +77,7 @@ class Fold:
                 for e in cutlass.range_constexpr(4):
                     values[e, v] = folded(values[e, v], left[e // 2], after[e, v], right[e // 2])
         lane = tidx % 32
+        pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 2, vectors)))
         for half in cutlass.range_constexpr(2):
             total = numbers[2 + half]
             for distance in cutlass.range_constexpr(1, 3):
@@ -87,12 +88,8 @@ class Fold:
             if (lane % 4 == 0) & (row < seqlen_q):
                 mLse[batch, q_head, row_first + row] = cutlass.select_(empty, -Float32.inf, lse)
             factor = Float32(1.0) / cutlass.select_(empty, Float32(1.0), total)
-            row_values = cute.make_rmem_tensor((2, vectors), Float32)
-            for v in cutlass.range_constexpr(vectors):
-                for e in cutlass.range_constexpr(2):
-                    row_values[e, v] = without_sign(values[2 * half + e, v], factor)
             converted = cute.make_rmem_tensor((2, vectors), self.dtype)
-            converted.store(row_values.load().to(self.dtype))
+            converted.store((pairs[None, half, None].load() * factor).to(self.dtype))
             registers.store_rows(converted, mOut[batch, row_first + row, q_head, None], lane, row < seqlen_q)
 
     @cute.jit

@@ -23,7 +23,7 @@ from ..device import plan_view, ptx
 from ..device.ring import Ring, arrive
 from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import finite, fma, folded, packed, without_sign
+from .exact import finite, fma, folded, packed
 from .table import ENTRY_WORDS
 
 LOAD_WARP, FIRST_STORE_WARP, FIRST_MMA_WARP = 0, 1, 4
@@ -273,10 +273,10 @@ class Forward:
 
     @cute.jit
     def _read(self, table, numbers, index: Int32):
-        """The words of an item; where there is none, of the last one, or nothing that means anything."""
+        """The words of an item; of the last one where there is none."""
         entries, heads, _, _, _, _, q_heads = numbers
         index = cutlass.max(cutlass.min(index, entries * q_heads - 1), 0)
-        first = index % cutlass.max(entries * heads, 1) // heads * ENTRY_WORDS
+        first = index % (entries * heads) // heads * ENTRY_WORDS
         return tuple(table[first + i] for i in range(ENTRY_WORDS))
 
     @cute.jit
@@ -376,7 +376,7 @@ class Forward:
                     n = self.segment(t, rings, words, info, stage, n_kv + end - own_end, own_begin, own_end)
                     started = Int32(0)
                     if (end == kv_last) & (n == n_end) & c.early:
-                        # The first scores of the next item, beside the last product of this one.
+                        # The first scores of the next item, beside the last product and the end of this item.
                         started = self._start_early(t, rings, shared, n_item + 1, n_end)
                     else:
                         warpgroup.commit_group()
@@ -695,9 +695,7 @@ class Forward:
                 )
             factors[half] = Float32(1.0) / cutlass.select_(empty, Float32(1.0), total)
         converted = cute.make_rmem_tensor(t.acc_O.layout, self.dtype)
-        for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
-            for e in cutlass.range_constexpr(4):
-                t.acc_O[4 * v + e] = without_sign(t.acc_O[4 * v + e], factors[e // 2])
+        self._multiply_rows(t.acc_O, factors)
         converted.store(t.acc_O.load().to(self.dtype))
         # Every warp of the group has read its Q.
         cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
