@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from forward_machine import ForwardMachine, ForwardProgram, forward_ptx, plan_for
+from ptx_machine import DeadlockError
 
 from dash_attn.backends.sm90.forward.config import ForwardConfig, forward_config
 from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
@@ -65,8 +66,10 @@ def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> l
     return sorted(tiles, key=lambda kv: (kv // per, -kv))
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-@pytest.mark.parametrize(("head_dim", "warpgroups"), [(64, 2), (64, 3), (128, 2)])
+@pytest.mark.parametrize("in_turns", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("head_dim", "warpgroups"), [pytest.param(64, 2, marks=pytest.mark.slow), (64, 3), (128, 2)]
+)
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
 def test_it_ends_and_loads_and_stores_what_it_should(
     name: str, head_dim: int, warpgroups: int, in_turns: bool
@@ -74,7 +77,7 @@ def test_it_ends_and_loads_and_stores_what_it_should(
     check(ForwardConfig(head_dim, segment=256, warpgroups=warpgroups, in_turns=in_turns), name)
 
 
-@pytest.mark.parametrize("kv_stages", [2, 4])
+@pytest.mark.parametrize("kv_stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
 def test_it_does_so_where_the_next_item_starts_early(name: str, kv_stages: int) -> None:
     """Four stages is what users run at head dim 64, but for the length of a segment."""
@@ -138,3 +141,20 @@ def test_split_tiles_leave_every_segment_once(head_dim: int) -> None:
     )  # fmt: skip
     assert keys == wanted
     assert not any(b.stores for b in machine.blocks), "the other kernel stores O"
+
+
+@pytest.mark.parametrize("number", [0, 3, 10, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 11))])
+def test_without_one_of_the_arrivals_it_does_not_end(number: int) -> None:
+    """The negative control: of the load warp, the warps that store, and those that multiply."""
+    config = replace(forward_config(64, "bf16"), segment=256)
+    program = ForwardProgram(forward_ptx(config))
+    arrivals = [
+        at
+        for at, one in enumerate(program.instructions)
+        if one.operation.startswith("mbarrier.arrive") and "expect_tx" not in one.operation
+    ]
+    assert len(arrivals) == 12
+    left_out = program.instructions[arrivals[number]]._replace(predicate="%never", wanted=True)
+    program.instructions[arrivals[number]] = left_out
+    with pytest.raises(DeadlockError):
+        ForwardMachine(config, program, plan_for(problem("causal", 64), config), 3, 0).run()
