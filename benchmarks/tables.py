@@ -19,7 +19,7 @@ from ranking import plan_of, ranked
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
 
-from dash_attn.model.roofline import roofline
+from dash_attn.model.roofline import forward_roofline, roofline
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import POLICIES, build_plan, choose_policy
 
@@ -190,6 +190,20 @@ def unit_table() -> str:
     return table_of(head, lines)
 
 
+def forward_unit_table() -> str:
+    """Cycles of a kv tile of a forward's item by unit, shared memory by purpose."""
+    found = [forward_roofline(head_dim) for head_dim in (64, 128)]
+    head = ["cycles per kv tile", *(f"head dim {r.head_dim}, {r.tile_m} x {r.tile_n}" for r in found)]
+    lines: list[Sequence[object]] = []
+    for unit in found[0].units:
+        shown = [f"{r.units[unit]:,.0f}" for r in found]
+        bold = (f"**{x}**" if r.units[unit] == r.bound else x for x, r in zip(shown, found))
+        lines.append([unit, *bold])
+        if unit == "shared memory":
+            lines += [[f"... {what}", *(f"{r.shared[what]:,.0f}" for r in found)] for what in found[0].shared]
+    return table_of(head, lines)
+
+
 def shared_table() -> str:
     """Cycles of shared memory of a task, by purpose."""
     found = [roofline(head_dim) for head_dim in (64, 128)]
@@ -246,7 +260,9 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
         COUNTS: count_values(),
-        "dash_attn.model.roofline": iter([("units", unit_table), ("shared-memory", shared_table)]),
+        "dash_attn.model.roofline": iter(
+            [("units", unit_table), ("shared-memory", shared_table), ("forward", forward_unit_table)]
+        ),
     }
     for source, values in of_source.items():
         for name, value in values:

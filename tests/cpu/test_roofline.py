@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.forward.config import forward_config
 from dash_attn.errors import ProblemError
-from dash_attn.model.roofline import CLOCK_GHZ, measured_cycles, roofline
+from dash_attn.model.roofline import CLOCK_GHZ, forward_roofline, measured_cycles, roofline
 from dash_attn.problem import Problem
 
 BF16, FP32, BANDWIDTH = 2, 4, 128
@@ -51,3 +52,18 @@ def test_measured_cycles() -> None:
     problem = Problem.dense(heads=132, seqlen=128, head_dim=64)  # one task a worker
     assert measured_cycles(problem, 3.0, 1.0) == pytest.approx(2e-3 * CLOCK_GHZ * 1e9)
     assert measured_cycles(problem, 3.0, 1.0, clock_ghz=1.5) == pytest.approx(3e6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_forwards_roofline_is_of_its_configuration(head_dim: int) -> None:
+    config, found = forward_config(head_dim, "bf16"), forward_roofline(head_dim)
+    assert (found.tile_m, found.tile_n) == (config.tile_m, config.tile_n)
+    # Instructions of 64 x 128 x 16, and of 64 x head_dim x 16, in the time that tensor cores need for them.
+    flops = 2 * 64 * 16 * config.warpgroups * (128 * head_dim // 16 + head_dim * 128 // 16)
+    assert found.units["tensor cores"] == flops / 4096
+    scores, outputs = wgmma_bytes(64, 128, head_dim, True), wgmma_bytes(64, head_dim, 128, False)
+    read, loaded = config.warpgroups * (scores + outputs), 2 * 128 * head_dim * BF16
+    assert found.units["shared memory"] * BANDWIDTH == read + loaded
+    assert found.bound == max(found.units.values())
+    with pytest.raises(ProblemError, match="head_dim must be 64 or 128, got 96"):
+        forward_roofline(96)

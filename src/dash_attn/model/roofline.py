@@ -11,9 +11,17 @@ from dataclasses import dataclass
 
 from ..errors import ProblemError
 from ..problem import Problem, default_tiles
+from ..schedule.constants import FORWARD_TILE
 from .cost import H200, H200_WORKERS
 
-__all__ = ["CLOCK_GHZ", "Roofline", "measured_cycles", "roofline"]
+__all__ = [
+    "CLOCK_GHZ",
+    "ForwardRoofline",
+    "Roofline",
+    "forward_roofline",
+    "measured_cycles",
+    "roofline",
+]
 
 CLOCK_GHZ = 1.755
 """SM clock to turn times into cycles; an H200's under load varies between 1.63 and 1.98."""
@@ -29,6 +37,9 @@ REDUCED_TB_PER_S = 3.9
 
 WARPGROUPS, ROWS = 2, 64
 """Warpgroups that multiply, and rows of S^T (kv) of each: a wgmma reads its B operand for itself."""
+
+FORWARD_WARPGROUPS = {64: 3, 128: 2}
+"""Of the forward, by head dim; they own rows of S."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,57 @@ def roofline(head_dim: int) -> Roofline:
     return Roofline(
         head_dim, tile_m, tile_n, units, shared, alone=H200.reduce, hop=H200.reduce + H200.latency
     )
+
+
+@dataclass(frozen=True)
+class ForwardRoofline:
+    """Cycles of one kv tile of a forward's item, by unit.
+
+    Attributes:
+        head_dim, tile_m, tile_n: the configuration.
+        units: cycles a unit is busy: "tensor cores"; "shared memory", the sum of ``shared``; "exponential
+            unit".
+        shared: cycles of shared memory, by purpose.
+    """
+
+    head_dim: int
+    tile_m: int
+    tile_n: int
+    units: Mapping[str, float]
+    shared: Mapping[str, float]
+
+    @property
+    def bound(self) -> float:
+        """Cycles below which no kv tile can be on average."""
+        return max(self.units.values())
+
+
+def forward_roofline(head_dim: int) -> ForwardRoofline:
+    """The same for the forward's configuration, three warpgroups at head dim 64 and two at 128.
+
+    S = Q K^T reads both operands from shared memory, O += P V only the second. Every warpgroup owns 64 rows,
+    and reads its own copy of K and V.
+
+    Raises:
+        ProblemError: ``head_dim`` is neither 64 nor 128.
+
+    >>> r = forward_roofline(64)
+    >>> r.units["tensor cores"], r.units["exponential unit"], r.bound
+    (1536.0, 1536.0, 1536.0)
+    """
+    if head_dim not in (64, 128):
+        raise ProblemError(f"head_dim must be 64 or 128, got {head_dim}")
+    warpgroups, tile_n = FORWARD_WARPGROUPS[head_dim], FORWARD_TILE
+    tile_m = warpgroups * ROWS
+    kv, q = tile_n * head_dim * 2.0, ROWS * head_dim * 2.0
+    traffic = {"S": warpgroups * (kv + q), "O": warpgroups * kv, "K and V loaded": 2 * kv}
+    shared = {what: size / SHARED_BYTES for what, size in traffic.items()}
+    units = {
+        "tensor cores": 4.0 * tile_m * tile_n * head_dim / TENSOR_FLOPS,
+        "shared memory": sum(shared.values()),
+        "exponential unit": tile_m * tile_n / EXPONENTIALS,
+    }
+    return ForwardRoofline(head_dim, tile_m, tile_n, units, shared)
 
 
 def measured_cycles(
