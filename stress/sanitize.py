@@ -23,6 +23,7 @@ from dash_attn.backends.base import tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import Config, program, variants
+from dash_attn.backends.sm90.forward import launch as forward_launcher
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.backends.sm90.launch import Debug, run_backward
@@ -216,8 +217,12 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None) 
     def fill(x: Tensor) -> Tensor:
         return x.fill_(torch.nan) if x.is_cuda and x.is_floating_point() else x
 
+    def apart(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+        return [fill(empty(n, dtype=torch.float32, device=device)) for n in sizes]
+
     q, k, v = inputs(problem)[1:4]
     with (
+        mock.patch.object(forward_launcher, "allocate", apart),
         mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
     ):

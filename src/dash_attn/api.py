@@ -88,7 +88,7 @@ def attention(
         causal: row i sees columns up to ``i + seqlen_k - seqlen_q`` (aligned bottom-right).
         window: (left, right) columns around that diagonal, -1 or None: unbounded. With ``causal`` the
             right side is 0, as in FlashAttention.
-        softmax_scale: default ``head_dim ** -0.5``.
+        softmax_scale: default ``head_dim ** -0.5``; on a GPU it must be positive.
         policy: "auto", a policy's name, or a Policy. It decides in which order gradients are summed:
             another policy may give other bytes, all of them equally accurate.
         return_lse: return the log-sum-exp too. It carries no gradient.
@@ -137,7 +137,7 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
         k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
-        softmax_scale: default ``head_dim ** -0.5``.
+        softmax_scale: default ``head_dim ** -0.5``; on a GPU it must be positive.
         causal: aligned bottom-right.
         window_size: (left, right), -1 or None: unbounded. With ``causal`` the right side is 0.
         deterministic: False permits a GPU to sum dQ by atomics, in no fixed order. It is ignored under

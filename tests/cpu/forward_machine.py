@@ -22,7 +22,7 @@ from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 TABLE, TENSORS = 1 << 20, 1 << 44
 
 
-def plan_for(problem: Problem, config: ForwardConfig, workers: int = 0) -> ForwardPlan:
+def plan_for(problem: Problem, config: ForwardConfig, workers: int = 1) -> ForwardPlan:
     numerics = ForwardNumerics(problem.head_dim, problem.dtype, segment=config.segment)
     return build_forward_plan(problem, config.tile_m, workers, numerics)
 

@@ -327,6 +327,9 @@ def test_a_forward_is_planned_and_simulated(capsys: Run, tmp_path: Path) -> None
         ("simulate --pass forward --seqlen 9 --dq-buffers 2", "--dq-buffers 2 belongs to --pass backward"),
         ("simulate --pass forward --seqlen 9 --show", "--show draws a backward as text"),
         ("simulate --pass forward --seqlen 9 --workers 0", "workers must be an integer >= 1, got 0"),
+        ("simulate --pass forward --seqlen 9 --workers 2000000", "2,000,000 workers, the limit is 1,048,576"),
+        ("simulate --pass forward --seqlen 9 --head-dim 96 --preset h200", "measured at head dim 96"),
+        ("plan --pass forward --seqlen 64 --batch 30000 --save x.svg", "too many items to draw: 30,000"),
         ("simulate --pass forward --seqlen 9 --compute -1", "tile must be finite and >= 0, got -1.0"),
     ],
 )

@@ -204,6 +204,22 @@ def test_packed_beside_others_a_sequence_has_its_own_bytes(lengths: list[int], m
             assert_rows(run(*part, mask), (out, lse), slice(begin, end))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_neighbours_values_do_not_leak(bad: float) -> None:
+    q, k, v = (torch.cat([x, x, x]) for x in sequence(70))
+    problem = Problem(((70, 70),) * 3, 2, 2, HEAD_DIM, Mask.causal(), "float32")
+    out, lse = forward(problem, q, k, v, SCALE, numerics=short())
+    assert_same_bytes(out[:70], out[140:], "the same sequence at another place of the batch")
+    for tensor in (q, k, v):
+        kept = tensor[70:140].clone()
+        tensor[70:140] = bad
+        found, other = forward(problem, q, k, v, SCALE, numerics=short())
+        for rows in (slice(70), slice(140, 210)):
+            assert_same_bytes(found[rows], out[rows], "out")
+            assert_same_bytes(other[:, rows].contiguous(), lse[:, rows].contiguous(), "lse")
+        tensor[70:140] = kept
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(20, 0)], ids=str)
 def test_what_a_row_does_not_look_at_may_be_anything(mask: Mask, bad: float) -> None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.errors import CoverageError, PlacementError
+from dash_attn.errors import CostError, CoverageError, PlacementError, ProblemError
+from dash_attn.model import ForwardCosts, simulate_forward
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan, prove_forward
 
@@ -33,14 +34,13 @@ def test_plans_are_whole_and_longest_first(lengths: list[tuple[int, int]], mask:
     items = [found.claimed(number) for number in range(found.items)]
     assert len(set(items)) == len(items)
     work = 0
-    for (seqlen_q, seqlen_k), grid in zip(found.problem.sequences, map(found.problem.grid, range(99))):
+    for (seqlen_q, _), grid in zip(found.problem.sequences, map(found.problem.grid, range(99))):
         for top in range(0, seqlen_q, 192):
             first, last = grid.columns(np.arange(top, min(top + 192, seqlen_q)))
             seen = [
                 kv for a, b in zip(first, last) for kv in range(int(a) // 128, int(b) // 128 + 1) if b >= a
             ]
             work += len(set(seen)) and max(seen) - min(seen) + 1
-        assert seqlen_k >= 0
     assert found.kv_tiles.sum() == work
 
 
@@ -90,3 +90,50 @@ def test_more_broken_plans() -> None:
     extra = np.array([[1, 0, 4, 1]])
     with pytest.raises(PlacementError, match="q tile 0 of sequence 1 is folded and was not split"):
         prove_forward(replace(whole, folds=np.concatenate([whole.folds, extra])))
+
+
+def test_items_are_split_up_to_half_as_many_as_workers() -> None:
+    assert plan((1, 1000), workers=4).places == 4  # two items
+    assert plan((1, 1000), workers=3).places == 0
+    many = Problem.dense(seqlen_q=1, seqlen_k=300_000, heads=4, head_dim=64)
+    assert build_forward_plan(many, 192, 132, SHORT).places == 0, "4,688 segments of all heads"
+
+
+def test_sections_of_heads_come_one_after_the_other() -> None:
+    long = Problem.dense(seqlen=20_000, heads=8, kv_heads=4, head_dim=128, mask=Mask.causal())
+    found = build_forward_plan(long, 128, 132)
+    assert found.section == 4
+    heads = [found.claimed(number)[1] for number in range(found.items)]
+    half = len(found.entries) * 4
+    assert set(heads[:half]) == set(range(4))
+    assert set(heads[half:]) == set(range(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile_m", "workers", "message"),
+    [
+        (Problem.dense(seqlen=9), 0, 1, "tile_m must be >= 1, got 0"),
+        (Problem.dense(seqlen=9), 64, 0, "workers must be >= 1, got 0"),
+        (Problem(((9, 9),), 1, 1, 64, Mask.causal(), q_starts=(0,)), 64, 1, "got q_starts"),
+    ],
+)
+def test_what_has_no_plan_is_named(problem: Problem, tile_m: int, workers: int, message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
+        build_forward_plan(problem, tile_m, workers)
+
+
+@given(lengths, st.sampled_from(MASKS), st.integers(1, 40))
+def test_simulations_are_no_shorter_than_their_bound(
+    lengths: list[tuple[int, int]], mask: Mask, workers: int
+) -> None:
+    found = simulate_forward(plan(*lengths, mask=mask, workers=workers), ForwardCosts(2, 3), workers)
+    assert found.makespan >= found.lower_bound - 1e-9
+    assert 0 <= found.utilization <= 1
+    for worker in range(workers):
+        mine = found.worker == worker
+        assert (found.start[mine][1:] >= found.end[mine][:-1]).all()
+
+
+def test_costs_that_nobody_measured_are_named() -> None:
+    with pytest.raises(CostError, match="no costs of a forward were measured at head dim 96"):
+        ForwardCosts.h200(96)

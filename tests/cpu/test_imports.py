@@ -38,7 +38,7 @@ LAYERS = {
     "backends/cuda": {"errors"},
     "backends": BELOW_BACKENDS,
     "backends/cpu": {*BELOW_BACKENDS, "backends"},
-    "backends/sm90": {*BELOW_BACKENDS, "backends", "backends/cuda", "peers"},
+    "backends/sm90": {*BELOW_BACKENDS, "backends", "backends/cuda"},
     "spec": {"problem"},
     "ops": {*BELOW_BACKENDS, "backends", "spec"},
     "arguments": {*BELOW_BACKENDS, "backends", "ops", "spec"},

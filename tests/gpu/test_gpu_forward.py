@@ -12,7 +12,8 @@ from test_gpu_accuracy import random_problem
 from torch import Tensor
 
 from dash_attn.backends.sm90.forward.config import forward_config
-from dash_attn.backends.sm90.forward.launch import DTYPES, Forward
+from dash_attn.backends.sm90.forward.launch import Forward
+from dash_attn.backends.sm90.launch import DTYPES
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
 from dash_attn.testing import same_bytes

@@ -1,6 +1,6 @@
 """Unusual numbers in the kernels: not finite, huge, tiny, all the same; ``cpu/test_numerics.py`` for the CPU.
 
-The forward is another library's, so out and lse are those of float64; what is tested is the backward.
+out and lse are those of float64; what is tested is the backward.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .charts import IDLE, PALETTE, new_figure, save_figure
 from .cost import require_workers
 from .output import PictureError, check_path
 
-__all__ = ["ForwardCosts", "ForwardTimeline", "save_forward", "simulate_forward"]
+__all__ = ["ForwardCosts", "ForwardTimeline", "require_drawable", "save_forward", "simulate_forward"]
 
 MOST_BOXES = 20_000
 
@@ -45,8 +45,14 @@ class ForwardCosts:
 
     @classmethod
     def h200(cls, head_dim: int) -> ForwardCosts:
-        """Those measured on an H200 at this head dim, or at 128 where there is no kernel."""
-        return cls(*FORWARD_CYCLES.get(head_dim, FORWARD_CYCLES[128]))
+        """Those measured on an H200 at this head dim.
+
+        Raises:
+            CostError: there is no kernel for it.
+        """
+        if head_dim not in FORWARD_CYCLES:
+            raise CostError(f"no costs of a forward were measured at head dim {head_dim}")
+        return cls(*FORWARD_CYCLES[head_dim])
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +99,7 @@ def simulate_forward(plan: ForwardPlan, costs: ForwardCosts, workers: int) -> Fo
     numbers = np.arange(plan.items)
     entry = numbers % max(len(plan.entries) * plan.section, 1) // plan.section
     length = costs.tile * plan.kv_tiles[entry] + costs.item
-    free = [(0.0, worker) for worker in range(workers)]
+    free = [(0.0, worker) for worker in range(min(workers, max(plan.items, 1)))]
     worker, start = np.zeros(plan.items, dtype=np.int64), np.zeros(plan.items)
     for number, cycles in enumerate(length.tolist()):
         start[number], worker[number] = free[0]
@@ -101,6 +107,12 @@ def simulate_forward(plan: ForwardPlan, costs: ForwardCosts, workers: int) -> Fo
     end = start + length
     bound = max(float(length.sum()) / workers, float(length.max(initial=0.0)))
     return ForwardTimeline(plan, costs, workers, float(end.max(initial=0.0)), bound, worker, start, end)
+
+
+def require_drawable(plan: ForwardPlan) -> None:
+    """Raise PictureError where there are too many items for a picture."""
+    if plan.items > MOST_BOXES:
+        raise PictureError(f"too many items to draw: {plan.items:,}, the limit is {MOST_BOXES:,}")
 
 
 def save_forward(timeline: ForwardTimeline, path: str | Path) -> Path:
@@ -111,8 +123,7 @@ def save_forward(timeline: ForwardTimeline, path: str | Path) -> Path:
         PlotsMissingError: Matplotlib is not installed.
     """
     path = check_path(path)
-    if timeline.plan.items > MOST_BOXES:
-        raise PictureError(f"too many items to draw: {timeline.plan.items:,}, the limit is {MOST_BOXES:,}")
+    require_drawable(timeline.plan)
     heads = np.array([timeline.plan.claimed(number)[1] for number in range(timeline.plan.items)], dtype=int)
     figure = new_figure(min(max(0.27 * timeline.workers, 1.0), 8.0) + 1.0)
     ax = figure.subplots()

@@ -1,1 +1,1 @@
-"""Other libraries' attention, in one place: the forward on a GPU, benchmarks and tests."""
+"""Other libraries' attention, in one place, for benchmarks and tests."""

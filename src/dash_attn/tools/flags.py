@@ -139,8 +139,12 @@ def cost_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of :func:`machine_of`."""
     group = parser.add_argument_group("machine (cycles; default: the paper's model with c = r = 1)")
     group.add_argument("--preset", choices=("h200",), help="measured costs and workers of an H200")
-    group.add_argument("--workers", type=int, help="resident workers (default: as many as kv tiles)")
-    group.add_argument("--compute", type=float, help="c, the matrix products of a task")
+    group.add_argument(
+        "--workers", type=int, help="resident workers (default: as many as kv tiles; of a forward 132)"
+    )
+    group.add_argument(
+        "--compute", type=float, help="c, the matrix products of a task; of a forward a kv tile"
+    )
     group.add_argument("--reduce", type=float, help="r, adding its dQ tile")
     group.add_argument("--latency", type=float, help="hand-over to the next contribution")
     group.add_argument("--dq-buffers", type=int, help="dQ tiles in flight; 0: compute and reduce in series")

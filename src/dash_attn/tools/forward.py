@@ -7,14 +7,19 @@ from dataclasses import asdict
 from typing import Any
 
 from ..errors import DashError
-from ..machine import WORKERS
-from ..model.forward import ForwardCosts, save_forward, simulate_forward
+from ..machine import FORWARD_CYCLES, WORKERS
+from ..model.cost import require_workers
+from ..model.forward import ForwardCosts, require_drawable, save_forward, simulate_forward
 from ..model.output import require_writable
-from ..problem import default_tiles
+from ..problem import Problem, default_tiles
 from ..schedule import ForwardPlan, build_forward_plan, prove_forward
 from .flags import emit, problem_of
+from .limits import announce, require_workers_at_most
 
 __all__ = ["run_forward_plan", "run_forward_simulation"]
+
+LONG_ITEMS = 1_000_000
+"""Items of a plan from which on it takes a second or more."""
 
 _OF_THE_BACKWARD = {
     "policy": "auto", "placement": None, "ring": None, "stride": None, "tiles": None,
@@ -32,7 +37,9 @@ def run_forward_plan(args: argparse.Namespace) -> int:
             one = f"{segment:>7}  {place:>5}" if segment >= 0 else f"{'all':>7}  {'-':>5}"
             print(f"{sequence:>8}  {tile:>6}  {one}  {kv_tiles:>8}")
     if args.save:
-        save_forward(simulate_forward(plan, ForwardCosts.h200(plan.problem.head_dim), WORKERS), args.save)
+        known = plan.problem.head_dim in FORWARD_CYCLES
+        costs = ForwardCosts.h200(plan.problem.head_dim) if known else ForwardCosts()
+        save_forward(simulate_forward(plan, costs, WORKERS), args.save)
     return 0
 
 
@@ -67,19 +74,26 @@ def _plan_of(args: argparse.Namespace, workers: int) -> ForwardPlan:
             raise DashError(f"--{flag} {getattr(args, name)} belongs to --pass backward")
     if args.save:
         require_writable(args.save)
+    require_workers(workers)
+    require_workers_at_most(workers)
     problem = problem_of(args)
-    plan = build_forward_plan(problem, _rows(problem.head_dim), max(workers, 1))
+    plan = build_forward_plan(problem, _rows(problem), workers)
+    if args.save:
+        require_drawable(plan)
+    if plan.items > LONG_ITEMS:
+        announce(f"proving {plan.items:,} items ...")
     prove_forward(plan)
     return plan
 
 
-def _rows(head_dim: int) -> int:
+def _rows(problem: Problem) -> int:
     """Rows of a q tile of the kernel, or of the backward's where there is no kernel."""
     from ..backends.sm90.forward.config import forward_config
-    from ..backends.sm90.tiles import TILES
+    from ..backends.sm90.launch import DTYPES
 
-    known = (head_dim, head_dim) in TILES
-    return forward_config(head_dim, "bf16").tile_m if known else default_tiles(head_dim)[0]
+    if problem.head_dim in FORWARD_CYCLES and problem.dtype in DTYPES:
+        return forward_config(problem.head_dim, DTYPES[problem.dtype]).tile_m
+    return default_tiles(problem.head_dim)[0]
 
 
 def _described(plan: ForwardPlan) -> dict[str, Any]:

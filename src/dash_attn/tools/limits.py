@@ -18,6 +18,7 @@ __all__ = [
     "require_batch",
     "require_plannable",
     "require_simulable",
+    "require_workers_at_most",
     "why_no_simulation",
 ]
 
@@ -74,6 +75,15 @@ def require_simulable(problem: Problem, workers: int = 0) -> None:
         ProblemError: it has too many tasks, or there are too many workers.
     """
     _at_most("tasks to simulate", problem.tasks, MOST_SIMULATED_TASKS)
+    _at_most("workers", workers, MOST_WORKERS)
+
+
+def require_workers_at_most(workers: int) -> None:
+    """Refuse more workers than a simulation can hold.
+
+    Raises:
+        ProblemError: there are too many.
+    """
     _at_most("workers", workers, MOST_WORKERS)
 
 

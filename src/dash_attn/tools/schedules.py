@@ -38,7 +38,11 @@ def _add_plan(subparsers: Any) -> None:
     plan = add_command(subparsers, "plan", run_plan, text, example)
     problem_flags(plan)
     _pass_flag(plan)
-    plan.add_argument("--show", action="store_true", help="print the grid of one head: step and ticket")
+    plan.add_argument(
+        "--show",
+        action="store_true",
+        help="print the grid of one head: step and ticket; of a forward its entries",
+    )
     plan.add_argument("--save", type=Path, metavar="FILE", help="draw the plan as .svg or .png")
 
 
@@ -76,7 +80,7 @@ def _add_simulate(subparsers: Any) -> None:
     problem_flags(sim)
     cost_flags(sim)
     _pass_flag(sim)
-    sim.add_argument("--show", action="store_true", help="print the timeline as text")
+    sim.add_argument("--show", action="store_true", help="print the timeline as text (backward only)")
     sim.add_argument("--save", type=Path, metavar="FILE", help="draw the timeline as .svg or .png")
 
 

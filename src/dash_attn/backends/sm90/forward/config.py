@@ -92,4 +92,6 @@ def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
     """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md)."""
     if head_dim == 64:
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, in_turns=True, early=True)
+    if head_dim != 128:
+        raise ValueError(f"no forward kernel has head dim {head_dim}; known: 64, 128")
     return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2, in_turns=False, early=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -15,20 +16,24 @@ from ....schedule import ForwardNumerics, build_forward_plan
 from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
+from ..launch import DTYPES
 from .arguments import Launch, Workspace
 from .config import ForwardConfig, forward_config
 from .table import forward_table
 
 __all__ = ["Forward", "check_scale"]
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+
+def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
+    """Buffers of so many fp32 words, from one allocation."""
+    return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(sizes)
 
 
 @lru_cache
 def check_scale(softmax_scale: float) -> None:
     """Raise InputError where the kernel's scale, in float32 and base 2, would be 0, negative or infinite."""
-    scale = np.float32(softmax_scale)
     with np.errstate(over="ignore"):
+        scale = np.float32(softmax_scale)
         in_base_2 = scale * np.float32(math.log2(math.e))
     if not (scale > 0 and np.isfinite(in_base_2)):
         raise InputError(
@@ -90,11 +95,10 @@ class Forward:
         packed = q.dim() == 3
         shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        room = torch.empty(sum(self._sizes), dtype=torch.float32, device=q.device)
         four = [loadable(q), loadable(k), loadable(v), out]
         if packed:
             four = [x.unsqueeze(0) for x in four]
-        claimed, state, partial = room.split_with_sizes(self._sizes)
+        claimed, state, partial = allocate(self._sizes, q.device)
         self._program(
             *four,
             lse,
