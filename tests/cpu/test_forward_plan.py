@@ -85,6 +85,9 @@ def test_more_broken_plans() -> None:
         prove_forward(replace(plan((1, 10), heads=3), section=2))
     with pytest.raises(CoverageError, match="q tile 0 of sequence 1 has no item"):
         prove_forward(replace(whole, entries=whole.entries[whole.entries[:, 0] == 0]))
+    several = plan((300, 300), workers=1)
+    with pytest.raises(CoverageError, match="a q tile has several items"):
+        prove_forward(replace(several, entries=np.concatenate([several.entries, several.entries])))
     with pytest.raises(PlacementError, match="a q tile is folded twice"):
         prove_forward(replace(whole, folds=np.concatenate([whole.folds, whole.folds])))
     extra = np.array([[1, 0, 4, 1]])
