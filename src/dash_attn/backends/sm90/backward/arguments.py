@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..arguments import Copy
+
 
 class Tensors(NamedTuple):
     """Inputs and gradients of one call.
@@ -76,19 +78,6 @@ class Launch(NamedTuple):
     grid: Any
     workers: Any
     complete: Any
-
-
-def regrouped(flat: tuple[Any, ...]) -> tuple[Tensors, Workspace, Launch]:
-    """The arguments of the compiled function, ``(*Tensors, *Workspace, *Launch)``, by name again."""
-    first, second = len(Tensors._fields), len(Tensors._fields) + len(Workspace._fields)
-    return Tensors(*flat[:first]), Workspace(*flat[first:second]), Launch(*flat[second:])
-
-
-class Copy(NamedTuple):
-    """An operation of the copy engine."""
-
-    atom: Any
-    tensor: Any  # in global memory, as `plan_view.tma_rows` says
 
 
 class Copies(NamedTuple):

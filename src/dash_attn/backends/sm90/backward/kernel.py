@@ -10,7 +10,6 @@ The fp32 dQ tile, in shared and global memory, is kept in the order of the accum
 `launch._accumulator_order` inverts it.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
@@ -18,21 +17,15 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from ..device import plan_view
+from ..device.copies import copy_of
+from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
 from . import finish, load, mma, reduce
-from .arguments import Copies, Copy, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
+from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import FINISH_STAGES, MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
-MAX_INT32 = (1 << 31) - 1
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-
-
-def tile_layout(dtype, rows: int, columns: int, stages: int):
-    """Shared-memory layout (rows, columns, stages), columns contiguous in 128-byte swizzled atoms."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
 class Backward:
@@ -112,21 +105,6 @@ class Backward:
         return Storage
 
     @cute.jit
-    def _copy(self, op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
-        """Copies of (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
-        batch_stride, row_stride, head_stride, _ = tensor.stride
-        row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
-        if tensor.shape[0] == 1:
-            row_extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
-            batch_stride = (1 << 34) - row_stride
-        batch_stride = cute.assume(batch_stride, divby=8)
-        shape = (row_extent, self.config.head_dim, tensor.shape[2], batches, shifts)
-        stride = (row_stride, 1, head_stride, batch_stride, row_stride)
-        view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        tile = (rows, self.config.head_dim)
-        return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), tile))
-
-    @cute.jit
     def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
         c = self.config
         layouts = Layouts(
@@ -138,12 +116,12 @@ class Backward:
         )
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(
-            q=self._copy(fetch, tensors.q, layouts.q, c.tile_m),
-            dout=self._copy(fetch, tensors.dout, layouts.dout, c.tile_m),
-            k=self._copy(fetch, tensors.k, layouts.kv, c.tile_n),
-            v=self._copy(fetch, tensors.v, layouts.kv, c.tile_n),
-            dk=self._copy(store, tensors.dk, layouts.kv, c.tile_n),
-            dv=self._copy(store, tensors.dv, layouts.kv, c.tile_n),
+            q=copy_of(fetch, tensors.q, layouts.q, c.tile_m),
+            dout=copy_of(fetch, tensors.dout, layouts.dout, c.tile_m),
+            k=copy_of(fetch, tensors.k, layouts.kv, c.tile_n),
+            v=copy_of(fetch, tensors.v, layouts.kv, c.tile_n),
+            dk=copy_of(store, tensors.dk, layouts.kv, c.tile_n),
+            dv=copy_of(store, tensors.dv, layouts.kv, c.tile_n),
         )
         named = tensors._asdict() | workspace._asdict()
         memory = Memory(*[named[name] for name in Memory._fields])

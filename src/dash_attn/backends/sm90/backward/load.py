@@ -5,12 +5,12 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync
 
+from ..arguments import Copy
 from ..device import plan_view, ptx
+from ..device.copies import load_tile, partitions
 from ..device.ring import Ring, arrive_together
 from . import finish, reduce
-from .arguments import Copy
 from .config import BackwardConfig
 
 GRADS_PLACE_WORDS = 8
@@ -101,7 +101,7 @@ class LoadRole:
             cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_m * c.head_dim + 4 * c.tile_m)
             target = rows.stats_here[None, stage].iterator
             ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, full)
-        self._load_tile(rows.copy, rows.tiles[None, None, stage], place, q_tile, q_head, full)
+        load_tile(rows.copy, rows.tiles[None, None, stage], place, q_tile, q_head, full)
 
     @cute.jit
     def _exchange_kv(self, copies, shared, rings, item, n_task: Int32, n_kv: Int32) -> None:
@@ -114,13 +114,13 @@ class LoadRole:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(rings.k.full, kv_bytes)
         tile = shared.k[None, None, 0]
-        self._load_tile(copies.k, tile, place, item.record.kv_tile, item.record.kv_head, rings.k.full)
+        load_tile(copies.k, tile, place, item.record.kv_tile, item.record.kv_head, rings.k.full)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(rings.v.full, kv_bytes)
         tile = shared.v[None, None, 0]
-        self._load_tile(copies.v, tile, place, item.record.kv_tile, item.record.kv_head, rings.v.full)
+        load_tile(copies.v, tile, place, item.record.kv_tile, item.record.kv_head, rings.v.full)
         self._store_dk(copies.dk, shared, rings, n_task, n_kv)
         cute.arch.sync_warp()  # every lane has read where that dK belongs
         with cute.arch.elect_one():
@@ -162,7 +162,7 @@ class LoadRole:
         cute.arch.sync_warp()
         place = shared.grads_place
         if place[0] == 1:
-            source, target = self._tiles(copy, tile, (place[3], place[4], place[5]), place[2])
+            source, target = partitions(copy, tile, (place[3], place[4], place[5]), place[2])
             with cute.arch.elect_one():  # the compiler elects for loads only (tests/cpu/test_kernels.py)
                 cute.copy(copy.atom, source, target[None, place[1]])
             cute.arch.cp_async_bulk_commit_group()
@@ -179,28 +179,10 @@ class LoadRole:
         info[2] = kv_row - low - q_row  # the last one
         info[3] = item.seqlen_k - kv_row  # key rows that exist
 
-    def _load_tile(self, copy, shared, rows, tile: Int32, head: Int32, barrier) -> None:
-        """Start to load one tile of a sequence; `rows`: (row, batch, shift) as in `plan_view.tma_rows`."""
-        target, source = self._tiles(copy, shared, rows, head)
-        cute.copy(copy.atom, source[None, tile], target, tma_bar_ptr=barrier)
-
     @cute.jit
     def _prefetch_kv(self, copy, shared, item) -> None:
         """Fetch K or V of an item into L2."""
         rows = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
-        _, source = self._tiles(copy, shared[None, None, 0], rows, item.record.kv_head)
+        _, source = partitions(copy, shared[None, None, 0], rows, item.record.kv_head)
         with cute.arch.elect_one():  # the compiler elects for loads only (tests/cpu/test_kernels.py)
             cute.prefetch(copy.atom, source[None, item.record.kv_tile])
-
-    def _tiles(self, copy, shared, rows, head: Int32):
-        """Partitions for the copy engine of a tile in shared memory, and of a sequence's tiles, (., tile).
-
-        `rows` as in `_load_tile`.
-        """
-        row, batch, shift = rows
-        sequence = cute.domain_offset((row, 0), copy.tensor[None, None, head, batch, shift])
-        tile_shape = (cute.size(shared, mode=[0]), self.config.head_dim)
-        tiles = cute.flat_divide(sequence, tile_shape)[None, None, None, 0]
-        return cpasync.tma_partition(
-            copy.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )

@@ -14,6 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import plan_view, ptx
+from ..device.operands import as_operand_a, multiply, transposed
 from ..device.ring import arrive
 from . import reduce
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
@@ -21,42 +22,9 @@ from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
 DS_BARRIER, V_BARRIER = 1, 2  # named barriers; from V_BARRIER on one per warpgroup
 
 
-def transposed(tensor: cute.Tensor) -> cute.Tensor:
-    """View of a (rows, columns, stages) tile as (columns, rows, stages)."""
-    shape = (tensor.shape[1], tensor.shape[0], tensor.shape[2])
-    return cute.composition(tensor, cute.make_ordered_layout(shape, order=(1, 0, 2)))
-
-
 def part(acc: cute.Tensor, index: int) -> cute.Tensor:
     """View of the 64 query columns `index` of a score accumulator: 32 consecutive registers."""
     return cute.make_tensor(acc.iterator + 32 * index, cute.make_layout(32))
-
-
-def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
-    """Issue and commit acc (+)= a b as one wgmma group.
-
-    a and b are (MMA, M or N, K); a begins at block `first` of b's K.
-    """
-    warpgroup.fence()
-    atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in range(cute.size(a.shape[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
-
-
-def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
-    """View an accumulator (64 x N per warpgroup) as a register A operand of K = N; convert it if fp32.
-
-    Every value stays in its thread, and keeps its place.
-    """
-    out = acc
-    if acc.element_type is not dtype:
-        out = cute.make_rmem_tensor(acc.layout, dtype)
-        out.store(acc.load().to(dtype))
-    blocks = cute.size(acc) // 8
-    return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
 
 
 class MmaRole:

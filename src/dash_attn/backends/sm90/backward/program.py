@@ -1,12 +1,18 @@
 """One compiled callable per configuration: the kernel before, the main one and, where needed, one after."""
 
+from functools import partial
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from .arguments import Launch, Tensors, Workspace, regrouped
+from ..arguments import regrouped
+from ..device import fakes
+from ..device.fakes import statistics, vector
+from ..device.operands import DTYPES
+from .arguments import Launch, Tensors, Workspace
 from .config import BackwardConfig
-from .kernel import DTYPES, Backward
+from .kernel import Backward
 from .preprocess import Convert, Preprocess
 
 
@@ -24,7 +30,7 @@ class Program:
         The call is flat: what calls the compiled function builds no containers.
         """
         stream = arguments[-1]
-        tensors, workspace, launch = regrouped(arguments[:-1])
+        tensors, workspace, launch = regrouped(arguments[:-1], Tensors, Workspace, Launch)
         self.preprocess(tensors, workspace, launch, stream)
         self.backward(tensors, workspace, launch, stream)
         converted = 0 if const_expr(self.config.ordered) else launch.q_tiles
@@ -33,30 +39,16 @@ class Program:
 
 
 def fake_arguments(config: BackwardConfig, env_stream: bool):
-    """Tensors without data, in the order of `Program.__call__`; strides 64 bit, rows of 16-byte multiples."""
-    dtype = DTYPES[config.dtype]
-
-    def matrix():
-        shape = (*(cute.sym_int32() for _ in range(3)), config.head_dim)
-        stride = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, shape, stride, assumed_align=16)
-
-    def vector(element, align):
-        return make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=align)
+    """Tensors without data, in the order of `Program.__call__`."""
+    matrix = partial(fakes.matrix, DTYPES[config.dtype], config.head_dim)
 
     def rows(element):
         return make_fake_tensor(
             element, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=16
         )
 
-    lse = make_fake_tensor(
-        Float32,
-        tuple(cute.sym_int32() for _ in range(3)),
-        (cute.sym_int64(), cute.sym_int64(), 1),
-        assumed_align=4,
-    )
     tensors = Tensors(
-        q=matrix(), k=matrix(), v=matrix(), out=matrix(), dout=matrix(), lse=lse,
+        q=matrix(), k=matrix(), v=matrix(), out=matrix(), dout=matrix(), lse=statistics(),
         dq=matrix(), dk=matrix(), dv=matrix(),
     )  # fmt: skip
     workspace = Workspace(

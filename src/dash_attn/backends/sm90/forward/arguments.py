@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..arguments import Copy
+
 
 class Tensors(NamedTuple):
     """q, out: (B, Sq, H, D); k, v: (B, Sk, Hkv, D), bf16 or fp16; lse: (B, H, Sq) fp32, natural logarithm.
@@ -40,16 +42,6 @@ class Launch(NamedTuple):
     grid: Any
     left: Any
     right: Any
-
-
-def regrouped(flat: tuple[Any, ...]) -> tuple[Tensors, Workspace, Launch]:
-    first, second = len(Tensors._fields), len(Tensors._fields) + len(Workspace._fields)
-    return Tensors(*flat[:first]), Workspace(*flat[first:second]), Launch(*flat[second:])
-
-
-class Copy(NamedTuple):
-    atom: Any
-    tensor: Any
 
 
 class Copies(NamedTuple):

@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ..backward.kernel import DTYPES
 from ..device import registers
+from ..device.operands import DTYPES
 from .arguments import Launch, Tensors, Workspace
 from .config import ROWS, ForwardConfig
 from .exact import finite, folded

@@ -17,11 +17,11 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from ..backward.kernel import DTYPES, MAX_INT32, tile_layout
-from ..backward.mma import as_operand_a, multiply, transposed
 from ..device import plan_view, ptx
+from ..device.copies import copy_of, load_tile, partitions
+from ..device.operands import DTYPES, as_operand_a, multiply, tile_layout, transposed
 from ..device.ring import Ring, arrive
-from .arguments import Copies, Copy, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
+from .arguments import Copies, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
 from .exact import finite, fma, folded, packed
 from .table import ENTRY_WORDS
@@ -102,20 +102,6 @@ class Forward:
         }  # fmt: skip
 
     @cute.jit
-    def _copy(self, op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
-        batch_stride, row_stride, head_stride, _ = tensor.stride
-        row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
-        if tensor.shape[0] == 1:
-            row_extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
-            batch_stride = (1 << 34) - row_stride
-        batch_stride = cute.assume(batch_stride, divby=8)
-        shape = (row_extent, self.config.head_dim, tensor.shape[2], batches, shifts)
-        stride = (row_stride, 1, head_stride, batch_stride, row_stride)
-        view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-        tile = (rows, self.config.head_dim)
-        return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), tile))
-
-    @cute.jit
     def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
         c = self.config
         layouts = Layouts(
@@ -124,10 +110,10 @@ class Forward:
         )
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(
-            q=self._copy(fetch, tensors.q, layouts.q, ROWS),
-            k=self._copy(fetch, tensors.k, layouts.kv, c.tile_n),
-            v=self._copy(fetch, tensors.v, layouts.kv, c.tile_n),
-            out=self._copy(store, tensors.out, layouts.q, ROWS),
+            q=copy_of(fetch, tensors.q, layouts.q, ROWS),
+            k=copy_of(fetch, tensors.k, layouts.kv, c.tile_n),
+            v=copy_of(fetch, tensors.v, layouts.kv, c.tile_n),
+            out=copy_of(store, tensors.out, layouts.q, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
         memory = Memory(tensors.lse, *workspace)
@@ -226,7 +212,7 @@ class Forward:
             rows = (tma_row, tma_batch, tma_shift)
             for g in cutlass.range_constexpr(c.warpgroups):
                 tile = shared.q[None, None, stage * c.warpgroups + g]
-                self._load_tile(copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
+                load_tile(copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
             rows, kv_head = (k_row, tma_batch, k_shift), q_head // group
             per_segment = c.segment // c.tile_n
             begin, kv_tiles = kv_first, cutlass.max(kv_last - kv_first + 1, 0)
@@ -246,7 +232,7 @@ class Forward:
                             cute.arch.mbarrier_arrive_and_expect_tx(
                                 ring.full + kv_stage, 2 * c.tile_n * c.head_dim
                             )
-                        self._load_tile(
+                        load_tile(
                             copy,
                             tiles[None, None, kv_stage],
                             rows,
@@ -287,19 +273,6 @@ class Forward:
             number = ptx.add(claimed.iterator)
         return number
 
-    def _load_tile(self, copy, shared, rows, tile, head, barrier) -> None:
-        target, source = self._tiles(copy, shared, rows, head)
-        cute.copy(copy.atom, source[None, tile], target, tma_bar_ptr=barrier)
-
-    def _tiles(self, copy, shared, rows, head):
-        row, batch, shift = rows
-        sequence = cute.domain_offset((row, 0), copy.tensor[None, None, head, batch, shift])
-        tile_shape = (cute.size(shared, mode=[0]), self.config.head_dim)
-        tiles = cute.flat_divide(sequence, tile_shape)[None, None, None, 0]
-        return cpasync.tma_partition(
-            copy.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-
     # Storing
 
     @cute.jit
@@ -314,7 +287,7 @@ class Forward:
             if words[Info.partial] < 0:
                 place = (words[Info.tma_row], words[Info.tma_batch], words[Info.tma_shift])
                 tile = shared.q[None, None, stage * c.warpgroups + group]
-                source, target = self._tiles(copies.out, tile, place, words[Info.q_head])
+                source, target = partitions(copies.out, tile, place, words[Info.q_head])
                 at = words[Info.row] // ROWS + group
                 with cute.arch.elect_one():
                     cute.copy(copies.out.atom, source, target[None, at])

@@ -1,11 +1,16 @@
 """One compiled callable per configuration."""
 
+from functools import partial
+
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
+from cutlass.cute.runtime import make_fake_stream
 
-from ..backward.kernel import DTYPES
-from .arguments import Launch, Tensors, Workspace, regrouped
+from ..arguments import regrouped
+from ..device import fakes
+from ..device.fakes import statistics, vector
+from ..device.operands import DTYPES
+from .arguments import Launch, Tensors, Workspace
 from .claims import Claims
 from .config import ForwardConfig
 from .fold import Fold
@@ -20,7 +25,7 @@ class Program:
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
-        tensors, workspace, launch = regrouped(arguments[:-1])
+        tensors, workspace, launch = regrouped(arguments[:-1], Tensors, Workspace, Launch)
         if launch.grid < launch.entries * tensors.q.shape[2]:
             self.claims(workspace.claimed, stream)
         self.forward(tensors, workspace, launch, stream)
@@ -29,23 +34,9 @@ class Program:
 
 
 def fake_arguments(config: ForwardConfig, env_stream: bool):
-    dtype = DTYPES[config.dtype]
-
-    def matrix():
-        shape = (*(cute.sym_int32() for _ in range(3)), config.head_dim)
-        stride = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, shape, stride, assumed_align=16)
-
-    def vector(element, align):
-        return make_fake_tensor(element, (cute.sym_int64(),), (1,), assumed_align=align)
-
-    lse = make_fake_tensor(
-        Float32,
-        tuple(cute.sym_int32() for _ in range(3)),
-        (cute.sym_int64(), cute.sym_int64(), 1),
-        assumed_align=4,
-    )
-    tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=lse)
+    """Tensors without data, in the order of `Program.__call__`."""
+    matrix = partial(fakes.matrix, DTYPES[config.dtype], config.head_dim)
+    tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=statistics())
     workspace = Workspace(
         table=vector(Int32, 16),
         claimed=vector(Int32, 4),

@@ -1,0 +1,46 @@
+"""Operands of wgmma: their dtypes, their places in shared memory and registers, and a product of two."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import warpgroup
+
+DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+
+
+def tile_layout(dtype, rows: int, columns: int, stages: int):
+    """Shared-memory layout (rows, columns, stages), columns contiguous in 128-byte swizzled atoms."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
+
+
+def transposed(tensor: cute.Tensor) -> cute.Tensor:
+    """View of a (rows, columns, stages) tile as (columns, rows, stages)."""
+    shape = (tensor.shape[1], tensor.shape[0], tensor.shape[2])
+    return cute.composition(tensor, cute.make_ordered_layout(shape, order=(1, 0, 2)))
+
+
+def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
+    """Issue and commit acc (+)= a b as one wgmma group.
+
+    a and b are (MMA, M or N, K); a begins at block `first` of b's K.
+    """
+    warpgroup.fence()
+    atom = cute.make_mma_atom(tiled_mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in range(cute.size(a.shape[2])):
+        cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
+    """View an accumulator (64 x N per warpgroup) as a register A operand of K = N; convert it if fp32.
+
+    Every value stays in its thread, and keeps its place.
+    """
+    out = acc
+    if acc.element_type is not dtype:
+        out = cute.make_rmem_tensor(acc.layout, dtype)
+        out.store(acc.load().to(dtype))
+    blocks = cute.size(acc) // 8
+    return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
