@@ -19,7 +19,7 @@ from ranking import plan_of, ranked
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
 
-from dash_attn.model.roofline import forward_roofline, roofline
+from dash_attn.model.roofline import ForwardRoofline, Roofline, forward_roofline, roofline
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import POLICIES, build_plan, choose_policy
 
@@ -183,11 +183,16 @@ def unit_table() -> str:
     head = ["cycles per task", *(f"head dim {r.head_dim}, {r.tile_m} x {r.tile_n}" for r in found)]
     lines: list[Sequence[object]] = []
     for unit in found[0].units:
-        shown = [f"{r.units[unit]:,.0f}" for r in found]
-        lines.append([unit, *(f"**{x}**" if unit == r.binding else x for x, r in zip(shown, found))])
+        lines.append(_of_unit(unit, found))
     lines.append(["one reduction alone, start to completion", *(f"{r.alone:,.0f}" for r in found)])
     lines.append(["one hop of a dQ tile, hand-over included", *(f"{r.hop:,.0f}" for r in found)])
     return table_of(head, lines)
+
+
+def _of_unit(unit: str, found: Sequence[Roofline | ForwardRoofline]) -> list[str]:
+    """Cycles of a unit, bold where it binds."""
+    cycles = [(r.units[unit], r.units[unit] == r.bound) for r in found]
+    return [unit, *(f"**{x:,.0f}**" if binds else f"{x:,.0f}" for x, binds in cycles)]
 
 
 def forward_unit_table() -> str:
@@ -196,9 +201,7 @@ def forward_unit_table() -> str:
     head = ["cycles per kv tile", *(f"head dim {r.head_dim}, {r.tile_m} x {r.tile_n}" for r in found)]
     lines: list[Sequence[object]] = []
     for unit in found[0].units:
-        shown = [f"{r.units[unit]:,.0f}" for r in found]
-        bold = (f"**{x}**" if r.units[unit] == r.bound else x for x, r in zip(shown, found))
-        lines.append([unit, *bold])
+        lines.append(_of_unit(unit, found))
         if unit == "shared memory":
             lines += [[f"... {what}", *(f"{r.shared[what]:,.0f}" for r in found)] for what in found[0].shared]
     return table_of(head, lines)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 from ..errors import CostError
 from ..machine import TASK_CYCLES
 from ..machine import WORKERS as H200_WORKERS
 
-__all__ = ["H200", "H200_WORKERS", "Costs", "require_workers"]
+__all__ = ["H200", "H200_WORKERS", "Costs", "require_costs", "require_workers"]
+
+
+def require_costs(costs: Mapping[str, float]) -> None:
+    """Raise CostError unless all of these, by name, are finite and not negative."""
+    for name, value in costs.items():
+        if not math.isfinite(value) or value < 0:
+            raise CostError(f"{name} must be finite and >= 0, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -36,10 +44,7 @@ class Costs:
     launch: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not math.isfinite(value) or value < 0:
-                raise CostError(f"{field.name} must be finite and >= 0, got {value!r}")
+        require_costs(asdict(self))
         if self.dq_buffers != int(self.dq_buffers):
             raise CostError(f"dq_buffers must be an integer, got {self.dq_buffers!r}")
 

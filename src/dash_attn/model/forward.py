@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from heapq import heapreplace
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ..errors import CostError
 from ..machine import FORWARD_CYCLES
 from ..schedule import ForwardPlan
 from .charts import IDLE, PALETTE, new_figure, save_figure
-from .cost import require_workers
+from .cost import require_costs, require_workers
 from .output import PictureError, check_path
 
 __all__ = ["ForwardCosts", "ForwardTimeline", "require_drawable", "save_forward", "simulate_forward"]
@@ -38,10 +37,7 @@ class ForwardCosts:
     item: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not math.isfinite(value) or value < 0:
-                raise CostError(f"{field.name} must be finite and >= 0, got {value!r}")
+        require_costs(asdict(self))
 
     @classmethod
     def h200(cls, head_dim: int) -> ForwardCosts:
