@@ -1,7 +1,5 @@
 """The kernel after the main one, where tiles were split: folds what was left of their segments."""
 
-import math
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -10,7 +8,7 @@ from ..device import registers
 from ..device.operands import DTYPES
 from .arguments import Launch, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import finite, folded
+from .exact import folded, inverse, lse_of, row_sum, weights
 from .table import ENTRY_WORDS
 
 
@@ -67,11 +65,7 @@ class Fold:
         for s in cutlass.range(1, segments, unroll=1):
             self._load(partial, (first + s) * heads + q_head, group, tidx, after, fresh)
             for half in cutlass.range_constexpr(2):
-                new = cute.arch.fmax(numbers[half], fresh[half])
-                shift = finite(new)
-                left[half] = cute.math.exp2(numbers[half] - shift, fastmath=True)
-                right[half] = cute.math.exp2(fresh[half] - shift, fastmath=True)
-                numbers[half] = new
+                numbers[half], left[half], right[half] = weights(numbers[half], fresh[half])
                 numbers[2 + half] = folded(numbers[2 + half], left[half], fresh[2 + half], right[half])
             for v in cutlass.range_constexpr(vectors):
                 for e in cutlass.range_constexpr(4):
@@ -79,15 +73,12 @@ class Fold:
         lane = tidx % 32
         pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 2, vectors)))
         for half in cutlass.range_constexpr(2):
-            total = numbers[2 + half]
-            for distance in cutlass.range_constexpr(1, 3):
-                total = total + cute.arch.shuffle_sync_bfly(total, offset=distance)
+            total = row_sum(numbers[2 + half])
             row = q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 + lane // 4 + 8 * half
-            empty = total == Float32(0.0)
-            lse = (numbers[half] + cute.math.log2(total, fastmath=True)) * math.log(2.0)
+            empty, lse = total == Float32(0.0), lse_of(numbers[half], total)
             if (lane % 4 == 0) & (row < seqlen_q):
                 mLse[batch, q_head, row_first + row] = cutlass.select_(empty, -Float32.inf, lse)
-            factor = Float32(1.0) / cutlass.select_(empty, Float32(1.0), total)
+            factor = inverse(total)
             converted = cute.make_rmem_tensor((2, vectors), self.dtype)
             converted.store((pairs[None, half, None].load() * factor).to(self.dtype))
             registers.store_rows(converted, mOut[batch, row_first + row, q_head, None], lane, row < seqlen_q)

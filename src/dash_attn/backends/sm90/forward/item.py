@@ -1,0 +1,32 @@
+"""What the roles of a block share of an item: words beside Q, rings of tiles, named barriers."""
+
+from dataclasses import dataclass
+
+from ..device.ring import Ring
+from .config import ForwardConfig
+
+INFO_WORDS = 16
+# Named barriers: one per warpgroup each, and of the last kind one per warpgroup and Q stage
+WARPGROUP_BARRIER, TURN_BARRIER, DONE_BARRIER = 1, 4, 7
+
+
+@dataclass(frozen=True)
+class Rings:
+    """q: tiles of Q with their item, until O has left their place; k, v: tiles of K and V."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+
+
+class Info:
+    """Words that the load warp leaves beside Q of an item."""
+
+    valid, q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, row = range(9)
+    tma_row, tma_batch, tma_shift, batch, row_first, partial = range(9, 15)
+
+
+def done_barrier(config: ForwardConfig, group, stage):
+    """The barrier at which a warpgroup is done with its item: O, unless it is in parts, is where Q was. Every
+    stage has one, for a warpgroup may be done with the next item before this one is stored."""
+    return DONE_BARRIER + group * config.q_stages + stage

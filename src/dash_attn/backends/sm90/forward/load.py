@@ -1,0 +1,122 @@
+"""The load warp: claims items, and loads their Q, K and V by the copy engine."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ..device import plan_view, ptx
+from ..device.copies import load_tile
+from .config import ForwardConfig
+from .item import Info
+from .table import ENTRY_WORDS
+
+# The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
+CLAIM_BEFORE, READ_BEFORE = 4, 2
+
+
+class LoadRole:
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+
+    @cute.jit
+    def run(self, copies, memory, shared, rings, numbers) -> None:
+        c = self.config
+        entries, heads, left, right, group, batches, q_heads = numbers
+        table, items, in_section = memory.table, entries * q_heads, entries * heads
+        n_item, n_kv = Int32(0), Int32(0)
+        index, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        record = self._read(table, numbers, index)
+        while index < items:
+            q_head = index // in_section * heads + index % in_section % heads
+            sequence, q_tile, segment, place, seqlen_q, seqlen_k, q_first, k_first = record
+            shift = seqlen_k - seqlen_q
+            low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
+            high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
+            top = q_tile * c.tile_m
+            bottom = cutlass.min(top + c.tile_m, seqlen_q) - 1
+            kv_first = cutlass.max(top + low, 0) // c.tile_n
+            last = cutlass.min(bottom + high, seqlen_k - 1)
+            kv_last = last // c.tile_n if last >= 0 else Int32(-1)
+            partial = Int32(-1)
+            if segment >= 0:
+                kv_first = cutlass.max(kv_first, segment * (c.segment // c.tile_n))
+                kv_last = cutlass.min(kv_last, (segment + 1) * (c.segment // c.tile_n) - 1)
+                partial = place * q_heads + q_head
+            batch = Int32(0) if batches == 1 else sequence
+            row_first = q_first if batches == 1 else Int32(0)
+            tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
+            tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
+            k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, batches)
+            stage = rings.q.stage(n_item)
+            rings.q.wait_empty(n_item)
+            with cute.arch.elect_one():
+                words = (
+                    Int32(1), q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, top,
+                    tma_row, tma_batch, tma_shift, batch, row_first, partial,
+                )  # fmt: skip
+                for i, value in enumerate(words):
+                    shared.item[i, stage] = value
+                cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
+            rows = (tma_row, tma_batch, tma_shift)
+            for g in cutlass.range_constexpr(c.warpgroups):
+                tile = shared.q[None, None, stage * c.warpgroups + g]
+                load_tile(copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
+            rows, kv_head = (k_row, tma_batch, k_shift), q_head // group
+            per_segment = c.segment // c.tile_n
+            begin, kv_tiles = kv_first, cutlass.max(kv_last - kv_first + 1, 0)
+            to_load, claimed = kv_tiles, items - blocks
+            while begin <= kv_last:
+                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+                for i in cutlass.range(end - begin + 1, unroll=1):
+                    if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
+                        claimed = self._claim(memory.claimed)
+                    for ring, copy, tiles in (
+                        (rings.k, copies.k, shared.k),
+                        (rings.v, copies.v, shared.v),
+                    ):
+                        kv_stage = ring.stage(n_kv)
+                        ring.wait_empty(n_kv)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+                            )
+                        load_tile(
+                            copy,
+                            tiles[None, None, kv_stage],
+                            rows,
+                            end - i,
+                            kv_head,
+                            ring.full + kv_stage,
+                        )
+                    n_kv += 1
+                    to_load -= 1
+                    if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
+                        index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                        record = self._read(table, numbers, index)
+                begin = end + 1
+            if kv_tiles == 0:
+                if blocks < items:
+                    claimed = self._claim(memory.claimed)
+                index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                record = self._read(table, numbers, index)
+            n_item += 1
+        rings.q.wait_empty(n_item)
+        with cute.arch.elect_one():
+            shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
+            cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
+
+    @cute.jit
+    def _read(self, table, numbers, index: Int32):
+        """The words of an item; of the last one where there is none."""
+        entries, heads, _, _, _, _, q_heads = numbers
+        index = cutlass.max(cutlass.min(index, entries * q_heads - 1), 0)
+        first = index % (entries * heads) // heads * ENTRY_WORDS
+        return tuple(table[first + i] for i in range(ENTRY_WORDS))
+
+    @cute.jit
+    def _claim(self, claimed) -> Int32:
+        """Claim the next item; lane 0 knows which. Nobody waits for the answer here."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = ptx.add(claimed.iterator)
+        return number

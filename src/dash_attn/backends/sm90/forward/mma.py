@@ -1,0 +1,274 @@
+"""The MMA warpgroups: S, P and O of every kv tile of an item, segment by segment, then O and LSE."""
+
+import math
+from types import SimpleNamespace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warp, warpgroup
+
+from ..device.operands import as_operand_a, multiply, transposed
+from ..device.ring import arrive
+from .config import ROWS, ForwardConfig
+from .exact import folded, inverse, lse_of, row_sum, weights
+from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier
+from .softmax import Softmax, multiply_rows
+
+
+class MmaRole:
+    def __init__(self, config: ForwardConfig, dtype):
+        self.config, self.dtype, self.softmax = config, dtype, Softmax(config, dtype)
+
+    @cute.jit
+    def run(self, products, memory, shared, rings, scale) -> None:
+        c = self.config
+        tidx = cute.arch.thread_idx()[0] % 128
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
+        scores, out = (m.get_slice(0) for m in products)
+        t = SimpleNamespace(
+            products=products, group=group, tidx=tidx, scale_log2=scale * math.log2(math.e),
+            tSrQ=scores.make_fragment_A(scores.partition_A(shared.q)),
+            tSrK=scores.make_fragment_B(scores.partition_B(shared.k)),
+            tOrV=out.make_fragment_B(out.partition_B(transposed(shared.v))),
+            acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
+            acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.head_dim)), Float32),
+            p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
+            maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
+        )  # fmt: skip
+        if const_expr(c.in_turns):
+            if group == c.warpgroups - 1:
+                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+        n_item, n_kv, started = Int32(0), Int32(0), Int32(0)
+        rings.q.wait_full(n_item)
+        words = shared.item[None, rings.q.stage(n_item)]
+        while words[Info.valid] == 1:
+            stage = rings.q.stage(n_item) * c.warpgroups + group
+            info = self._item(words, group)
+            before_m, before_l = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+            t.maximum.fill(-Float32.inf)
+            t.total.fill(0.0)
+            t.acc_O.fill(0.0)
+            begin, kept = words[Info.kv_first], Int32(0)
+            kv_last = words[Info.kv_last]
+            while begin <= kv_last:
+                end = self._segment_end(begin, kv_last)
+                n_end = n_kv + end - begin + 1
+                own_begin, own_end = cutlass.max(begin, info.first), cutlass.min(end, info.last)
+                if own_begin <= own_end:
+                    if started == 0:
+                        self._skip(t, rings, n_kv, end - own_end)
+                        self._start_first(t, rings, stage, n_kv + end - own_end)
+                    n = self.segment(t, rings, words, info, stage, n_kv + end - own_end, own_begin, own_end)
+                    started = Int32(0)
+                    if (end == kv_last) & (n == n_end) & c.early:
+                        # The first scores of the next item, beside the last product and the end of this item.
+                        started = self._start_early(t, rings, shared, n_item + 1, n_end)
+                    else:
+                        warpgroup.commit_group()
+                    warpgroup.wait_group(1)
+                    arrive(rings.v.empty_of(n - 1))
+                    self._skip(t, rings, n, n_end - n)
+                    if kept == 1:
+                        self._fold(t, memory.state, before_m, before_l)
+                    if end < info.last:
+                        # What the segments so far have left makes room for a fresh one.
+                        self._keep(t, memory.state)
+                        for half in cutlass.range_constexpr(2):
+                            before_m[half], before_l[half] = t.maximum[half], t.total[half]
+                        t.acc_O.fill(0.0)
+                        kept = Int32(1)
+                else:
+                    self._skip(t, rings, n_kv, end - begin + 1)
+                n_kv = n_end
+                begin = end + 1
+            if words[Info.partial] >= 0:
+                if words[Info.row] + ROWS * group < words[Info.seqlen_q]:
+                    self._leave(t, memory.partial, words[Info.partial])
+            else:
+                self._finish(t, memory, shared, words, stage)
+            done = done_barrier(c, group, rings.q.stage(n_item))
+            cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
+            n_item += 1
+            rings.q.wait_full(n_item)
+            words = shared.item[None, rings.q.stage(n_item)]
+
+    def _segment_end(self, begin: Int32, kv_last: Int32) -> Int32:
+        """The last kv tile of the segment in which one stands, if the item goes so far."""
+        per_segment = self.config.segment // self.config.tile_n
+        return cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+
+    @cute.jit
+    def _start_early(self, t, rings, shared, n_item: Int32, n: Int32) -> Int32:
+        """Start an item's first scores if this warpgroup sees its first tile: 1 if so.
+
+        There is one more group of products in any case.
+        """
+        rings.q.wait_full(n_item)
+        stage, started = rings.q.stage(n_item), Int32(0)
+        words = shared.item[None, stage]
+        if words[Info.valid] == 1:
+            info, kv_first = self._item(words, t.group), words[Info.kv_first]
+            end = self._segment_end(kv_first, words[Info.kv_last])
+            if (kv_first <= end) & (info.first <= end) & (info.last >= end):
+                started = Int32(1)
+        if started == 1:
+            self._start_first(t, rings, stage * self.config.warpgroups + t.group, n)
+        else:
+            warpgroup.commit_group()
+        return started
+
+    @cute.jit
+    def _start_first(self, t, rings, stage, n: Int32) -> None:
+        rings.k.wait_full(n)
+        self._turn(t)
+        self._start_scores(t, rings, stage, n)
+        self._next_turn(t)
+
+    @cute.jit
+    def _skip(self, t, rings, n_first: Int32, tiles: Int32) -> None:
+        """Let tiles go that other warpgroups of the block see and this one does not."""
+        for i in cutlass.range(tiles, unroll=1):
+            n = n_first + i
+            self._turn(t)
+            self._next_turn(t)
+            for ring in (rings.k, rings.v):
+                ring.wait_full(n)
+                arrive(ring.empty_of(n))
+
+    def _item(self, words, group):
+        """Which kv tiles a warpgroup's rows see any key of, and which of these all rows see as a whole."""
+        c = self.config
+        top, last_key = words[Info.row] + ROWS * group, words[Info.seqlen_k] - 1
+        bottom = cutlass.min(top + ROWS, words[Info.seqlen_q]) - 1
+        seen_to = cutlass.min(bottom + words[Info.high], last_key)
+        last = cutlass.min(cutlass.max(seen_to + c.tile_n, 0) // c.tile_n - 1, words[Info.kv_last])
+        # A tile is seen as a whole where its first key is not beyond these.
+        whole_from = top + ROWS - 1 + words[Info.low]
+        whole_to = cutlass.min(top + words[Info.high], last_key) - (c.tile_n - 1)
+        return SimpleNamespace(
+            first=cutlass.max(cutlass.max(top + words[Info.low], 0) // c.tile_n, words[Info.kv_first]),
+            last=cutlass.select_(bottom < top, Int32(-1), last),
+            first_whole=(cutlass.max(whole_from, 0) + c.tile_n - 1) // c.tile_n,
+            last_whole=(cutlass.max(whole_to, -c.tile_n) + c.tile_n) // c.tile_n - 1,
+        )  # fmt: skip
+
+    @cute.jit
+    def segment(self, t, rings, words, info, stage, n_first: Int32, begin: Int32, end: Int32) -> Int32:
+        """Go through the kv tiles `end`, whose scores have been started, down to `begin` from fresh.
+
+        The last product is on its way when this ends. Returns the number of the next use of K and V.
+        """
+        n = n_first
+        warpgroup.wait_group(0)
+        arrive(rings.k.empty_of(n))
+        self.softmax.mask(t, words, info, end)
+        self.softmax.first_tile(t)
+        # Asked long before the answer is used, so that it is there at once.
+        k_is_full, v_is_full = Int32(0), Int32(0)
+        for i in cutlass.range(end - begin, unroll=1):
+            kv_tile = end - 1 - i
+            cut = (kv_tile > info.last_whole) | (kv_tile < info.first_whole)
+            rings.k.wait_full_unless(k_is_full, n + 1)
+            self._turn(t)
+            self._start_scores(t, rings, stage, n + 1)
+            rings.v.wait_full_unless(v_is_full, n)
+            self._start_out(t, rings, n)
+            self._next_turn(t)
+            warpgroup.wait_group(1)
+            arrive(rings.k.empty_of(n + 1))
+            warpgroup.wait_group(0)
+            arrive(rings.v.empty_of(n))
+            n += 1
+            k_is_full, v_is_full = rings.k.is_full(n + 1), rings.v.is_full(n)
+            if cut:
+                self.softmax.mask(t, words, info, kv_tile)
+            self.softmax.next_tile(t)
+        rings.v.wait_full(n)
+        self._start_out(t, rings, n)
+        return n + 1
+
+    def _turn(self, t) -> None:
+        if const_expr(self.config.in_turns):
+            cute.arch.barrier(barrier_id=TURN_BARRIER + t.group, number_of_threads=256)
+
+    def _next_turn(self, t) -> None:
+        if const_expr(self.config.in_turns):
+            after = (t.group + 1) % self.config.warpgroups
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=256)
+
+    def _start_scores(self, t, rings, stage, n) -> None:
+        keys = t.tSrK[None, None, None, rings.k.stage(n)]
+        multiply(t.products.scores, t.acc_S, t.tSrQ[None, None, None, stage], keys, False)
+
+    def _start_out(self, t, rings, n) -> None:
+        values = t.tOrV[None, None, None, rings.v.stage(n)]
+        multiply(t.products.out, t.acc_O, as_operand_a(t.p, self.dtype), values, True)
+
+    # Between segments
+
+    def _place(self, t, state):
+        """This thread's values of its warpgroup's rows in the block's part of the workspace."""
+        c = self.config
+        vectors = ROWS * c.head_dim // 512
+        start = Int64(cute.arch.block_idx()[0]) * c.state_words + t.group * (ROWS * c.head_dim) + t.tidx * 4
+        layout = cute.make_layout((4, vectors), stride=(1, 512))
+        return cute.make_tensor(state.iterator + cute.assume(start, divby=4), layout)
+
+    @cute.jit
+    def _keep(self, t, state) -> None:
+        vectors = cute.make_tensor(t.acc_O.iterator, cute.make_layout((4, cute.size(t.acc_O) // 4)))
+        cute.autovec_copy(vectors, self._place(t, state))
+
+    @cute.jit
+    def _leave(self, t, partial, place: Int32) -> None:
+        """Leave what a segment made of this warpgroup's rows, for `Fold`."""
+        c = self.config
+        start = (Int64(place) * c.warpgroups + t.group) * c.partial_words + t.tidx * 4
+        layout = cute.make_layout((4, ROWS * c.head_dim // 512 + 1), stride=(1, 512))
+        target = cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
+        for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
+            cute.autovec_copy(cute.make_tensor(t.acc_O.iterator + 4 * v, 4), target[None, v])
+        numbers = cute.make_rmem_tensor(4, Float32)
+        for half in cutlass.range_constexpr(2):
+            numbers[half], numbers[2 + half] = t.maximum[half], t.total[half]
+        cute.autovec_copy(numbers, target[None, cute.size(t.acc_O) // 4])
+
+    @cute.jit
+    def _fold(self, t, state, before_m, before_l) -> None:
+        left, right = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        for half in cutlass.range_constexpr(2):
+            t.maximum[half], left[half], right[half] = weights(before_m[half], t.maximum[half])
+            t.total[half] = folded(before_l[half], left[half], t.total[half], right[half])
+        place = self._place(t, state)
+        for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
+            before = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(place[None, v], before)
+            for e in cutlass.range_constexpr(4):
+                i = 4 * v + e
+                t.acc_O[i] = folded(before[e], left[e // 2], t.acc_O[i], right[e // 2])
+
+    @cute.jit
+    def _finish(self, t, memory, shared, info, stage) -> None:
+        """Divide, write LSE, and put O where Q was."""
+        lane, warp_of_group = t.tidx % 32, t.tidx // 32
+        factors = cute.make_rmem_tensor(2, Float32)
+        for half in cutlass.range_constexpr(2):
+            total = row_sum(t.total[half])
+            row = info[Info.row] + ROWS * t.group + warp_of_group * 16 + lane // 4 + 8 * half
+            empty, lse = total == Float32(0.0), lse_of(t.maximum[half], total)
+            if (lane % 4 == 0) & (row < info[Info.seqlen_q]):
+                memory.lse[info[Info.batch], info[Info.q_head], info[Info.row_first] + row] = cutlass.select_(
+                    empty, -Float32.inf, lse
+                )
+            factors[half] = inverse(total)
+        converted = cute.make_rmem_tensor(t.acc_O.layout, self.dtype)
+        multiply_rows(t.acc_O, factors)
+        converted.store(t.acc_O.load().to(self.dtype))
+        # Every warp of the group has read its Q.
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
+        matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        store = cute.make_tiled_copy_C(matrices, t.products.out).get_slice(t.tidx)
+        tile = shared.q[None, None, stage]
+        cute.copy(store, store.retile(converted), store.partition_D(tile))
+        cute.arch.fence_view_async_shared()
