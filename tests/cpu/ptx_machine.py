@@ -428,6 +428,7 @@ COMPUTE: dict[str, Callable[..., Any]] = {
     "mov": lambda a: a,
     "cvta": lambda a: a,
     "neg": lambda a: -a,
+    "bfind": lambda a: a.bit_length() - 1,
     "not": lambda a: not a if isinstance(a, bool) else ~a,
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,

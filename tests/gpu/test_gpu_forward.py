@@ -174,3 +174,15 @@ def test_a_neighbours_values_do_not_leak(bad: float) -> None:
         for rows in (slice(130), slice(430, 500)):
             assert same_bytes(found[rows], out[rows])
             assert same_bytes(other[:, rows].contiguous(), lse[:, rows].contiguous())
+
+
+def test_zeros_have_no_sign() -> None:
+    """A product that underflows below 0 is 0, whether or not the row's neighbours see one more segment."""
+    q, k, v = (torch.zeros(1, 8201, 1, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    q[..., 0], k[:, 4096:8192, :, 0], v[:, :4096] = 1, 64, -1e-30
+    problem = Problem(((101, 8201),), 1, 1, 128, Mask.causal())
+    chunk = Forward(problem, DEVICE)(q[:, 8100:], k, v, 1.0)[0]
+    alone = Problem(((1, 8192),), 1, 1, 128, Mask.causal())
+    one = Forward(alone, DEVICE)(q[:, :1], k[:, :8192], v[:, :8192], 1.0)[0]
+    assert same_bytes(one[0, 0], chunk[0, 8191 - 8100])
+    assert not torch.signbit(one).any()

@@ -12,6 +12,7 @@ __all__ = [
     "AUTO_MIN_STRIDE",
     "AUTO_RING",
     "FORWARD_KEEP",
+    "FORWARD_ROOM",
     "FORWARD_SEGMENT",
     "FORWARD_TILE",
     "FORWARD_VERSION",
@@ -44,8 +45,11 @@ tiles at once. With several heads each, what they read and add to does not fit L
 MOST_ITEMS = 2048
 """Items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
 
-FORWARD_VERSION = 2
+FORWARD_VERSION = 3
 
-FORWARD_TILE, FORWARD_SEGMENT, FORWARD_KEEP = 128, 4096, 8.0
-"""Keys per kv tile and per segment of the forward, and log2 of what the p of a quarter of a row may add up to
-before its maximum is raised (:mod:`.forward`)."""
+FORWARD_TILE, FORWARD_SEGMENT = 128, 4096
+"""Keys per kv tile and per segment of the forward."""
+
+FORWARD_KEEP, FORWARD_ROOM = 5.0, 5
+"""By how much a score, in base 2, may exceed a row's maximum before that is raised, and by how much the first
+maximum exceeds a single key (:mod:`.forward`)."""

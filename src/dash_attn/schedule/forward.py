@@ -8,16 +8,15 @@ A row goes through the kv tiles of a segment from the last one to the first. It 
 sum 0 and output 0 (FlashAttention-2, algorithm 1, without the division). Scores s are in base 2: Q K^T times
 softmax scale times log2(e), and -inf where the mask hides a key. Of each tile:
 
-1. p = 2^(s - maximum).
-2. Are the p of every *quarter* of the row at most 2^``keep`` together? Then nothing changes. If not, the
-   largest s becomes the maximum if it is larger, sum and output are multiplied by 2^(old - new), and the
-   p are computed anew. (FlashAttention-4's conditional rescaling looks at the maximum. Sums are needed
-   anyway.) Column c of a tile is in quarter c // 2 % 4: what one thread of a warpgroup has of the row.
-3. The sum takes the p, the output the p, rounded to the dtype, times V.
+1. Is the largest s above the maximum by more than ``keep``? Then it becomes the maximum, and sum and output
+   are multiplied by 2^(old - new). Otherwise nothing changes (FlashAttention-4's conditional rescaling).
+2. The first maximum of a row is a little larger than its largest s, by ``room`` - floor(log2 n) if that is
+   positive, for n keys that the row sees of the tile: the largest of few is low, and would soon be raised.
+3. p = 2^(s - maximum). The sum takes the p, the output the p, rounded to the dtype, times V.
 
 Segments are folded in ascending order. Of (m, l, O) and the next one's (m', l', O'), with n = max(m, m'), the
 fold is (n, l 2^(m - n) + l' 2^(m' - n), O 2^(m - n) + O' 2^(m' - n)). At the end out = O / l, and the natural
-log-sum-exp is (m + log2 l) ln 2.
+log-sum-exp is (m + log2 l) ln 2. Zeros of out have no sign: a fold with nothing makes 0 of -0.
 
 So a row's bits depend on its q, on the K and V that it sees and where they stand, and on these numbers. A
 tile or a segment that it does not see changes nothing, bit for bit: the mask may have another form, the
@@ -32,7 +31,7 @@ from functools import cached_property
 
 from ..errors import ProblemError
 from ..problem import Problem
-from .constants import FORWARD_KEEP, FORWARD_SEGMENT, FORWARD_TILE, FORWARD_VERSION
+from .constants import FORWARD_KEEP, FORWARD_ROOM, FORWARD_SEGMENT, FORWARD_TILE, FORWARD_VERSION
 
 __all__ = ["ForwardNumerics"]
 
@@ -46,7 +45,8 @@ class ForwardNumerics:
         dtype: of Q, K and V.
         tile: keys per kv tile.
         segment: keys per segment.
-        keep: log2 of what the p of a quarter may add up to before the row's maximum is raised.
+        keep: by how much a score may exceed the row's maximum before that is raised.
+        room: by how much the first maximum exceeds a single key; less beside more keys.
 
     Raises:
         ProblemError: a number is out of range, or a segment is not a whole number of tiles.
@@ -61,6 +61,7 @@ class ForwardNumerics:
     tile: int = FORWARD_TILE
     segment: int = FORWARD_SEGMENT
     keep: float = FORWARD_KEEP
+    room: int = FORWARD_ROOM
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "tile", "segment"):
@@ -73,6 +74,8 @@ class ForwardNumerics:
             raise ProblemError(f"tile must be a multiple of 8, got {self.tile}")
         if not 0 <= self.keep <= 15:  # no p is larger, and float16 holds no more
             raise ProblemError(f"keep must be in 0..15, got {self.keep!r}")
+        if type(self.room) is not int or not 0 <= self.room <= 8:  # float16 holds smaller p less exactly
+            raise ProblemError(f"room must be an integer in 0..8, got {self.room!r}")
 
     @classmethod
     def of(cls, problem: Problem) -> ForwardNumerics:
@@ -92,5 +95,6 @@ class ForwardNumerics:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of the numerics, 64 hexadecimal digits. Lengths, mask, heads and batch leave it alone."""
-        facts = (FORWARD_VERSION, self.head_dim, self.dtype, self.tile, self.segment, float(self.keep))
+        numbers = (self.tile, self.segment, float(self.keep), self.room)
+        facts = (FORWARD_VERSION, self.head_dim, self.dtype, *numbers)
         return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -170,15 +170,12 @@ class _Head:
 
     def _with(self, state: _State, scores: Tensor, hidden: Tensor | None, values: _Values) -> _State:
         """A state that has seen one more kv tile."""
-        maximum, p = state.maximum, torch.exp2(scores - state.maximum)
-        # Not a number where a row has seen nothing before: this is not few.
-        quarters = p.view(len(p), -1, 4, 2).sum((1, 3))
-        few = (quarters <= 2.0**self.numerics.keep).all(1, keepdim=True)
-        if not few.all():
-            found = torch.maximum(maximum, scores.amax(1, keepdim=True))
-            maximum = torch.where(few, maximum, found)
-            p = torch.exp2(scores - _finite(maximum))
-        decay = torch.exp2(state.maximum - _finite(maximum))
+        found = scores.amax(1, keepdim=True)
+        rises = found > state.maximum + self.numerics.keep
+        fresh = state.maximum == -torch.inf
+        maximum = torch.where(rises, torch.where(fresh, found + self._room(hidden), found), state.maximum)
+        shift = _finite(maximum)
+        decay, p = torch.exp2(state.maximum - shift), torch.exp2(scores - shift)
         total = state.total * decay + p.sum(1, keepdim=True)
         p = p.to(self.dtype).to(p.dtype)
         out = (state.out * decay).addmm_(p, values.tame)
@@ -186,6 +183,14 @@ class _Head:
             seen = slice(None) if hidden is None else ~hidden[:, column]
             out[seen] += p[seen, column, None] * wild
         return _State(maximum, total, out)
+
+    def _room(self, hidden: Tensor | None) -> Tensor | int:
+        """What the first maximum of a row has more than its largest score."""
+        room, tile = self.numerics.room, self.numerics.tile
+        if hidden is None:
+            return max(room + 1 - tile.bit_length(), 0)
+        keys = (~hidden).sum(1, keepdim=True)
+        return (room + 1 - torch.frexp(keys.float()).exponent).clamp_(min=0)  # no keys: -inf + anything
 
 
 def _folded(before: _State, state: _State) -> _State:
@@ -199,7 +204,8 @@ def _folded(before: _State, state: _State) -> _State:
 def _results(state: _State) -> tuple[Tensor, Tensor]:
     """(out, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
     lse = (_finite(state.maximum) + state.total.log2()).mul_(math.log(2.0)).squeeze(1)
-    return state.out / state.total.masked_fill(state.total == 0, 1.0), lse
+    # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
+    return state.out / state.total.masked_fill(state.total == 0, 1.0) + 0.0, lse
 
 
 def _finite(maximum: Tensor) -> Tensor:

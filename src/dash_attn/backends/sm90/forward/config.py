@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
 
-from ....schedule.constants import FORWARD_KEEP, FORWARD_SEGMENT, FORWARD_TILE
+from ....schedule.constants import FORWARD_KEEP, FORWARD_ROOM, FORWARD_SEGMENT, FORWARD_TILE
 
 ROWS = 64  # of a warpgroup
+OVERLAPS = ("nothing", "products", "softmax")
 
 
 @dataclass(frozen=True)
@@ -22,10 +23,15 @@ class ForwardConfig:
         dtype: "bf16" or "fp16".
         warpgroups: that multiply, ROWS rows each.
         q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory.
-        tile_n, segment, keep: the numerics, :mod:`dash_attn.schedule.forward`.
+        tile_n, segment, keep, room: the numerics, :mod:`dash_attn.schedule.forward`.
         in_turns: warpgroups start their products in turns, so that one's softmax runs beside the products of
             the others. Without, they get out of step by themselves.
         early: an item's first scores are started beside the end of the item before it.
+        overlap: what a warpgroup's own products run beside: "nothing"; "products": scores of the next tile
+            beside P V of this one; "softmax": both, and P V also beside the softmax of the next tile
+            (FlashAttention-3, section 3.2).
+        exp2_share: of 8 values of 2^x, how many are a polynomial in place of the exponential unit's
+            (FlashAttention-4, section 3.1). For experiments: it changes bits.
     """
 
     direction: ClassVar[str] = "forward"
@@ -39,20 +45,29 @@ class ForwardConfig:
     tile_n: int = FORWARD_TILE
     segment: int = FORWARD_SEGMENT
     keep: float = FORWARD_KEEP
+    room: int = FORWARD_ROOM
     in_turns: bool = False
     early: bool = False
+    overlap: str = "products"
+    exp2_share: int = 0
 
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:
             raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
         if min(self.q_stages, self.kv_stages) < 2:
             raise ValueError(f"{self}: what comes next is loaded beside what is in use: two stages each")
+        if self.overlap not in OVERLAPS:
+            raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {self.overlap!r}")
+        if not 0 <= self.exp2_share <= 8:
+            raise ValueError(f"exp2_share must be in 0..8, got {self.exp2_share!r}")
         if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
             raise ValueError(f"{self}: a block has 16 named barriers, and three warps that store")
 
     @property
-    def enough(self) -> float:
-        return float(2.0**self.keep)
+    def few(self) -> float:
+        """A sum of powers of 2 that is not larger holds none of an exponent above `keep`, even if the
+        exponential unit rounds down."""
+        return float(0.999 * 2.0**self.keep)
 
     @property
     def tile_m(self) -> int:
@@ -91,7 +106,7 @@ class ForwardConfig:
 def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
     """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md)."""
     if head_dim == 64:
-        return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, in_turns=True, early=True)
+        return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
     if head_dim != 128:
         raise ValueError(f"no forward kernel has head dim {head_dim}; known: 64, 128")
-    return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2, in_turns=False, early=False)
+    return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)

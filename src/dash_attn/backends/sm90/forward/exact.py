@@ -32,10 +32,38 @@ def packed(low, high, dtype, *, loc=None, ip=None) -> Int32:
     return Int32(ptx._asm(T.i32(), values, text, "=r,f,f", loc, ip))
 
 
+@dsl_user_op
+def polynomial_exp2(exponent, *, loc=None, ip=None) -> Float32:
+    """2^exponent without the exponential unit (FlashAttention-4, section 3.1), off by 9e-5 of it at most.
+
+    2^floor goes into the exponent's bits; 2^rest is 1 + 0.69512 r + 0.22764 r^2 + 0.07707 r^3, the cubic with
+    the least relative error of those that are 1 at 0 (fitted here). Beyond -127 .. 127 it is 0 or 2^127.
+    """
+    text = """{ .reg .f32 x, whole, rest, y; .reg .b32 bits, power;
+        max.f32 x, $1, 0fC2FE0000; min.f32 x, x, 0f42FE0000;
+        add.rm.f32 whole, x, 0f4B400000; sub.f32 rest, whole, 0f4B400000; sub.f32 rest, x, rest;
+        fma.rn.f32 y, rest, 0f3D9DD554, 0f3E691BC4; fma.rn.f32 y, y, rest, 0f3F31F32D;
+        fma.rn.f32 y, y, rest, 0f3F800000; mov.b32 bits, y;
+        mov.b32 power, whole; shl.b32 power, power, 23; add.s32 bits, bits, power; mov.b32 $0, bits; }"""
+    return Float32(ptx._asm(T.f32(), [Float32(exponent).ir_value(loc=loc, ip=ip)], text, "=f,f", loc, ip))
+
+
+@dsl_user_op
+def log2_below(number, *, loc=None, ip=None) -> Int32:
+    """floor(log2(number)) of a positive Int32."""
+    operands = [Int32(number).ir_value(loc=loc, ip=ip)]
+    return Int32(ptx._asm(T.i32(), operands, "bfind.u32 $0, $1;", "=r,r", loc, ip))
+
+
 @cute.jit
 def finite(maximum) -> Float32:
     """A row's maximum, 0 if it has seen nothing yet: -inf - -inf would be NaN."""
     return cutlass.select_(maximum == -Float32.inf, Float32(0.0), maximum)
+
+
+def without_sign(value, factor) -> Float32:
+    """value * factor, and 0 for -0: a fold with what a row does not see makes 0 of -0, too."""
+    return fma(value, factor, Float32(0.0))
 
 
 @cute.jit

@@ -8,7 +8,7 @@ from ..device import registers
 from ..device.operands import DTYPES
 from .arguments import Launch, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import folded, inverse, lse_of, row_sum, weights
+from .exact import folded, inverse, lse_of, row_sum, weights, without_sign
 from .table import ENTRY_WORDS
 
 
@@ -71,7 +71,6 @@ class Fold:
                 for e in cutlass.range_constexpr(4):
                     values[e, v] = folded(values[e, v], left[e // 2], after[e, v], right[e // 2])
         lane = tidx % 32
-        pairs = cute.make_tensor(values.iterator, cute.make_layout((2, 2, vectors)))
         for half in cutlass.range_constexpr(2):
             total = row_sum(numbers[2 + half])
             row = q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 + lane // 4 + 8 * half
@@ -79,8 +78,12 @@ class Fold:
             if (lane % 4 == 0) & (row < seqlen_q):
                 mLse[batch, q_head, row_first + row] = cutlass.select_(empty, -Float32.inf, lse)
             factor = inverse(total)
+            row_values = cute.make_rmem_tensor((2, vectors), Float32)
+            for v in cutlass.range_constexpr(vectors):
+                for e in cutlass.range_constexpr(2):
+                    row_values[e, v] = without_sign(values[2 * half + e, v], factor)
             converted = cute.make_rmem_tensor((2, vectors), self.dtype)
-            converted.store((pairs[None, half, None].load() * factor).to(self.dtype))
+            converted.store(row_values.load().to(self.dtype))
             registers.store_rows(converted, mOut[batch, row_first + row, q_head, None], lane, row < seqlen_q)
 
     @cute.jit

@@ -67,7 +67,7 @@ class Forward:
     def _prepare(self) -> Upload:
         problem, config = self._problem, self.config
         available = multiprocessors(self._device) if self._blocks is None else self._blocks
-        numbers = config.tile_n, config.segment, config.keep
+        numbers = config.tile_n, config.segment, config.keep, config.room
         numerics = ForwardNumerics(problem.head_dim, problem.dtype, *numbers)
         plan = build_forward_plan(problem, config.tile_m, available, numerics)
         upload = Upload(f"the forward of {problem.heads} heads", [forward_table(plan)], self._device)

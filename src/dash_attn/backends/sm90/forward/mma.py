@@ -11,9 +11,9 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from ..device.operands import as_operand_a, multiply, transposed
 from ..device.ring import arrive
 from .config import ROWS, ForwardConfig
-from .exact import folded, inverse, lse_of, row_sum, weights
+from .exact import folded, inverse, lse_of, row_sum, weights, without_sign
 from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier
-from .softmax import Softmax, multiply_rows
+from .softmax import Softmax
 
 
 class MmaRole:
@@ -34,11 +34,14 @@ class MmaRole:
             acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.head_dim)), Float32),
             p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
+            next_p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
+            careful=cute.make_rmem_tensor(1, Int32),
         )  # fmt: skip
         if const_expr(c.in_turns):
             if group == c.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+        t.careful[0] = Int32(0)
         n_item, n_kv, started = Int32(0), Int32(0), Int32(0)
         rings.q.wait_full(n_item)
         words = shared.item[None, rings.q.stage(n_item)]
@@ -163,27 +166,40 @@ class MmaRole:
         warpgroup.wait_group(0)
         arrive(rings.k.empty_of(n))
         self.softmax.mask(t, words, info, end)
-        self.softmax.first_tile(t)
+        self.softmax.first_tile(t, (words, end))
         # Asked long before the answer is used, so that it is there at once.
         k_is_full, v_is_full = Int32(0), Int32(0)
         for i in cutlass.range(end - begin, unroll=1):
             kv_tile = end - 1 - i
             cut = (kv_tile > info.last_whole) | (kv_tile < info.first_whole)
-            rings.k.wait_full_unless(k_is_full, n + 1)
-            self._turn(t)
-            self._start_scores(t, rings, stage, n + 1)
-            rings.v.wait_full_unless(v_is_full, n)
-            self._start_out(t, rings, n)
-            self._next_turn(t)
-            warpgroup.wait_group(1)
-            arrive(rings.k.empty_of(n + 1))
-            warpgroup.wait_group(0)
-            arrive(rings.v.empty_of(n))
+            if const_expr(self.config.overlap == "nothing"):
+                rings.v.wait_full(n)
+                self._turn(t)
+                self._start_out(t, rings, n)
+                warpgroup.wait_group(0)
+                arrive(rings.v.empty_of(n))
+                rings.k.wait_full(n + 1)
+                self._start_scores(t, rings, stage, n + 1)
+                self._next_turn(t)
+                warpgroup.wait_group(0)
+                arrive(rings.k.empty_of(n + 1))
+            else:
+                rings.k.wait_full_unless(k_is_full, n + 1)
+                self._turn(t)
+                self._start_scores(t, rings, stage, n + 1)
+                rings.v.wait_full_unless(v_is_full, n)
+                self._start_out(t, rings, n)
+                self._next_turn(t)
+                warpgroup.wait_group(1)
+                arrive(rings.k.empty_of(n + 1))
+            if const_expr(self.config.overlap == "products"):
+                warpgroup.wait_group(0)
+                arrive(rings.v.empty_of(n))
             n += 1
             k_is_full, v_is_full = rings.k.is_full(n + 1), rings.v.is_full(n)
             if cut:
                 self.softmax.mask(t, words, info, kv_tile)
-            self.softmax.next_tile(t)
+            self.softmax.next_tile(t, (words, kv_tile), rings.v.empty_of(n - 1))
         rings.v.wait_full(n)
         self._start_out(t, rings, n)
         return n + 1
@@ -263,7 +279,9 @@ class MmaRole:
                 )
             factors[half] = inverse(total)
         converted = cute.make_rmem_tensor(t.acc_O.layout, self.dtype)
-        multiply_rows(t.acc_O, factors)
+        for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
+            for e in cutlass.range_constexpr(4):
+                t.acc_O[4 * v + e] = without_sign(t.acc_O[4 * v + e], factors[e // 2])
         converted.store(t.acc_O.load().to(self.dtype))
         # Every warp of the group has read its Q.
         cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)

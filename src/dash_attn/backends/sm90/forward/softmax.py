@@ -3,11 +3,14 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
 
+from ..device.ring import arrive
 from .config import ROWS, ForwardConfig
-from .exact import finite, fma, packed
+from .exact import finite, fma, log2_below, packed, polynomial_exp2
 from .item import Info
 
+CAREFUL = 8
 CHAINS = [(half, e) for half in range(2) for e in range(2)]
 """Of sums and maxima: both rows of a thread, two each."""
 
@@ -27,69 +30,110 @@ class Softmax:
         self.config, self.dtype = config, dtype
 
     @cute.jit
-    def next_tile(self, t) -> None:
-        """P of another tile with the maxima that rows have, or with new ones where sums are large."""
+    def next_tile(self, t, tile, done) -> None:
+        """P of another tile with the maxima that rows have, or with new ones where scores are much larger.
+
+        Mostly none is: P with the old maxima is made first, and its sums tell. Where attention is peaked,
+        maxima rise often: after each time a warp looks at the scores first, for CAREFUL tiles. Both ways
+        make the same bits.
+
+        tile: see `_visible`.
+        done: where a warp arrives when P V of the tile before is done, if it has not arrived yet.
+        """
         sums, shifts, factors = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         shifts[0], shifts[1] = -t.maximum[0], -t.maximum[1]
         factors.fill(1.0)
-        self._probabilities(t, shifts, sums)
-        few = (sums[0] <= self.config.enough) & (sums[1] <= self.config.enough)  # no NaN, too
-        if ~cute.arch.vote_all_sync(few):
-            self._raise(t, sums, factors)
+        p = t.next_p if cutlass.const_expr(self.config.overlap == "softmax") else t.p
+        pairs = cute.recast_tensor(p, Int32)
+        look = t.careful[0]
+        if look <= 0:
+            self._probabilities(t, shifts, sums, pairs)
+            few = (sums[0] <= self.config.few) & (sums[1] <= self.config.few)  # no NaN, too
+            if ~cute.arch.vote_all_sync(few):
+                look = Int32(1)
+        if cutlass.const_expr(self.config.overlap == "softmax"):
+            warpgroup.wait_group(0)
+            arrive(done)
+        if look > 0:
+            self._raise(t, tile, sums, factors, pairs)
+        if cutlass.const_expr(self.config.overlap == "softmax"):
+            t.p.store(t.next_p.load())
         self._add(t, sums, factors)
 
     def _add(self, t, sums, factors) -> None:
         for half in range(2):
             t.total[half] = fma(t.total[half], factors[half], sums[half])
 
-    def _probabilities(self, t, shifts, sums) -> None:
-        """P, and this thread's sums of a tile."""
+    def _probabilities(self, t, shifts, sums, pairs) -> None:
+        """P, two values a word, and this thread's sums of a tile."""
         # Four chains, so that no instruction waits for the one before it.
-        totals, pairs = dict.fromkeys(CHAINS, Float32(0.0)), cute.recast_tensor(t.p, Int32)
+        totals = dict.fromkeys(CHAINS, Float32(0.0))
         for j in range(self.config.tile_n // 8):
             values = {}
             for half, e in CHAINS:
                 exponent = fma(t.acc_S[4 * j + 2 * half + e], t.scale_log2, shifts[half])
-                values[half, e] = cute.math.exp2(exponent, fastmath=True)
+                values[half, e] = self._exp2(exponent, j)
                 totals[half, e] = totals[half, e] + values[half, e]
             for half in range(2):
                 pairs[2 * j + half] = packed(values[half, 0], values[half, 1], self.dtype)
         for half in range(2):
             sums[half] = totals[half, 0] + totals[half, 1]
 
+    def _exp2(self, exponent, j: int):
+        """2^exponent, of eight columns number j of a tile."""
+        share = self.config.exp2_share
+        if j * share // 8 < (j + 1) * share // 8:
+            return polynomial_exp2(exponent)
+        return cute.math.exp2(exponent, fastmath=True)
+
     @cute.jit
-    def first_tile(self, t) -> None:
+    def first_tile(self, t, tile) -> None:
         """P of the first tile of a segment; the maxima are those of this tile."""
         sums, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        found = self._maxima(t)
+        largest = self._largest(t)
         for half in cutlass.range_constexpr(2):
-            t.maximum[half] = found[half]
-            shifts[half] = -finite(found[half])
-        self._probabilities(t, shifts, sums)
+            t.maximum[half] = largest[half] * t.scale_log2 + self._room(t, tile, half)
+            shifts[half] = -finite(t.maximum[half])
+        self._probabilities(t, shifts, sums, cute.recast_tensor(t.p, Int32))
         for half in cutlass.range_constexpr(2):
             t.total[half] = sums[half]
 
     @cute.jit
-    def _raise(self, t, sums, factors) -> None:
-        """P with new maxima of those rows whose sums with the old ones are large; O multiplied by what
-        this takes, which is left in `factors` for the sums."""
-        shifts = cute.make_rmem_tensor(2, Float32)
-        found = self._maxima(t)
+    def _raise(self, t, tile, sums, factors, pairs) -> None:
+        """New maxima of those rows whose scores are much larger, O multiplied by what this takes, which is
+        left in `factors` for the sums, and P of the tile if it is not there or not right."""
+        shifts, largest = cute.make_rmem_tensor(2, Float32), self._largest(t)
+        rise, anew = cutlass.Boolean(False), t.careful[0] > 0
         for half in cutlass.range_constexpr(2):
-            rises = cutlass.select_(sums[half] <= self.config.enough, Int32(0), Int32(1))
-            for distance in cutlass.range_constexpr(1, 3):
-                rises = rises | cute.arch.shuffle_sync_bfly(rises, offset=distance)
             old = t.maximum[half]
-            new = cutlass.select_(rises == 1, cute.arch.fmax(old, found[half]), old)
+            # Rounded once, as exponents are: then no sum is small where a row must rise.
+            rises = fma(largest[half], t.scale_log2, -old) > self.config.keep
+            fresh = old == -Float32.inf
+            room = cutlass.select_(fresh, self._room(t, tile, half), Float32(0.0))
+            new = cutlass.select_(rises, largest[half] * t.scale_log2 + room, old)
             shift = finite(new)
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
             shifts[half] = -shift
-        self._probabilities(t, shifts, sums)
-        multiply_rows(t.acc_O, factors)
+            rise, anew = rise | rises, anew | fresh
+        rise = cute.arch.vote_any_sync(rise)
+        if rise | cute.arch.vote_any_sync(anew):
+            self._probabilities(t, shifts, sums, pairs)
+        if rise:
+            multiply_rows(t.acc_O, factors)
+        t.careful[0] = cutlass.select_(rise, Int32(CAREFUL), t.careful[0] - 1)
 
-    def _maxima(self, t):
-        """Largest scores of this thread's rows."""
+    def _room(self, t, tile, half) -> Float32:
+        """What the first maximum of a row has more than its largest score: a maximum of few keys is low."""
+        words, kv_tile = tile
+        row, left = words[Info.row] + ROWS * t.group + self._row(t, half), kv_tile * self.config.tile_n
+        first = cutlass.max(row + words[Info.low], left)
+        last = cutlass.min(row + words[Info.high], words[Info.seqlen_k] - 1)
+        keys = cutlass.min(last, left + self.config.tile_n - 1) - first + 1
+        return Float32(cutlass.max(self.config.room - log2_below(cutlass.max(keys, 1)), 0))
+
+    def _largest(self, t):
+        """Largest scores of this thread's rows, before they are scaled."""
         largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in CHAINS}
         for j in range(1, self.config.tile_n // 8):
             for half, e in CHAINS:
@@ -99,7 +143,7 @@ class Softmax:
             value = cute.arch.fmax(largest[half, 0], largest[half, 1])
             for distance in (1, 2):
                 value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
-            found.append(value * t.scale_log2)
+            found.append(value)
         return found
 
     @cute.jit
