@@ -26,6 +26,7 @@ class ForwardConfig:
         in_turns: warpgroups start their products in turns, so that one's softmax runs beside the products of
             the others. Without, they get out of step by themselves.
         early: an item's first scores are started beside the end of the item before it.
+        trace: keep when every item began and was done, and on which SM (trace.py).
     """
 
     direction: ClassVar[str] = "forward"
@@ -41,6 +42,7 @@ class ForwardConfig:
     keep: float = FORWARD_KEEP
     in_turns: bool = False
     early: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:
