@@ -16,7 +16,7 @@ from .arguments import TRACE_WORDS
 from .config import forward_config
 from .launch import Forward
 
-__all__ = ["Traced", "traced_forward"]
+__all__ = ["Traced", "empty_trace", "traced_forward"]
 
 
 class Traced(NamedTuple):
@@ -35,6 +35,11 @@ class Traced(NamedTuple):
     lse: Tensor
     plan: ForwardPlan
     trace: Tensor
+
+
+def empty_trace(plan: ForwardPlan, device: torch.device) -> Tensor:
+    """Where the kernel writes a trace; 0 where no item has been."""
+    return torch.zeros(plan.items, TRACE_WORDS, dtype=torch.int64, device=device)
 
 
 def traced_forward(
@@ -58,6 +63,6 @@ def traced_forward(
     forward = Forward(problem, q.device, blocks=blocks, config=config)
     plan = forward.plan()
     for _ in range(runs):
-        trace = torch.zeros(plan.items, TRACE_WORDS, dtype=torch.int64, device=q.device)
+        trace = empty_trace(plan, q.device)
         out, lse = forward(*tensors, problem.head_dim**-0.5, trace)
     return Traced(out, lse, plan, trace)
