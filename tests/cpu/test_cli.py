@@ -196,6 +196,14 @@ def test_help_has_an_example_that_runs(
         assert main(example[1:]) == 0
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate", "trace"])
+def test_help_says_which_pass(capsys: Run, command: str) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--pass {backward,forward} which plan; one of the forward has no policy" in text
+
+
 def never(*args: Any, **how: Any) -> Any:
     raise AssertionError("the work began before the target was checked")
 

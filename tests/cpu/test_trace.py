@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans
 
-from dash_attn.errors import PlanMismatchError
+from dash_attn.backends.cuda.upload import Upload
+from dash_attn.backends.sm90.forward import launch
+from dash_attn.backends.sm90.forward.arguments import Launch, Record, Tensors, Workspace
+from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.forward.traced import traced_forward
+from dash_attn.errors import InputError, PlanMismatchError
 from dash_attn.model import Costs, ForwardCosts, ForwardTimeline, Timeline, simulate, simulate_forward
 from dash_attn.model.forward import save_forward
 from dash_attn.model.output import PictureError
@@ -144,3 +152,42 @@ def test_two_timelines_of_a_forward_in_one_picture(tmp_path: Path) -> None:
     assert both.count(">cycles<") == one.count(">cycles<") == 1
     with pytest.raises(PictureError, match="save_forward needs at least one timeline"):
         save_forward([], tmp_path / "none.svg")
+
+
+@pytest.mark.parametrize("q_rows", [300, 0])
+def test_the_trace_is_the_last_argument_of_the_traced_variant(
+    monkeypatch: pytest.MonkeyPatch, q_rows: int
+) -> None:
+    """A program that records in place of the kernel: there is no GPU."""
+    problem = Problem.dense(seqlen_q=q_rows, seqlen_k=300, heads=3, head_dim=64, mask=Mask.causal())
+    q, k, v = (torch.randn(1, rows, 3, 64).bfloat16() for rows in (q_rows, 300, 300))
+    calls: list[int] = []
+
+    def program(config: ForwardConfig) -> Callable[..., None]:
+        assert config.trace
+
+        def run(*arguments: Any) -> None:
+            calls.append(len(arguments))
+            assert not arguments[-1].any()
+            arguments[-1].copy_(torch.arange(len(arguments[-1])) + len(calls))
+
+        return run
+
+    class Uploaded(Upload):
+        def __init__(self, what: object, arrays: Any, device: torch.device) -> None:
+            self.arrays = [torch.from_numpy(array) for array in arrays]
+
+        def use(self) -> list[torch.Tensor]:
+            return self.arrays
+
+    monkeypatch.setattr(launch, "program", program)
+    monkeypatch.setattr(launch, "Upload", Uploaded)
+    if not q_rows:
+        with pytest.raises(InputError, match=r"nothing to trace: q has shape \(1, 0, 3, 64\), k has"):
+            traced_forward(problem, (q, k, v), blocks=2)
+        return
+    found = traced_forward(problem, (q, k, v), blocks=2, runs=2)
+    assert calls == 2 * [sum(len(kind._fields) for kind in (Tensors, Workspace, Launch, Record))]
+    assert found.plan.items == 6
+    assert found.trace.tolist() == [[3 * item + 2, 3 * item + 3, 3 * item + 4] for item in range(6)]
+    assert (found.out.shape, found.lse.shape) == (q.shape, (1, 3, 300))

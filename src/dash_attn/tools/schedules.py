@@ -49,7 +49,7 @@ def _add_plan(subparsers: Any) -> None:
 def _pass_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass", choices=("backward", "forward"), default="backward", dest="direction",
-        help="which plan; one of the forward has no policy (default backward)",
+        help="which plan; one of the forward has no policy, and no --tiles (default backward)",
     )  # fmt: skip
 
 
