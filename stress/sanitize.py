@@ -26,6 +26,7 @@ from dash_attn.backends.sm90.compile import Config, program, variants
 from dash_attn.backends.sm90.forward import launch as forward_launcher
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.launch import Forward
+from dash_attn.backends.sm90.forward.traced import empty_trace
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
@@ -202,9 +203,11 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
 
 
 def forward_problems(config: ForwardConfig) -> Iterator[tuple[str, Problem, int | None]]:
-    """What a forward is launched with, and on how many blocks (None: on all)."""
+    """What a forward is launched with, and on how many blocks (None: on all). Traced ones have a window."""
     like = {"head_dim": config.head_dim, "dtype": DTYPES[config.dtype]}
     yield "window", dense(WINDOW, seqlen=300, **like), 3
+    if config.trace:
+        return
     yield "packed", packed((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64, mask=CAUSAL, **like), None
     yield "segments", dense(CAUSAL, seqlen_q=200, seqlen_k=4500, seqlen=None, batch=1, **like), 2
     yield "a fold", dense(FULL, seqlen_q=1, seqlen_k=9000, seqlen=None, batch=1, **like), None
@@ -226,9 +229,14 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None) 
         mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
     ):
-        out, lse = Forward(problem, q.device, blocks=blocks, config=config)(q, k, v, problem.head_dim**-0.5)
+        forward, trace = Forward(problem, q.device, blocks=blocks, config=config), None
+        if config.trace:
+            trace = empty_trace(forward.plan(), q.device)
+        out, lse = forward(q, k, v, problem.head_dim**-0.5, trace)
     if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
         raise RuntimeError("out or lse is not a number")
+    if trace is not None and not trace[:, :2].cpu().all():
+        raise RuntimeError("an item left no record")
 
 
 def contributed(plan: Plan, dumped: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from dash_attn.problem import Problem
 from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 
 TABLE, TENSORS = 1 << 20, 1 << 44
+TRACE = (TENSORS << 2) + (15 << 40)  # the parameter behind those of the workspace
 
 
 def plan_for(problem: Problem, config: ForwardConfig, workers: int = 1) -> ForwardPlan:
@@ -59,7 +60,7 @@ class ForwardMachine(Machine):
         self.plan, self.problem = plan, plan.problem
         words = np.frombuffer(forward_table(plan).tobytes(), dtype=np.uint32)
         self.memory = {TABLE + 4 * i: int(word) for i, word in enumerate(words)}
-        self.noticed, self.warps = 0, config.threads // 32
+        self.noticed, self.clock, self.warps = 0, 0, config.threads // 32
         self.blocks = [Block(index, blocks) for index in range(blocks)]
         self.started = blocks
         self.named = defaultdict(Named)
@@ -77,10 +78,21 @@ class ForwardMachine(Machine):
         batch = len(p.sequences) if dense else 1
         left, right = p.mask.sides
         numbers = (len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads)
-        known = {11: TABLE, **dict(enumerate(numbers, 16))}
+        known = {11: TABLE, **dict(enumerate(numbers, 16 + self.config.trace))}
         if number in known and (offset == 0):
             return known[number]
         return (TENSORS << 2) + (number << 40) if offset == 0 else 1
+
+    def _value(self, thread: Thread, operand: str) -> int:
+        if operand != "%globaltimer":
+            return super()._value(thread, operand)
+        self.clock += 1
+        return self.clock
+
+    def trace(self) -> list[tuple[int, int, int]]:
+        """What every item left."""
+        words = [self.memory.get(TRACE + 8 * i, -1) for i in range(3 * self.plan.items)]
+        return list(zip(words[::3], words[1::3], words[2::3]))
 
     def _bar(self, thread: Thread, operation: str, operands: list[str]) -> bool:
         if "warp" in operation:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from dash_attn.model import H200, closed_form, simulate
-from dash_attn.problem import Mask, default_tiles
-from dash_attn.schedule import POLICIES
+from dash_attn.model import H200, ForwardCosts, ForwardTimeline, closed_form, simulate, simulate_forward
+from dash_attn.problem import Mask, Problem, default_tiles
+from dash_attn.schedule import POLICIES, build_forward_plan
 from dash_attn.tools import limits
 from dash_attn.tools.cli import main
 
@@ -196,6 +196,14 @@ def test_help_has_an_example_that_runs(
         assert main(example[1:]) == 0
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate", "trace"])
+def test_help_says_which_pass(capsys: Run, command: str) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--pass {backward,forward} which plan; one of the forward has no policy" in text
+
+
 def never(*args: Any, **how: Any) -> Any:
     raise AssertionError("the work began before the target was checked")
 
@@ -206,6 +214,7 @@ def never(*args: Any, **how: Any) -> Any:
         ("plan --tiles 4 --save", "tools.schedules.plan_of"),
         ("simulate --tiles 4 --save", "tools.schedules.plan_of"),
         ("trace --tiles 4 --save", "tools.schedules.plan_of"),
+        ("trace --pass forward --seqlen 512 --save", "tools.forward.build_forward_plan"),
         ("bench --seqlen 512 --save", "tools.bench.require_hopper"),
     ],
 )
@@ -289,6 +298,76 @@ def test_a_trace_has_the_tiles_of_the_kernel(
     assert facts["tiles"] == 8
 
 
+def test_a_trace_of_a_forward(capsys: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Simulated on fewer workers in place of running: there is no GPU."""
+    pytest.importorskip("matplotlib")
+
+    def traced(problem: Problem) -> tuple[ForwardTimeline, ForwardTimeline]:
+        plan = build_forward_plan(problem, 128, 5)
+        costs = ForwardCosts.h200(128)
+        return simulate_forward(plan, costs, 132), simulate_forward(plan, costs, 5)
+
+    measure = ModuleType("dash_attn.tools.measure")
+    measure.simulated_and_measured_forward = traced  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dash_attn.tools.measure", measure)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    picture = tmp_path / "a.svg"
+    line = f"trace --pass forward --mask causal --seqlen 1024 --heads 2 --json --save {picture}"
+    facts = as_json(capsys, line)
+    assert (facts["pass"], facts["items"], facts["workers"], facts["picture"]) == (
+        "forward",
+        16,
+        5,
+        str(picture),
+    )
+    assert facts["simulated_makespan"] == 8 * 2250 + 5700
+    assert facts["measured_makespan"] >= facts["measured_bound"] > facts["simulated_makespan"]
+    assert facts["measured_costs"] == facts["simulated_costs"] == {"tile": 2250, "item": 5700}
+    assert "forward, causal, measured: makespan" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--tiles 8", "--pass forward --seqlen 512", "--pass forward --seqlen 512 --json"]
+)
+def test_a_trace_needs_a_gpu(
+    capsys: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([*f"trace {flags}".split(), "--save", str(tmp_path / "a.svg")]) == 2
+    printed = capsys.readouterr()
+    assert "a trace needs a Hopper GPU, and PyTorch sees no CUDA device" in printed.err
+    assert not printed.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "message"),
+    [
+        ("--seqlen 512 --head-dim 96", (9, 0), "head_dim 96 is not supported on a GPU; supported: 64, 128"),
+        (
+            "--seqlen 512 --dtype float32",
+            (9, 0),
+            "dtype float32 is not supported on a GPU; supported: bfloat16",
+        ),
+        ("--seqlen 512", (8, 0), "cuda:0 is sm_80; the kernels are for Hopper, sm_90"),
+    ],
+)
+def test_a_trace_of_what_the_forward_does_not_cover(
+    capsys: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    flags: str,
+    capability: tuple[int, int],
+    message: str,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: capability)
+    assert main([*f"trace --pass forward {flags}".split(), "--save", str(tmp_path / "a.svg")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_as_a_module() -> None:
     line = [sys.executable, "-m", "dash_attn", "simulate", "--tiles", "4", "--policy", "fa3", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
@@ -325,6 +404,9 @@ def test_a_forward_is_planned_and_simulated(capsys: Run, tmp_path: Path) -> None
         ("plan --pass forward --seqlen 9 --policy spt", "--policy spt belongs to --pass backward"),
         ("plan --pass forward --tiles 9", "--tiles 9 belongs to --pass backward"),
         ("simulate --pass forward --seqlen 9 --dq-buffers 2", "--dq-buffers 2 belongs to --pass backward"),
+        ("trace --pass forward --seqlen 9 --policy spt", "--policy spt belongs to --pass backward"),
+        ("trace --pass forward --tiles 9", "--tiles 9 belongs to --pass backward"),
+        ("trace --pass forward --seqlen 64 --batch 30000", "too many items to draw: 30,000"),
         ("simulate --pass forward --seqlen 9 --show", "--show draws a backward as text"),
         ("simulate --pass forward --seqlen 9 --workers 0", "workers must be an integer >= 1, got 0"),
         ("simulate --pass forward --seqlen 9 --workers 2000000", "2,000,000 workers, the limit is 1,048,576"),

@@ -143,6 +143,27 @@ def test_split_tiles_leave_every_segment_once(head_dim: int) -> None:
     assert not any(b.stores for b in machine.blocks), "the other kernel stores O"
 
 
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["causal", "packed", "split"])
+def test_a_trace_has_every_item_once(name: str, head_dim: int) -> None:
+    config = replace(forward_config(head_dim, "bf16"), segment=256, trace=True)
+    split = Problem.dense(batch=1, heads=2, seqlen_q=130, seqlen_k=1500, head_dim=head_dim)
+    plan = plan_for(split, config, 132) if name == "split" else plan_for(problem(name, head_dim), config)
+    assert (len(plan.folds) > 0) == (name == "split")
+    machine = ForwardMachine(config, ForwardProgram(forward_ptx(config)), plan, 3, 0)
+    machine.run()
+    found = machine.trace()
+    assert len({time for begin, end, _ in found for time in (begin, end)}) == 2 * plan.items == machine.clock
+    assert min(begin for begin, _, _ in found) == 1
+    for block in range(3):
+        mine = [(begin, end) for begin, end, sm in found if sm == block]
+        assert mine == sorted(mine), "items are claimed in order"
+        times = [time for item in mine for time in item]
+        assert times == sorted(times), "items of a block do not overlap"
+        assert mine[0] == found[block][:2]
+    assert {sm for _, _, sm in found} == {0, 1, 2}
+
+
 @pytest.mark.parametrize("number", [0, 3, 10, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 7, 11))])
 def test_without_one_of_the_arrivals_it_does_not_end(number: int) -> None:
     """The negative control: of the load warp, the warps that store, and those that multiply."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +15,14 @@ from torch import Tensor
 
 from dash_attn.backends.sm90.forward.config import forward_config
 from dash_attn.backends.sm90.forward.launch import Forward
+from dash_attn.backends.sm90.forward.traced import traced_forward
 from dash_attn.backends.sm90.launch import DTYPES
+from dash_attn.model.roofline import CLOCK_GHZ
+from dash_attn.model.trace import measured_forward
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
 from dash_attn.testing import same_bytes
+from dash_attn.tools.cli import main
 from gpu_cases import (
     any_case,
     dense,
@@ -113,6 +119,47 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: in
     problem = Problem(((77, 77), (length, length)), heads, kv_heads, head_dim, mask)
     found = run(problem, *(torch.cat([a, b[0]]) for a, b in zip(other, (q, k, v))))
     check((found[0][None, 77:], found[1][None, :, 77:].contiguous()), 0, length, "packed")
+
+
+TRACED = {
+    "causal": (dense(seqlen=900, heads=8), None),
+    "few blocks": (dense(seqlen=2000, head_dim=64), 3),
+    "window": (dense(Mask.window(300, 0), seqlen=5000, batch=1, head_dim=64, dtype="float16"), None),
+    "several segments": (dense(seqlen_q=200, seqlen_k=9000, seqlen=None, batch=1), 2),
+    "a fold": (dense(Mask.full(), seqlen_q=3, seqlen_k=9000, seqlen=None, batch=1), None),
+    "packed": (packed(300, 5000, 7), 20),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_says_when_and_where_every_item_ran(name: str) -> None:
+    problem, blocks = TRACED[name]
+    q, k, v = any_case(problem).inputs[1:4]
+    out, lse = run(problem, q, k, v, blocks)
+    found = traced_forward(problem, (q, k, v), blocks=blocks, runs=2)
+    assert same_bytes(found.out, out)
+    assert same_bytes(found.lse, lse)
+    assert (len(found.plan.folds) > 0) == (name == "a fold")
+    begin, end, sm = found.trace.cpu().T
+    assert len(begin) == found.plan.items
+    assert (begin > 0).all()
+    assert (begin < end).all()
+    assert ((sm >= 0) & (sm < torch.cuda.get_device_properties(0).multi_processor_count)).all()
+    assert len(sm.unique()) <= (blocks or 1 << 30)
+    for one in sm.unique():
+        mine = torch.stack([begin[sm == one], end[sm == one]], 1)
+        assert torch.equal(mine.flatten(), mine.flatten().sort().values), "in the order of claims, no overlap"
+    measured = measured_forward(found.plan, found.trace.cpu().numpy(), CLOCK_GHZ)
+    assert measured.makespan >= measured.lower_bound > 0
+
+
+def test_the_command_draws_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "trace.svg"
+    line = f"trace --pass forward --mask causal --seqlen 4096 --heads 8 --json --save {picture}"
+    assert main(line.split()) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["measured_makespan"] >= facts["measured_bound"] > 0
+    assert "forward, causal, measured: makespan" in picture.read_text()
 
 
 def test_another_segment_gives_other_bytes() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from heapq import heapreplace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,17 @@ from .charts import IDLE, PALETTE, new_figure, save_figure
 from .cost import require_costs, require_workers
 from .output import PictureError, check_path
 
-__all__ = ["ForwardCosts", "ForwardTimeline", "require_drawable", "save_forward", "simulate_forward"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "ForwardCosts",
+    "ForwardTimeline",
+    "least_makespan",
+    "require_drawable",
+    "save_forward",
+    "simulate_forward",
+]
 
 MOST_BOXES = 20_000
 
@@ -92,17 +104,20 @@ def simulate_forward(plan: ForwardPlan, costs: ForwardCosts, workers: int) -> Fo
     ([0.0, 0.0, 7.0, 9.0], [9.0, 7.0, 12.0, 12.0], 12.0, 12.0)
     """
     require_workers(workers)
-    numbers = np.arange(plan.items)
-    entry = numbers % max(len(plan.entries) * plan.section, 1) // plan.section
-    length = costs.tile * plan.kv_tiles[entry] + costs.item
+    length = np.asarray(costs.tile * plan.tiles_of_items() + costs.item, dtype=np.float64)
     free = [(0.0, worker) for worker in range(min(workers, max(plan.items, 1)))]
     worker, start = np.zeros(plan.items, dtype=np.int64), np.zeros(plan.items)
     for number, cycles in enumerate(length.tolist()):
         start[number], worker[number] = free[0]
         heapreplace(free, (free[0][0] + cycles, free[0][1]))
     end = start + length
-    bound = max(float(length.sum()) / workers, float(length.max(initial=0.0)))
+    bound = least_makespan(length, workers)
     return ForwardTimeline(plan, costs, workers, float(end.max(initial=0.0)), bound, worker, start, end)
+
+
+def least_makespan(cycles: NDArray[np.float64], workers: int) -> float:
+    """No order of claims of items of these lengths takes less."""
+    return max(float(cycles.sum()) / workers, float(cycles.max(initial=0.0)))
 
 
 def require_drawable(plan: ForwardPlan) -> None:
@@ -111,18 +126,43 @@ def require_drawable(plan: ForwardPlan) -> None:
         raise PictureError(f"too many items to draw: {plan.items:,}, the limit is {MOST_BOXES:,}")
 
 
-def save_forward(timeline: ForwardTimeline, path: str | Path) -> Path:
+def save_forward(
+    timelines: ForwardTimeline | Sequence[tuple[str, ForwardTimeline]], path: str | Path
+) -> Path:
     """Draw one row per worker, a box per item, in the colour of its head.
 
+    Args:
+        timelines: one timeline, or (title, timeline) pairs to stack on one time axis.
+        path: ends in .svg or .png.
+
     Raises:
-        PictureError: another suffix than .svg or .png, or more than 20,000 items.
+        PictureError: another suffix than .svg or .png, more than 20,000 items, or no timeline.
         PlotsMissingError: Matplotlib is not installed.
     """
     path = check_path(path)
-    require_drawable(timeline.plan)
+    if isinstance(timelines, ForwardTimeline):
+        timelines = [("", timelines)]
+    if not timelines:
+        raise PictureError("save_forward needs at least one timeline, got an empty list")
+    for _, timeline in timelines:
+        require_drawable(timeline.plan)
+    heights = [min(max(0.27 * timeline.workers, 1.0), 8.0) + 1.0 for _, timeline in timelines]
+    figure = new_figure(sum(heights))
+    axes = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
+    span = max(timeline.makespan for _, timeline in timelines) * 1.005 or 1.0
+    for ax, (title, timeline) in zip(axes, timelines):
+        _draw_items(ax, timeline)
+        ax.set_xlim(0, span)
+        facts = f"makespan {timeline.makespan:,.6g}, bound {timeline.lower_bound:,.6g}"
+        what = f"forward, {timeline.plan.problem.mask.name}"
+        ax.set_title(f"{what}{title and f', {title}'}: {facts}", loc="left")
+    for ax in axes[:-1]:
+        ax.set_xlabel("")
+    return save_figure(figure, path)
+
+
+def _draw_items(ax: Axes, timeline: ForwardTimeline) -> None:
     heads = np.array([timeline.plan.claimed(number)[1] for number in range(timeline.plan.items)], dtype=int)
-    figure = new_figure(min(max(0.27 * timeline.workers, 1.0), 8.0) + 1.0)
-    ax = figure.subplots()
     for colour in range(len(PALETTE)):
         mine = heads % len(PALETTE) == colour
         for worker in np.unique(timeline.worker[mine]).tolist():
@@ -132,9 +172,5 @@ def save_forward(timeline: ForwardTimeline, path: str | Path) -> Path:
             ax.broken_barh(boxes, row, facecolor=tone, edgecolor="white", linewidth=0.3)
     ax.set_facecolor(IDLE)
     ax.set_ylim(timeline.workers - 0.5, -0.5)
-    ax.set_xlim(0, timeline.makespan * 1.005 or 1.0)
     ax.set_xlabel("cycles")
     ax.set_ylabel("worker")
-    facts = f"makespan {timeline.makespan:,.6g}, bound {timeline.lower_bound:,.6g}"
-    ax.set_title(f"forward, {timeline.plan.problem.mask.name}: {facts}", loc="left")
-    return save_figure(figure, path)

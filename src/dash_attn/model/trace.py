@@ -7,12 +7,15 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import PlanMismatchError
+from ..schedule import ForwardPlan
 from ..schedule.interleave import item_tasks
 from ..schedule.plan import Plan
 from .cost import Costs
+from .forward import ForwardCosts, ForwardTimeline, least_makespan
 from .simulate import Timeline
 
-__all__ = ["measured_timeline"]
+__all__ = ["measured_forward", "measured_timeline"]
 
 USUAL = 1.5
 """Medians up to which a task counts as computing without waiting."""
@@ -81,3 +84,46 @@ def measured_timeline(plan: Plan, trace: NDArray[np.int64], clock_ghz: float) ->
             "idle": 0.0,
         },
     )
+
+
+def measured_forward(plan: ForwardPlan, trace: NDArray[np.int64], clock_ghz: float) -> ForwardTimeline:
+    """What happened when on a GPU, in cycles from the first event.
+
+    Args:
+        plan: the plan that ran.
+        trace: (items, 3) int64, items in the order of claims, as
+            :class:`dash_attn.backends.sm90.forward.traced.Traced` gives it: nanoseconds at which an item
+            began and was done, and the SM.
+        clock_ghz: SM clock that turns nanoseconds into cycles.
+
+    Returns:
+        A timeline whose workers are the SMs in ascending order, as far as they ran an item. ``costs`` come
+        nearest to the items' lengths (least squares). ``lower_bound`` is of these lengths and workers. In the
+        gaps between the items of a worker it waits for Q.
+
+    Raises:
+        PlanMismatchError: the trace has other items than the plan, or an item left no record.
+    """
+    if trace.shape != (plan.items, 3):
+        raise PlanMismatchError(f"the trace has shape {trace.shape}, the plan has {plan.items} items")
+    if (missing := np.flatnonzero((trace[:, :2] == 0).any(axis=1))).size:
+        raise PlanMismatchError(f"item {missing[0]} of {plan.items} left no record")
+    origin = trace[:, 0].min(initial=np.iinfo(np.int64).max)
+    start, end = ((trace[:, k] - origin) * clock_ghz for k in range(2))
+    sms, worker = np.unique(trace[:, 2], return_inverse=True)
+    workers = max(len(sms), 1)
+    costs = _fitted(plan.tiles_of_items(), end - start)
+    bound = least_makespan(end - start, workers)
+    makespan = float(end.max(initial=0.0))
+    return ForwardTimeline(plan, costs, workers, makespan, bound, worker.reshape(-1), start, end)
+
+
+def _fitted(kv_tiles: NDArray[np.int64], cycles: NDArray[np.float64]) -> ForwardCosts:
+    """Costs of a kv tile and of an item. Where items have one length, kv tiles cost all of it."""
+    if not kv_tiles.any():
+        return ForwardCosts(0.0, float(cycles.mean()) if len(cycles) else 0.0)
+    if kv_tiles.min() < kv_tiles.max():
+        tile, item = np.polyfit(kv_tiles, cycles, 1).tolist()
+        if min(tile, item) >= 0:
+            return ForwardCosts(tile, item)
+    return ForwardCosts(float(cycles.sum() / kv_tiles.sum()))

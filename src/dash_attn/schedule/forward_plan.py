@@ -58,6 +58,11 @@ class ForwardPlan:
     def places(self) -> int:
         return int(self.folds[:, 3].sum())
 
+    def tiles_of_items(self) -> IntArray:
+        """(items,) kv tiles of every item, by the order of claims."""
+        within = np.arange(self.items) % max(len(self.entries) * self.section, 1)
+        return self.kv_tiles[within // self.section]
+
     def claimed(self, item: int) -> tuple[int, int]:
         """The entry and the q head of an item, by the order of claims.
 

@@ -16,7 +16,7 @@ from ..schedule import ForwardPlan, build_forward_plan, prove_forward
 from .flags import emit, problem_of
 from .limits import announce, require_workers_at_most
 
-__all__ = ["run_forward_plan", "run_forward_simulation"]
+__all__ = ["require_gpu", "run_forward_plan", "run_forward_simulation", "run_forward_trace"]
 
 LONG_ITEMS = 1_000_000
 """Items of a plan from which on it takes a second or more."""
@@ -64,6 +64,36 @@ def run_forward_simulation(args: argparse.Namespace) -> int:
     if args.save:
         save_forward(timeline, args.save)
     return 0
+
+
+def run_forward_trace(args: argparse.Namespace) -> int:
+    """Record what every worker does when, and draw it below what was predicted."""
+    problem = _plan_of(args, WORKERS).problem
+    require_gpu()
+    from .measure import simulated_and_measured_forward
+
+    simulated, measured = simulated_and_measured_forward(problem)
+    save_forward([("simulated", simulated), ("measured", measured)], args.save)
+    facts = {
+        "simulated_makespan": simulated.makespan,
+        "measured_makespan": measured.makespan,
+        "measured_bound": measured.lower_bound,
+        "measured_utilization": measured.utilization,
+        "workers": measured.workers,
+        "simulated_costs": asdict(simulated.costs),
+        "measured_costs": asdict(measured.costs),
+        "picture": str(args.save),
+    }
+    emit(args, facts | _described(measured.plan))
+    return 0
+
+
+def require_gpu() -> None:
+    """Raise DashError unless there is a GPU to trace."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DashError("a trace needs a Hopper GPU, and PyTorch sees no CUDA device")
 
 
 def _plan_of(args: argparse.Namespace, workers: int) -> ForwardPlan:

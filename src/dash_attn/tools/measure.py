@@ -6,12 +6,19 @@ import torch
 
 from ..backends.base import Tensors, backend_for
 from ..backends.sm90 import launch
-from ..model import H200, H200_WORKERS, Timeline, simulate
+from ..backends.sm90.forward.traced import traced_forward
+from ..errors import InputError
+from ..machine import WORKERS
+from ..model import H200, H200_WORKERS, ForwardCosts, ForwardTimeline, Timeline, simulate, simulate_forward
 from ..model.roofline import CLOCK_GHZ
-from ..model.trace import measured_timeline
+from ..model.trace import measured_forward, measured_timeline
+from ..problem import Problem
 from ..schedule import Plan
 
-__all__ = ["simulated_and_measured"]
+__all__ = ["simulated_and_measured", "simulated_and_measured_forward"]
+
+RUNS = 3
+"""The last one is warm."""
 
 
 def simulated_and_measured(plan: Plan) -> tuple[Timeline, Timeline]:
@@ -21,20 +28,43 @@ def simulated_and_measured(plan: Plan) -> tuple[Timeline, Timeline]:
         RuntimeError, DashError: there is no GPU, or it cannot run the plan.
     """
     problem = plan.problem
+    q, k, v = _random_inputs(problem)
+    scale = problem.head_dim**-0.5
+    out, lse = backend_for(q.device).prepare(problem, q.device, False).forward(q, k, v, scale)
+    tensors = Tensors(torch.randn_like(q), q, k, v, out, lse)
+    debug = launch.Debug(trace=True)
+    for _ in range(RUNS):
+        result = launch.run_backward(plan, tensors, scale, debug=debug)
+    assert result.trace is not None
+    measured = measured_timeline(plan, result.trace.cpu().numpy(), CLOCK_GHZ)
+    return simulate(plan, H200, H200_WORKERS), measured
+
+
+def simulated_and_measured_forward(problem: Problem) -> tuple[ForwardTimeline, ForwardTimeline]:
+    """The same of the forward of a dense batch. The plan is the one that this GPU runs.
+
+    Raises:
+        InputError: the GPU or its kernel does not cover the problem, or there is nothing to do.
+        RuntimeError: there is no GPU.
+    """
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := backend_for(device).why_not(problem, device, packed=False):
+        raise InputError(reason)
+    traced = traced_forward(problem, _random_inputs(problem), runs=RUNS)
+    measured = measured_forward(traced.plan, traced.trace.cpu().numpy(), CLOCK_GHZ)
+    return simulate_forward(traced.plan, ForwardCosts.h200(problem.head_dim), WORKERS), measured
+
+
+def _random_inputs(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v of a dense batch."""
     (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
     dtype = getattr(torch, problem.dtype)
 
     def random(seqlen: int, heads: int) -> torch.Tensor:
         return torch.randn(batch, seqlen, heads, problem.head_dim, device="cuda").to(dtype)
 
-    q, dout = random(seqlen_q, problem.heads), random(seqlen_q, problem.heads)
-    k, v = random(seqlen_k, problem.kv_heads), random(seqlen_k, problem.kv_heads)
-    scale = problem.head_dim**-0.5
-    out, lse = backend_for(q.device).prepare(problem, q.device, False).forward(q, k, v, scale)
-    tensors = Tensors(dout, q, k, v, out, lse)
-    debug = launch.Debug(trace=True)
-    for _ in range(3):  # the last one is warm
-        result = launch.run_backward(plan, tensors, scale, debug=debug)
-    assert result.trace is not None
-    measured = measured_timeline(plan, result.trace.cpu().numpy(), CLOCK_GHZ)
-    return simulate(plan, H200, H200_WORKERS), measured
+    return (
+        random(seqlen_q, problem.heads),
+        random(seqlen_k, problem.kv_heads),
+        random(seqlen_k, problem.kv_heads),
+    )

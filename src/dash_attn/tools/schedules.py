@@ -17,7 +17,7 @@ from ..problem import Problem
 from ..schedule import POLICIES, Plan, build_plan
 from ..schedule.head_groups import default_head_groups
 from .flags import add_command, cost_flags, emit, machine_of, plan_of, problem_flags, problem_of
-from .forward import run_forward_plan, run_forward_simulation
+from .forward import require_gpu, run_forward_plan, run_forward_simulation, run_forward_trace
 from .limits import announce, is_long, require_simulable
 
 __all__ = ["add_schedule_commands"]
@@ -49,7 +49,7 @@ def _add_plan(subparsers: Any) -> None:
 def _pass_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass", choices=("backward", "forward"), default="backward", dest="direction",
-        help="which plan; one of the forward has no policy (default backward)",
+        help="which plan; one of the forward has no policy, and no --tiles (default backward)",
     )  # fmt: skip
 
 
@@ -119,18 +119,18 @@ def _add_trace(subparsers: Any) -> None:
     example = "--mask causal --seqlen 4096 --heads 8 --save trace.png"
     trace = add_command(subparsers, "trace", run_trace, text, example)
     problem_flags(trace, tiles="N kv tiles of the kernel, and as many rows of q")
+    _pass_flag(trace)
     trace.add_argument("--save", type=Path, metavar="FILE", default=Path("trace.png"), help=".svg or .png")
 
 
 def run_trace(args: argparse.Namespace) -> int:
+    if args.direction == "forward":
+        return run_forward_trace(args)
     require_writable(args.save)
     problem = problem_of(args, kernel_tiles=True)
     require_simulable(problem)
     plan = plan_of(args, problem)
-    import torch
-
-    if not torch.cuda.is_available():
-        raise DashError("a trace needs a Hopper GPU, and PyTorch sees no CUDA device")
+    require_gpu()
     from ..model.render import save_gantt
     from .measure import simulated_and_measured
 

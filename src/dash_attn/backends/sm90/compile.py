@@ -26,6 +26,7 @@ __all__ = [
     "MissingCompilerError",
     "backward_variants",
     "compiler_output",
+    "forward_variants",
     "program",
     "variants",
 ]
@@ -48,12 +49,7 @@ class MissingCompilerError(DashError, ImportError):
 
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
-    forward = {
-        f"forward-d{head_dim}-{dtype}": forward_config(head_dim, dtype)
-        for head_dim, _ in TILES
-        for dtype in ("bf16", "fp16")
-    }
-    return {**backward_variants(), **forward}
+    return {**backward_variants(), **forward_variants()}
 
 
 def backward_variants() -> dict[str, BackwardConfig]:
@@ -69,6 +65,17 @@ def backward_variants() -> dict[str, BackwardConfig]:
             found[f"{name}-contributions"] = replace(base, dump_contributions=True)
             found[f"{name}-trace"] = replace(base, trace=True)
             found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
+    return found
+
+
+def forward_variants() -> dict[str, ForwardConfig]:
+    """Those of the forward: product, and debug."""
+    found = {}
+    for head_dim, _ in TILES:
+        for dtype in ("bf16", "fp16"):
+            name, base = f"forward-d{head_dim}-{dtype}", forward_config(head_dim, dtype)
+            found[name] = base
+            found[f"{name}-trace"] = replace(base, trace=True)
     return found
 
 

@@ -6,6 +6,9 @@ from typing import Any, NamedTuple
 
 from ..arguments import Copy
 
+TRACE_WORDS = 3
+"""Of an item in a trace: nanoseconds at which it began and was done, and the SM."""
+
 
 class Tensors(NamedTuple):
     """q, out: (B, Sq, H, D); k, v: (B, Sk, Hkv, D), bf16 or fp16; lse: (B, H, Sq) fp32, natural logarithm.
@@ -44,6 +47,13 @@ class Launch(NamedTuple):
     right: Any
 
 
+class Record(NamedTuple):
+    """An argument of the traced variant alone, the last one. trace: int64, `TRACE_WORDS` per item, see
+    trace.py."""
+
+    trace: Any = None
+
+
 class Copies(NamedTuple):
     q: Copy
     k: Copy
@@ -71,6 +81,7 @@ class Memory(NamedTuple):
     claimed: Any
     state: Any
     partial: Any
+    trace: Any
 
 
 class Shared(NamedTuple):

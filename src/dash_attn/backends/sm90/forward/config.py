@@ -32,6 +32,7 @@ class ForwardConfig:
             (FlashAttention-3, section 3.2).
         exp2_share: of 8 values of 2^x, how many are a polynomial in place of the exponential unit's
             (FlashAttention-4, section 3.1). For experiments: it changes bits.
+        trace: keep when every item began and was done, and on which SM (trace.py).
     """
 
     direction: ClassVar[str] = "forward"
@@ -50,6 +51,7 @@ class ForwardConfig:
     early: bool = False
     overlap: str = "products"
     exp2_share: int = 0
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.segment % self.tile_n or self.tile_n % 16:

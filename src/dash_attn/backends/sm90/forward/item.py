@@ -24,6 +24,7 @@ class Info:
 
     valid, q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, row = range(9)
     tma_row, tma_batch, tma_shift, batch, row_first, partial = range(9, 15)
+    index = 15  # of the item; where it is traced
 
 
 def done_barrier(config: ForwardConfig, group, stage):

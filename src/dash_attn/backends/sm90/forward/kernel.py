@@ -16,7 +16,7 @@ from cutlass.utils import hopper_helpers
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from .arguments import Copies, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
+from .arguments import Copies, Launch, Layouts, Memory, Products, Record, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
 from .item import INFO_WORDS, Rings
 from .load import LoadRole
@@ -75,7 +75,7 @@ class Forward:
         }  # fmt: skip
 
     @cute.jit
-    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, record: Record, stream):
         c = self.config
         layouts = Layouts(
             q=tile_layout(self.dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
@@ -89,7 +89,7 @@ class Forward:
             out=copy_of(store, tensors.out, layouts.q, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
-        memory = Memory(tensors.lse, *workspace)
+        memory = Memory(tensors.lse, *workspace, *record)
         numbers = (
             launch.scale, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
             tensors.q.shape[2],

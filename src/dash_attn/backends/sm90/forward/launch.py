@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....errors import InputError
 from ....problem import Problem
-from ....schedule import ForwardNumerics, build_forward_plan
+from ....schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
@@ -64,12 +64,18 @@ class Forward:
         self.config = forward_config(problem.head_dim, DTYPES[problem.dtype]) if config is None else config
         self._upload: Upload | None = None
 
-    def _prepare(self) -> Upload:
+    def plan(self) -> ForwardPlan:
+        """What the device will do."""
         problem, config = self._problem, self.config
-        available = multiprocessors(self._device) if self._blocks is None else self._blocks
         numbers = config.tile_n, config.segment, config.keep, config.room
         numerics = ForwardNumerics(problem.head_dim, problem.dtype, *numbers)
-        plan = build_forward_plan(problem, config.tile_m, available, numerics)
+        return build_forward_plan(problem, config.tile_m, self._available(), numerics)
+
+    def _available(self) -> int:
+        return multiprocessors(self._device) if self._blocks is None else self._blocks
+
+    def _prepare(self) -> Upload:
+        problem, config, plan, available = self._problem, self.config, self.plan(), self._available()
         upload = Upload(f"the forward of {problem.heads} heads", [forward_table(plan)], self._device)
         grid = max(1, min(available, plan.items))
         several = int(problem.lengths[:, 1].max()) > config.segment
@@ -80,11 +86,14 @@ class Forward:
         self._upload = upload
         return upload
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, trace: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """out and lse (fp32, natural logarithm) of tensors of the problem's shapes.
 
         Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
-        (total_q, heads, head_dim), lse (heads, total_q).
+        (total_q, heads, head_dim), lse (heads, total_q). ``trace`` belongs to a traced configuration:
+        (items, 3) int64, see :class:`~.traced.Traced`.
 
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
@@ -104,5 +113,6 @@ class Forward:
             lse,
             *Workspace(upload.use()[0], claimed.view(torch.int32), state, partial),
             *Launch(softmax_scale, *self._numbers),
+            *(() if trace is None else (trace.view(-1),)),
         )
         return out, lse.squeeze(0) if packed else lse

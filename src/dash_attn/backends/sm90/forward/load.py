@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from ..device import plan_view, ptx
 from ..device.copies import load_tile
@@ -56,6 +56,8 @@ class LoadRole:
                 )  # fmt: skip
                 for i, value in enumerate(words):
                     shared.item[i, stage] = value
+                if const_expr(c.trace):
+                    shared.item[Info.index, stage] = index
                 cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
             rows = (tma_row, tma_batch, tma_shift)
             for g in cutlass.range_constexpr(c.warpgroups):

@@ -14,6 +14,7 @@ from .config import ROWS, ForwardConfig
 from .exact import folded, inverse, lse_of, row_sum, weights, without_sign
 from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier
 from .softmax import Softmax
+from .trace import BEGIN, END, note
 
 
 class MmaRole:
@@ -47,6 +48,8 @@ class MmaRole:
         words = shared.item[None, rings.q.stage(n_item)]
         while words[Info.valid] == 1:
             stage = rings.q.stage(n_item) * c.warpgroups + group
+            if const_expr(c.trace):
+                note(memory.trace, words[Info.index], BEGIN)
             info = self._item(words, group)
             before_m, before_l = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
             t.maximum.fill(-Float32.inf)
@@ -90,6 +93,8 @@ class MmaRole:
                     self._leave(t, memory.partial, words[Info.partial])
             else:
                 self._finish(t, memory, shared, words, stage)
+            if const_expr(c.trace):
+                note(memory.trace, words[Info.index], END)
             done = done_barrier(c, group, rings.q.stage(n_item))
             cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
             n_item += 1

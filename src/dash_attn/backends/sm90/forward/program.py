@@ -3,14 +3,14 @@
 from functools import partial
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
 from ..arguments import regrouped
 from ..device import fakes
 from ..device.fakes import statistics, vector
 from ..device.operands import DTYPES
-from .arguments import Launch, Tensors, Workspace
+from .arguments import Launch, Record, Tensors, Workspace
 from .claims import Claims
 from .config import ForwardConfig
 from .fold import Fold
@@ -25,10 +25,10 @@ class Program:
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
-        tensors, workspace, launch = regrouped(arguments[:-1], Tensors, Workspace, Launch)
+        tensors, workspace, launch, record = regrouped(arguments[:-1], Tensors, Workspace, Launch, Record)
         if launch.grid < launch.entries * tensors.q.shape[2]:
             self.claims(workspace.claimed, stream)
-        self.forward(tensors, workspace, launch, stream)
+        self.forward(tensors, workspace, launch, record, stream)
         if launch.folds > 0:
             self.fold(tensors, workspace, launch, stream)
 
@@ -52,4 +52,5 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
         left=Int32(-1),
         right=Int32(-1),
     )
-    return [*tensors, *workspace, *launch, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]
+    record = Record(vector(Int64, 8)) if config.trace else ()
+    return [*tensors, *workspace, *launch, *record, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]
