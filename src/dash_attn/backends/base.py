@@ -177,7 +177,10 @@ def refuse_backward(keys: Keys | None) -> None:
         raise InputError(NO_BACKWARD)
 
 
-NO_BACKWARD = "the backward does not have seqused_k: call it under torch.no_grad(), or with tensors that need no gradient"
+NO_BACKWARD = (
+    "the backward does not have seqused_k: call it under torch.no_grad(), or with q, k and v that need no "
+    "gradient"
+)
 
 
 def as_current(device: torch.device) -> Any:
