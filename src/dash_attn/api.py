@@ -243,7 +243,7 @@ def flash_attn_varlen_func(
         packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     elif cu_seqlens_q is None or cu_seqlens_k is None:
         given = f"{_kind(cu_seqlens_q)} and {_kind(cu_seqlens_k)}"
-        raise InputError(f"give cu_seqlens_q and cu_seqlens_k, or seqused_k; got {given} and None")
+        raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic)
