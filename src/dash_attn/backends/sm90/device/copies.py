@@ -40,7 +40,7 @@ def copy_of_keys(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[
     head_dim = tensor.shape[3]
     shape = (extent, head_dim, tensor.shape[2], batches, shifts)
     stride = (row_stride, 1, head_stride, batch_stride, row_stride)
-    first = tensor.iterator - cute.assume(before, divby=8)
+    first = tensor.iterator + cute.assume(-before, divby=8)
     view = cute.make_tensor(first, cute.make_layout(shape, stride=stride))
     return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, head_dim)))
 
