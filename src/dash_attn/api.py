@@ -21,6 +21,7 @@ from .arguments import (
     Asked,
     CheckedCall,
     Packing,
+    Used,
     Window,
     check_call,
     check_flag,
@@ -29,10 +30,10 @@ from .arguments import (
 )
 from .backends.base import Backend, Gradients, Prepared, Tensors, as_current, backend_for
 from .errors import DashError, InputError, PlanMismatchError
-from .ops.autograd import attend, call_directly, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, dense_call, packed_call, prepared_once
+from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
+from .ops.calls import DTYPE_NAMES, Call, dense_call, packed_call, prepared_once, used_call
 from .ops.known import KnownCalls
-from .ops.operators import DENSE, VARLEN
+from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
 from .spec import AttentionSpec
 
@@ -173,11 +174,12 @@ def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
     *positional: object,
+    seqused_k: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
@@ -188,26 +190,37 @@ def flash_attn_varlen_func(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
 
-    A sequence has the bytes that it has alone. The lengths are read on the host: a ``cu_seqlens`` on a
-    GPU is copied once, by its first user; later calls with the same tensor, all layers of a model and the
-    backward among them, do not wait. Inside a CUDA graph capture a tensor that was not read before is an
-    error, and the graph keeps the lengths of its capture.
+    A sequence has the bytes that it has alone. The lengths are read on the host: a ``cu_seqlens`` or
+    ``seqused_k`` on a GPU is copied once, by its first user; later calls with the same tensor, all layers of
+    a model and the backward among them, do not wait. Inside a CUDA graph capture a tensor that was not read
+    before is an error, and the graph keeps the lengths of its capture.
+
+    **A cache of keys.** With ``seqused_k``, sequence i uses only the first ``seqused_k[i]`` of its keys, and
+    masks are aligned with that length. Nothing is copied where strides of the last dimension are 1 and all
+    others multiples of 16 bytes. What lies behind the used keys may be anything, NaN too: outputs have the
+    bytes of a call with the used keys alone. There is no backward then.
 
     Args:
-        q: (total_q, heads, head_dim).
-        k, v: (total_k, kv_heads, head_dim); kv_heads divides heads.
+        q: (total_q, heads, head_dim). With ``seqused_k`` and without ``cu_seqlens_q``:
+            (batch, seqlen_q, heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim); kv_heads divides heads. With ``seqused_k`` and without
+            ``cu_seqlens_k``: (batch, seqlen_k_max, kv_heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, on the tensors' device or on the CPU: 0, then the
-            end of every sequence. Sequences may be empty.
-        max_seqlen_q, max_seqlen_k: not needed; an integer that is less than the longest sequence is an
-            error.
+            end of every sequence. Sequences may be empty. With ``seqused_k``, a sequence's keys begin at its
+            ``cu_seqlens_k``, and those that are not used lie between them and the next sequence's.
+        max_seqlen_q, max_seqlen_k: not needed; an integer that is less than the longest sequence (of used
+            keys) is an error.
+        seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
+            used, from 0 to all. None: all.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, flash_options: as in
-            :func:`flash_attn_func`; lse is (heads, total_q).
+            :func:`flash_attn_func`; lse is (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
-        out: (total_q, heads, head_dim), or (out, lse).
+        out: the shape of q, or (out, lse).
 
     Raises:
-        InputError: an argument cannot be used or honoured; the message names it and its value.
+        InputError: an argument cannot be used or honoured; the message names it and its value. With
+            ``seqused_k`` also where q, k or v needs a gradient.
         UnsupportedMaskError: the policy does not cover this mask.
 
     >>> import torch
@@ -216,11 +229,23 @@ def flash_attn_varlen_func(
     >>> packed = flash_attn_varlen_func(q, q, q, ends, ends, causal=True)
     >>> torch.equal(packed[3:], flash_attn_func(q[None, 3:], q[None, 3:], q[None, 3:], causal=True)[0])
     True
+    >>> cache = torch.full((2, 100, 4, 64), torch.nan)  # (batch, seqlen_k_max, kv_heads, head_dim)
+    >>> cache[0, :3], cache[1, :2] = q[:3], q[3:]
+    >>> used = torch.tensor([3, 2], dtype=torch.int32)
+    >>> torch.equal(flash_attn_varlen_func(q, cache, cache, ends, seqused_k=used, causal=True), packed)
+    True
     """
     named = "q, k, v, cu_seqlens and max_seqlen"
     check_no_positional("flash_attn_varlen_func", named, positional)
     check_flash_options("flash_attn_varlen_func", flash_options)
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing: Packing | Used
+    if seqused_k is not None:
+        packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+    elif cu_seqlens_q is None or cu_seqlens_k is None:
+        given = f"{_kind(cu_seqlens_q)} and {_kind(cu_seqlens_k)}"
+        raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
+    else:
+        packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic)
     return _run_packed(q, k, v, packing, asked, return_lse)
 
@@ -241,11 +266,12 @@ def is_supported(
     policy: str | Numerics | Schedule = "auto",
     deterministic: bool = True,
     return_lse: bool = False,
+    seqused_k: Tensor | None = None,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
 
-    With ``cu_seqlens_q`` and ``cu_seqlens_k`` it speaks of :func:`flash_attn_varlen_func`.
+    With ``cu_seqlens_q`` and ``cu_seqlens_k``, or ``seqused_k``, it speaks of :func:`flash_attn_varlen_func`.
 
     >>> import torch
     >>> q = torch.zeros(1, 8, 4, 64)
@@ -255,7 +281,11 @@ def is_supported(
     try:
         check_flash_options("is_supported", flash_options)
         check_flag("return_lse", return_lse)
-        packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        packing: Packing | Used | None
+        if seqused_k is None:
+            packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        else:
+            packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         asked = Asked(causal, _one_window(window, window_size), softmax_scale, policy, deterministic)
         checked = check_call(q, k, v, packing, asked)
         if not _is_empty(checked):
@@ -395,6 +425,10 @@ def _packing(
     return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
 
 
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
 def _one_window(window: Window, window_size: Window) -> Window:
     if window is not None and window_size is not None:
         raise InputError(f"give window or window_size, got {window!r} and {window_size!r}")
@@ -420,18 +454,22 @@ def _run_dense(
 
 
 def _run_packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, asked: Asked, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used, asked: Asked, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A packed call. One that is like an earlier one is not checked again, but for its lengths."""
     check_flag("return_lse", return_lse)
     if call_directly(q, k, v) and (known := _KNOWN_PACKED.find(q, k, v, asked, packing)) is not None:
         spec, longest = known
-        out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v)
+        if isinstance(packing, Used):
+            refuse_gradients(q, k, v)
+            out, lse = used_call(q, k, (*packing[:3], *longest), spec).forward(q, k, v)
+        else:
+            out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v)
         return (out, lse) if return_lse else out
     checked = check_call(q, k, v, packing, asked)
     call, out, lse = _run(checked)
     if call is not None and checked.packing is not None:
-        _KNOWN_PACKED.add((checked.spec, checked.packing[2:]), q, k, v, asked, packing)
+        _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, packing)
     return (out, lse) if return_lse else out
 
 
@@ -443,6 +481,9 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     if call_directly(q, k, v):
         call = _find(checked)
         return call, *attend(call, q, k, v)
+    if isinstance(packing, Used):
+        out, lse = USED(q, k, v, *checked.rest)
+        return None, out, lse
     functions = DENSE if packing is None else VARLEN
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return None, *functions.forward(q, k, v, *checked.rest)
@@ -458,6 +499,8 @@ def _call_of(
 
 def _find(checked: CheckedCall) -> Call:
     q, k, _, spec, packing = checked
+    if isinstance(packing, Used):
+        return used_call(q, k, packing, spec)
     return dense_call(q, k, spec) if packing is None else packed_call(q, k, packing, spec)
 
 
@@ -466,7 +509,10 @@ def _is_empty(checked: CheckedCall) -> bool:
     packing = checked.packing
     if packing is None:
         return checked.q.shape[0] == 0
-    if packing.cu_seqlens_q.shape[0] > 1:
+    if isinstance(packing, Used):
+        if packing.seqused_k.shape[0]:
+            return False
+    elif packing.cu_seqlens_q.shape[0] > 1:
         return False
     for name, x in (("q", checked.q), ("k", checked.k)):
         if x.shape[0]:

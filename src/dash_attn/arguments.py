@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .backends.base import check_device
 from .errors import InputError
+from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
 from .ops.policies import policy_key
 from .problem import DTYPES
@@ -22,6 +23,7 @@ __all__ = [
     "Asked",
     "CheckedCall",
     "Packing",
+    "Used",
     "Window",
     "check_call",
     "check_flag",
@@ -63,11 +65,31 @@ _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
 """Arguments of FlashAttention that have no counterpart here, and the values that ask for nothing."""
 
 
+_HINTS = {
+    "return_attn_probs": "; use return_lse for the log-sum-exp",
+    "seqused_k": "; flash_attn_varlen_func has it",
+}
+
+
 class Packing(NamedTuple):
     """Where the sequences of a packed batch lie, as the caller gave it."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+
+class Used(NamedTuple):
+    """Where the sequences of a batch lie whose keys are not all used, as the caller gave it.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: None: dense tensors, a batch is a sequence.
+    """
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor
     max_seqlen_q: Any = None
     max_seqlen_k: Any = None
 
@@ -95,26 +117,30 @@ class CheckedCall(NamedTuple):
     k: Tensor
     v: Tensor
     spec: AttentionSpec
-    packing: Packing | None
+    packing: Packing | Used | None
 
     @property
     def rest(self) -> tuple[Any, ...]:
         """What follows the tensors in a call of the operators."""
         if self.packing is None:
             return tuple(self.spec)
-        cu_seqlens_q, cu_seqlens_k, *longest = self.packing
-        return (cu_seqlens_q, cu_seqlens_k, *self.spec, *longest)
+        return (*self.packing[:-2], *self.spec, *self.packing[-2:])
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | None, asked: Asked) -> CheckedCall:
+def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, asked: Asked) -> CheckedCall:
     """Check the arguments of a call. What needs the lengths of a packed batch is checked when it runs."""
-    _check_tensors(q, k, v, 4 if packing is None else 3)
+    _check_tensors(q, k, v, packing)
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = _autocast(torch.get_autocast_dtype(device), q, k, v)
     _check_dtypes(q, k, v)
     if packing is None:
         _check_dense(q, k, v)
+    elif isinstance(packing, Used):
+        packing = _checked_used(packing, q, k)
+        _check_packed(q, k, v)
+        if not torch.compiler.is_compiling():  # it sees the operator, which refuses them
+            refuse_gradients(q, k, v)
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
@@ -154,7 +180,7 @@ def check_flash_options(function: str, options: dict[str, Any]) -> None:
         allowed = _FLASH_OPTIONS[name]
         plain = value is None or isinstance(value, (bool, int, float))
         if not plain or value not in allowed:
-            hint = "; use return_lse for the log-sum-exp" if name == "return_attn_probs" else ""
+            hint = _HINTS.get(name, "")
             raise InputError(f"{name}={_short(value)} is not supported, only {_either(allowed)}{hint}")
 
 
@@ -174,9 +200,21 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 _LAYOUTS = {4: "(batch, seqlen, heads, head_dim)", 3: "(total, heads, head_dim)"}
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
+def _forms(packing: Packing | Used | None) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Dimensions of q and of k, with the reason where it is not plain."""
+    if not isinstance(packing, Used):
+        return ((4, ""),) * 2 if packing is None else ((3, ""),) * 2
+    dense_q, dense_k = packing.cu_seqlens_q is None, packing.cu_seqlens_k is None
+    return (
+        (4, " without cu_seqlens_q") if dense_q else (3, " with cu_seqlens_q"),
+        (4, " without cu_seqlens_k") if dense_k else (3, " with cu_seqlens_k"),
+    )
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None) -> None:
     """Types, layouts, dimensions and devices."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    form_q, form_k = _forms(packing)
+    for name, x, (ndim, why) in (("q", q, form_q), ("k", k, form_k), ("v", v, form_k)):
         if not isinstance(x, Tensor):
             raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout != torch.strided or x.is_nested:
@@ -184,7 +222,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, ndim: int) -> None:
             raise InputError(f"{name} must be a dense tensor, got layout {layout}")
         if x.ndim != ndim:
             raise InputError(
-                f"{name} must have {ndim} dimensions {_LAYOUTS[ndim]}, got shape {tuple(x.shape)}"
+                f"{name} must have {ndim} dimensions {_LAYOUTS[ndim]}{why}, got shape {tuple(x.shape)}"
             )
         if x.device != q.device:
             raise InputError(f"{name} is on {x.device}, q is on {q.device}")
@@ -218,8 +256,8 @@ def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
-        if x.shape[2] != q.shape[2]:
-            raise InputError(f"{name} has head_dim {x.shape[2]}, q has {q.shape[2]}")
+        if x.shape[-1] != q.shape[-1]:
+            raise InputError(f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}")
     if k.shape != v.shape:
         raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
 
@@ -227,14 +265,7 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _checked_packing(packing: Packing, device: torch.device) -> Packing:
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype != torch.int32:
-            raise InputError(f"{name} must be torch.int32, got {x.dtype}")
-        if x.ndim != 1 or x.shape[0] < 1:
-            raise InputError(f"{name} must have shape (batch + 1,), got {tuple(x.shape)}")
-        if x.device != device and x.device.type != "cpu":
-            raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+        _check_lengths(name, x, device, least=1)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise InputError(
             f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} sequences, "
@@ -242,6 +273,35 @@ def _checked_packing(packing: Packing, device: torch.device) -> Packing:
         )
     longest = (_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k))
     return Packing(cu_seqlens_q, cu_seqlens_k, *longest)
+
+
+def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
+    cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k = used
+    _check_lengths("seqused_k", seqused_k, q.device, least=0)
+    batch = seqused_k.shape[0]
+    for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
+        if cu_seqlens is None:
+            found, what = x.shape[0], f"{name} has batch {x.shape[0]}"
+        else:
+            _check_lengths(f"cu_seqlens_{name}", cu_seqlens, q.device, least=1)
+            found = cu_seqlens.shape[0] - 1
+            what = f"cu_seqlens_{name} has {found} sequences"
+        if found != batch:
+            raise InputError(f"seqused_k has {batch} sequences, {what}")
+    longest = (_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k))
+    return Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
+
+
+def _check_lengths(name: str, x: object, device: torch.device, *, least: int) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype != torch.int32:
+        raise InputError(f"{name} must be torch.int32, got {x.dtype}")
+    if x.ndim != 1 or x.shape[0] < least:
+        shape = "(batch + 1,)" if least else "(batch,)"
+        raise InputError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    if x.device != device and x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
 
 
 def _longest(name: str, value: Any) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import ptx_machine as base
 from ptx_machine import LOAD_WARP, Block, Machine, Thread, _as
 
+from dash_attn.backends.base import Keys
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.table import forward_table
 from dash_attn.problem import Problem
@@ -55,10 +56,19 @@ class Named:
 
 
 class ForwardMachine(Machine):
-    def __init__(self, config: ForwardConfig, program, plan: ForwardPlan, blocks: int, seed: int):
+    def __init__(
+        self,
+        config: ForwardConfig,
+        program,
+        plan: ForwardPlan,
+        blocks: int,
+        seed: int,
+        *,
+        keys: Keys | None = None,
+    ):
         self.config, self.program, self.random = config, program, random.Random(seed)
-        self.plan, self.problem = plan, plan.problem
-        words = np.frombuffer(forward_table(plan).tobytes(), dtype=np.uint32)
+        self.plan, self.problem, self.keys = plan, plan.problem, keys
+        words = np.frombuffer(forward_table(plan, keys and keys.starts).tobytes(), dtype=np.uint32)
         self.memory = {TABLE + 4 * i: int(word) for i, word in enumerate(words)}
         self.noticed, self.clock, self.warps = 0, 0, config.threads // 32
         self.blocks = [Block(index, blocks) for index in range(blocks)]
@@ -74,10 +84,13 @@ class ForwardMachine(Machine):
 
     def _parameter(self, number: int, offset: int) -> int:
         p = self.problem
-        dense = len(set(p.sequences)) == 1
+        dense = len({pair[:1] if self.keys else pair for pair in p.sequences}) == 1
         batch = len(p.sequences) if dense else 1
+        k_batch, k_rows = (batch, p.sequences[0][1]) if self.keys is None else self.keys.shape[:2]
         left, right = p.mask.sides
-        numbers = (len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads)
+        numbers = (
+            len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads, k_batch, k_rows
+        )  # fmt: skip
         known = {11: TABLE, **dict(enumerate(numbers, 16 + self.config.trace))}
         if number in known and (offset == 0):
             return known[number]

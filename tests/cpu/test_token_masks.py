@@ -221,6 +221,28 @@ def test_other_mask_functions_are_refused(see):
         token_mask(2, 20, 20, mask_function=see, use_vmap=True)
 
 
+def test_places_for_later_keys():
+    made = token_mask(2, 3, 64, q_offset=4, attention_mask=torch.ones(2, 7, dtype=torch.bool))
+    assert (made.sizes, made.passed) == ((2, 3, 7), (2, 3, 64))
+    assert made.packing is None
+    assert token_mask(2, 3, 64, q_offset=4, attention_mask=made) is made
+    padded = torch.tensor([[1] * 7 + [0] * 57, [0] * 2 + [1] * 5 + [0] * 57], dtype=torch.bool)
+    packing = token_mask(2, 3, 64, q_offset=4, attention_mask=padded).packing
+    assert packing.cu_seqlens_k.tolist() == [0, 7, 12]
+    window = token_mask(2, 3, 64, q_offset=4, mask_function=see_window(4), local_size=4)
+    assert (window.window, window.kv_length) == ((3, 0), 7)
+    with pytest.raises(InputError, match="end at position 67, but the keys of a causal mask are at 0 to 63"):
+        token_mask(2, 3, 64, q_offset=64)
+    with pytest.raises(InputError, match=r"shows keys behind the query, .* \(7 of 64 are used\)"):
+        token_mask(2, 3, 64, q_offset=4, mask_function=sees_all)
+    with pytest.raises(InputError, match=r"shows keys behind the query, .* \(7 of 64 are used\)"):
+        token_mask(2, 3, 64, q_offset=4, mask_function=see_around, local_size=4)
+
+
+def see_around(batch, head, row, column):
+    return abs(row - column) <= 4
+
+
 def test_packing_with_a_cache_and_for_cross_attention():
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
     packing = packing_of(mask, 1)

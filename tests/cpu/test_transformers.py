@@ -10,6 +10,7 @@ import torch
 from token_cases import LENGTHS, PACKED, padding_of
 from torch import Tensor
 
+from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import token_masks
 from dash_attn.integrations.positions import separate
@@ -250,6 +251,28 @@ def test_encoders_with_a_window(side):
     torch.testing.assert_close(outputs("dash"), outputs("sdpa"), atol=2e-5, rtol=1e-4)
 
 
+def test_an_encoders_padding_is_not_copied_away_where_no_gradient_is_wanted(monkeypatch):
+    """Keys of a row are then its first ones, and ``seqused_k`` says how many."""
+    used = []
+
+    def attend(*tensors, seqused_k=None, **how):
+        used.append(seqused_k if seqused_k is None else seqused_k.tolist())
+        return flash_attn_varlen_func(*tensors, seqused_k=seqused_k, **how)
+
+    monkeypatch.setattr(dash, "flash_attn_varlen_func", attend)
+    q, k, v = (torch.randn(2, heads, 9, 16) for heads in (4, 2, 2))
+    how = {"is_causal": False}
+    for mask, lengths in (
+        (torch.tensor([[1] * 9, [1] * 4 + [0] * 5]), [9, 4]),
+        (torch.tensor([[1] * 9, [0] * 4 + [1] * 5]), None),
+        (torch.tensor([[1] * 9, [0] * 9]), [9, 0]),
+    ):
+        found, _ = dash.attention_forward(torch.nn.Module(), q, k, v, mask, **how)
+        wanted, _ = dash.attention_forward(torch.nn.Module(), q.clone().requires_grad_(), k, v, mask, **how)
+        assert_same_bytes(found, wanted.detach())
+        assert used[-2:] == [lengths, None]
+
+
 @CONFIGS
 def test_generation_with_a_growing_cache(config):
     tokens, mask = tokens_of(), padding_of("left")
@@ -320,12 +343,55 @@ def test_models_with_sinks_or_masks_of_their_own_raise():
         model_of(qwen)(tokens_of(), attention_mask=torch.zeros(3, 1, 33, 33))
 
 
-@pytest.mark.parametrize("config", [qwen, sliding])
-def test_a_cache_with_places_for_later_keys_raises(config):
-    model = model_of(config).eval()
+def chunks_with(model, cache, tokens, mask=None, ends=(5, 6, 20, 33)):
+    """Logits of a forward per chunk of tokens."""
+    found = []
+    for start, end in pairwise((0, *ends)):
+        seen = None if mask is None else mask[:, :end]
+        with torch.no_grad():
+            found.append(model(tokens[:, start:end], attention_mask=seen, past_key_values=cache).logits)
+    return found
+
+
+@pytest.mark.parametrize("padded", [0, 3])
+@pytest.mark.parametrize("config", [llama, qwen, sliding])
+def test_a_cache_of_fixed_length_has_the_bytes_of_a_growing_one(config, padded):
+    model, tokens = model_of(config).eval(), tokens_of()
+    mask = torch.ones(3, 33, dtype=torch.long)
+    mask[1, :padded] = 0
+    expected = chunks_with(model, transformers.DynamicCache(config=model.config), tokens, mask)
+    fixed = transformers.StaticCache(config=model.config, max_cache_len=64)
+    for a, b in zip(chunks_with(model, fixed, tokens, mask), expected):
+        assert_same_bytes(a, b)
+
+
+def test_keys_of_a_cache_of_fixed_length_are_not_copied(monkeypatch):
+    seen = []
+
+    def attend(q, k, v, **how):
+        seen.append((k.shape[1], k.untyped_storage().data_ptr(), v.untyped_storage().data_ptr()))
+        return flash_attn_func(q, k, v, **how)
+
+    monkeypatch.setattr(dash, "flash_attn_func", attend)
+    model = model_of(qwen).eval()
     cache = transformers.StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(InputError, match="end at position 33, keys at 64: .* no cache with places for later"):
-        model(tokens_of(), past_key_values=cache)
+    chunks_with(model, cache, tokens_of(), ends=(5, 6))
+    places = [
+        tuple(x.untyped_storage().data_ptr() for x in (layer.keys, layer.values)) for layer in cache.layers
+    ]
+    assert seen == [(length, *place) for length in (5, 6) for place in places]
+
+
+def test_what_lies_in_places_for_later_keys_may_be_anything():
+    model, tokens = model_of(qwen).eval(), tokens_of()
+    caches = [transformers.StaticCache(config=model.config, max_cache_len=64) for _ in range(2)]
+    expected = chunks_with(model, caches[0], tokens)
+    chunks_with(model, caches[1], tokens, ends=(5,))
+    for layer in caches[1].layers:
+        layer.keys[:, :, 5:] = layer.values[:, :, 5:] = torch.nan
+    with torch.no_grad():
+        found = model(tokens[:, 5:6], past_key_values=caches[1]).logits
+    assert_same_bytes(found, expected[1])
 
 
 STATIC = {"cache_implementation": "static", "disable_compile": True, "pad_token_id": 0, "do_sample": False}
@@ -347,13 +413,30 @@ def test_a_static_cache_that_the_prompt_fills(length, padded):
     assert torch.equal(generated("dash"), generated("eager"))
 
 
-def test_a_static_cache_that_the_prompt_does_not_fill_raises():
-    config = transformers.MistralConfig(**{**SMALL, "sliding_window": 8})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash").eval()
-    with pytest.raises(
-        InputError, match="end at position 5, keys at 8: .* no cache with places for later keys"
-    ):
-        model.generate(tokens_of(2, 5), attention_mask=torch.ones(2, 5), max_new_tokens=9, **STATIC)
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3Text"])
+@pytest.mark.parametrize("padded", [0, 3])
+def test_generation_with_a_static_cache_has_the_bytes_of_a_growing_one(name, padded):
+    """The prompt does not fill it, also where only a window is kept."""
+    change = {} if name == "Llama" else {"sliding_window": 8}
+    config = getattr(transformers, f"{name}Config")(**SMALL, **change)
+    mask = torch.ones(2, 5, dtype=torch.long)
+    mask[1, :padded] = 0
+
+    def generated(cache):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash").eval()
+        how = {
+            **STATIC,
+            "cache_implementation": cache,
+            "output_logits": True,
+            "return_dict_in_generate": True,
+        }
+        return model.generate(tokens_of(2, 5), attention_mask=mask, max_new_tokens=9, **how)
+
+    fixed, growing = generated("static"), generated("dynamic")
+    assert torch.equal(fixed.sequences, growing.sequences)
+    for a, b in zip(fixed.logits, growing.logits):
+        assert_same_bytes(a, b)
 
 
 def logits_of(config, implementation, *calls):

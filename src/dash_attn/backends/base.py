@@ -24,14 +24,18 @@ from ..schedule import Plan
 __all__ = [
     "BACKENDS",
     "NOTHING",
+    "NO_BACKWARD",
     "Backend",
     "Gradients",
+    "Keys",
     "Prepared",
     "Shapes",
     "Tensors",
     "as_current",
     "backend_for",
     "check_device",
+    "forward_shapes",
+    "refuse_backward",
     "tensor_shapes",
 ]
 
@@ -68,6 +72,31 @@ def tensor_shapes(problem: Problem) -> dict[int, Shapes]:
         batch, (seqlen_q, seqlen_k) = len(problem.sequences), problem.sequences[0]
         found[4] = ((batch, seqlen_q, *q), (batch, seqlen_k, *k), (batch, problem.heads, seqlen_q))
     return found
+
+
+class Keys(NamedTuple):
+    """Where the keys of a forward lie in k and v, if these hold more than the problem's keys.
+
+    The problem has the lengths: a sequence's keys are the first ones of its place. Values behind them may be
+    anything.
+
+    Attributes:
+        shape: of k and v: (total_k, kv_heads, head_dim), or (batch, rows, kv_heads, head_dim).
+        starts: of packed k and v: the row where the place of each sequence begins. None: a batch is a place.
+    """
+
+    shape: tuple[int, ...]
+    starts: tuple[int, ...] | None
+
+
+def forward_shapes(problem: Problem, packed: bool, keys: Keys) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of q and of k where keys are placed; of q () if it cannot be dense."""
+    lengths = problem.lengths[:, 0]
+    q: tuple[int, ...] = (int(lengths.sum()), problem.heads, problem.head_dim)
+    if not packed:
+        alike = bool((lengths == lengths[0]).all())
+        q = (len(lengths), int(lengths[0]), *q[1:]) if alike else ()
+    return q, keys.shape
 
 
 class Gradients(NamedTuple):
@@ -110,6 +139,7 @@ class Prepared(ABC):
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
 
         Raises:
+            InputError: the problem was prepared with keys, which is for forwards.
             PlanMismatchError: the plan is not for these tensors or for this backend's tiles.
         """
 
@@ -128,8 +158,29 @@ class Backend(ABC):
         """(tile_m, tile_n) of its backward; any for a head dim that it does not cover."""
 
     @abstractmethod
-    def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
-        """The problem, which it covers, on a device."""
+    def prepare(
+        self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
+    ) -> Prepared:
+        """The problem, which it covers, on a device.
+
+        Args:
+            problem: what to compute.
+            device: of the tensors.
+            packed: q is packed, and so are k and v unless ``keys`` says otherwise.
+            keys: where keys lie, for a forward alone.
+        """
+
+
+def refuse_backward(keys: Keys | None) -> None:
+    """Raise InputError if keys are placed: no backward knows places of keys."""
+    if keys is not None:
+        raise InputError(NO_BACKWARD)
+
+
+NO_BACKWARD = (
+    "the backward does not have seqused_k: call it under torch.no_grad(), or with q, k and v that need no "
+    "gradient"
+)
 
 
 def as_current(device: torch.device) -> Any:

@@ -19,6 +19,8 @@ class Packing(NamedTuple):
         rows_q, rows_k: (total,) int64, rows of the flattened batch.
         cu_seqlens_q, cu_seqlens_k: (sequences + 1,) int32, on the CPU, where plans are made.
         holes: there is padding between two tokens of a sequence, so that columns are not distances.
+        used_k: (batch,) int32 on the CPU: a row's queries are all there and see its first keys, so many. None
+            if that is not so.
     """
 
     rows_q: Tensor
@@ -26,6 +28,7 @@ class Packing(NamedTuple):
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     holes: bool
+    used_k: Tensor | None = None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -79,9 +82,12 @@ def _every_query(numbers: Tensor, seqlen_q: int) -> Packing:
     """Keys of every token, and all queries."""
     batch = len(numbers)
     rows_k = numbers.flatten().nonzero().squeeze(1)
-    counts_q, counts_k = torch.full((batch,), seqlen_q, device=numbers.device), (numbers != 0).sum(1)
+    there = numbers != 0
+    counts_q, counts_k = torch.full((batch,), seqlen_q, device=numbers.device), there.sum(1)
     rows_q = torch.arange(batch * seqlen_q, device=numbers.device)
-    return Packing(rows_q, rows_k, _bounds(counts_q), _bounds(counts_k), False)
+    first_ones = not bool((there[:, 1:] & ~there[:, :-1]).any())
+    used_k = counts_k.int() if first_ones else None
+    return Packing(rows_q, rows_k, _bounds(counts_q), _bounds(counts_k), False, used_k)
 
 
 def _bounds(counts: Tensor) -> Tensor:

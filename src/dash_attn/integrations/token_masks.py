@@ -50,6 +50,8 @@ class TokenMask:
 
     Attributes:
         batch, q_length, kv_length: sizes of the attention.
+        kv_places: how many keys a layer passes: ``kv_length``, or more where the cache has places for later
+            ones. Nobody sees those.
         causal: a row sees no later columns.
         window: columns that a row sees to its left and right, -1: unbounded.
         local_size: size of the window or of a chunk as the model gave it, None for neither. ``window`` is
@@ -63,6 +65,7 @@ class TokenMask:
     batch: int
     q_length: int
     kv_length: int
+    kv_places: int
     causal: bool
     window: tuple[int, int]
     local_size: int | None
@@ -80,6 +83,11 @@ class TokenMask:
     def sizes(self) -> Sizes:
         """Rows of the batch, and queries and keys per row."""
         return Sizes(self.batch, self.q_length, self.kv_length)
+
+    @property
+    def passed(self) -> Sizes:
+        """As ``sizes``, with the keys that a layer passes."""
+        return self.sizes._replace(seqlen_k=self.kv_places)
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(f".{name}")
@@ -121,7 +129,8 @@ def token_mask(
     """The mask that :func:`.transformers.attention_forward` takes, in the signature of transformers.
 
     Args:
-        batch_size, q_length, kv_length: sizes of the attention.
+        batch_size, q_length, kv_length: sizes of the attention. Under a causal mask, keys behind the last
+            query are places of a cache for later keys.
         q_offset, kv_offset: positions of the first query and key.
         mask_function: which columns a row sees, padding aside; None: no later ones.
         attention_mask: (batch, length) bool, False for padding; column p is the key at position p. Columns
@@ -132,24 +141,29 @@ def token_mask(
         device: where masks belong.
 
     Raises:
-        InputError: the mask is neither causal nor bidirectional, with windows, chunks or sequences; or
-            ``attention_mask`` does not cover the keys.
+        InputError: the mask is neither causal nor bidirectional, with windows, chunks or sequences; it is
+            bidirectional beside places for later keys; or ``attention_mask`` does not cover the keys.
     """
     if use_vmap:
         raise InputError("or_mask_function and and_mask_function are not supported by 'dash' attention")
     if isinstance(attention_mask, TokenMask):
         return _made_before(attention_mask, Sizes(batch_size, q_length, kv_length), local_size)
     causal = _PLAIN.get(getattr(mask_function, "__name__", "")) if mask_function is not None else True
-    q_end, kv_end = int(q_offset) + q_length, kv_offset + kv_length
-    if causal is not False and q_end != kv_end:
-        raise InputError(
-            f"queries end at position {q_end}, keys at {kv_end}: 'dash' attention "
-            "supports no cache with places for later keys, as static caches have them"
-        )
+    places, q_end = kv_length, int(q_offset) + q_length
+    if causal is not False:
+        kv_length = q_end - kv_offset
+        if not 0 <= kv_length <= places:
+            raise InputError(
+                f"queries end at position {q_end}, but the keys of a causal mask are at {kv_offset} to "
+                f"{kv_offset + places - 1}"
+            )
     band, sequences = _Band(causal is not False), None
     if causal is None:
         assert mask_function is not None
-        seen = _Columns(mask_function, batch_size, q_length, kv_offset, kv_length, torch.device(device))
+        at = (mask_function, batch_size, q_length, kv_offset)
+        if kv_length < places:
+            _Columns(*at, places, torch.device(device)).check_hidden_from(kv_length)
+        seen = _Columns(*at, kv_length, torch.device(device))
         band, sequences = seen.found(local_size)
     tokens = _tokens(attention_mask, batch_size, kv_offset, kv_length)
     numbers = tokens if sequences is None else sequences if tokens is None else sequences * tokens
@@ -158,7 +172,7 @@ def token_mask(
         keep_queries = not band.causal and band.window == (-1, -1)
         packing = packing_of(numbers, q_length, keep_queries=keep_queries, device=device)
         numbers = numbers.to(device)
-    sizes = (batch_size, q_length, kv_length)
+    sizes = (batch_size, q_length, kv_length, places)
     return TokenMask(*sizes, band.causal, band.window, local_size, tokens is not None, packing, numbers)
 
 
@@ -209,9 +223,9 @@ def _with_numbers(mask: TokenMask, numbers: Tensor, device: torch.device) -> Tok
 
 
 def _made_before(mask: TokenMask, sizes: Sizes, local_size: int | None) -> TokenMask:
-    if (mask.sizes, mask.local_size) != (sizes, local_size):
+    if (mask.passed, mask.local_size) != (sizes, local_size):
         raise InputError(
-            f"attention_mask was made for (batch, queries, keys) {tuple(mask.sizes)} and window "
+            f"attention_mask was made for (batch, queries, keys) {tuple(mask.passed)} and window "
             f"{mask.local_size}, this layer has {tuple(sizes)} and {local_size}"
         )
     return mask
@@ -283,6 +297,18 @@ class _Columns:
         numbers = numbers.cpu()
         window = (local_size - 1, 0) if windowed and local_size is not None else (-1, -1)
         return _Band(True, window), numbers if int(numbers.max()) > 1 else None
+
+    def check_hidden_from(self, length: int) -> None:
+        """Raise InputError if a query sees a key behind the first ``length`` ones, the last of which is its
+        own or a later query's."""
+        row = torch.arange(self.k_start + length - self.q_length, self.k_start + length, device=self.device)
+        row = row.expand(self.batch, -1)
+        later = torch.full_like(row, self.k_start + length)
+        if bool((self._sees(row, row + 1) | self._sees(row, later)).any()):
+            raise InputError(
+                f"this model's mask shows keys behind the query, and its cache has places for later keys "
+                f"({length} of {self.k_length} are used): 'dash' attention does not support that"
+            )
 
     def _bidirectional(self, row: Tensor, local_size: int | None) -> _Band:
         """A window to both sides, or nothing hidden at all."""

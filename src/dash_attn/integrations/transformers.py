@@ -5,10 +5,11 @@
     model = AutoModelForCausalLM.from_config(config, attn_implementation="dash")
 
 Causal, sliding-window, chunked and bidirectional masks, padding on either side, packed sequences (by
-``position_ids`` or ``cu_seq_lens_q``) and growing key caches work; padded and packed batches run without
-their padding, so that a sequence's bytes do not depend on its neighbours. Everything else (masks with four
-dimensions, mask functions of users, dropout, softcap, sinks, biases, attention weights as an output) raises,
-and so do models that do their own attention with the mask.
+``position_ids`` or ``cu_seq_lens_q``), growing key caches and caches of fixed length (``StaticCache``) work;
+padded and packed batches run without their padding, so that a sequence's bytes do not depend on its
+neighbours. Keys of a cache of fixed length are not copied where no row is padded. Everything else (masks with
+four dimensions, mask functions of users, dropout, softcap, sinks, biases, attention weights as an output)
+raises, and so do models that do their own attention with the mask.
 
 Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
 ``position_ids`` on to its attention. Most models do, but Llama 4 does not: give it ``use_cache=False``. A
@@ -17,7 +18,8 @@ stored. A call that shows it by its ``position_ids`` raises.
 
 Under ``torch.compile`` there is a graph break where the mask is made: plans are made from lengths, which
 are read on the host. Sequences packed by ``position_ids`` then need ``use_cache=False``; with a cache the
-device checks that there are none.
+device checks that there are none. ``generate`` compiles by itself for a cache of fixed length on a GPU: every
+step has another length, so give it ``disable_compile=True``.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def attention_forward(
     Args:
         module: without a :class:`.TokenMask`, ``is_causal`` of it counts unless the argument is given.
         query: (batch, heads, seqlen_q, head_dim).
-        key, value: (batch, kv_heads, seqlen_k, head_dim).
+        key, value: (batch, kv_heads, seqlen_k, head_dim); places of a cache for later keys, if a
+            :class:`.TokenMask` says so, may hold anything.
         attention_mask: what :func:`.token_mask` made, which then decides alone what a row sees, as masks do
             for transformers' eager attention. Or (batch, seqlen_k): 0 for padding, otherwise the number of
             the sequence. Or None.
@@ -106,6 +109,7 @@ def attention_forward(
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if isinstance(attention_mask, TokenMask):
         _check_sizes(attention_mask, sizes)
+        k, v = (x[:, : attention_mask.kv_length] for x in (k, v))  # a view: nothing is copied
         _check_window(attention_mask, sliding_window)
         if position_ids is not None and cu_seq_lens_q is None:
             attention_mask = _isolated(attention_mask, position_ids)
@@ -138,13 +142,15 @@ def attention_forward(
         return _of_packed(flash_attn_func(q, k, v, **how)), None
     if packing.holes and window != (-1, -1):
         raise InputError(f"sliding_window {window} over padding between the tokens of a sequence")
+    if packing.used_k is not None and _forward_only(q, k, v):
+        return _of_packed(flash_attn_varlen_func(q, k, v, seqused_k=packing.used_k, **how)), None
     return _unpadded(q, k, v, packing, how), None
 
 
 def _check_sizes(mask: TokenMask, given: Sizes) -> None:
-    if mask.sizes != given:
+    if mask.passed != given:
         raise InputError(
-            f"(batch, queries, keys) are {tuple(given)}, the mask was made for {tuple(mask.sizes)}"
+            f"(batch, queries, keys) are {tuple(given)}, the mask was made for {tuple(mask.passed)}"
         )
 
 
@@ -237,6 +243,13 @@ def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, 
     packed = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))]
     out = _of_packed(flash_attn_varlen_func(*packed, packing.cu_seqlens_q, packing.cu_seqlens_k, **how))
     return out.new_zeros(q.flatten(0, 1).shape).index_copy(0, rows_q, out).view(q.shape)
+
+
+def _forward_only(*tensors: Tensor) -> bool:
+    """No gradient is wanted, and no transform of torch.func is at work."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
 
 
 def _of_packed(out: Tensor | tuple[Tensor, ...]) -> Tensor:

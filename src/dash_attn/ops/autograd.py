@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.base import Gradients, Tensors
+from ..backends.base import NO_BACKWARD, Gradients, Tensors
+from ..errors import InputError
 
 __all__ = [
     "Attending",
     "Differentiable",
     "attend",
     "call_directly",
+    "refuse_gradients",
     "with_gradients",
+    "without_gradients",
     "without_second_derivative",
 ]
 
@@ -95,6 +98,23 @@ def without_second_derivative(backward: Callable[..., Gradients], *arguments: An
         return _once(_Gradients, backward, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return backward(*arguments)
+
+
+def without_gradients(
+    forward: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The autograd of a forward operator that has no backward."""
+    refuse_gradients(q, k, v)
+    with torch._C._AutoDispatchBelowAutograd():
+        return forward(q, k, v, *rest)
+
+
+def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise InputError where a gradient is wanted of a forward with ``seqused_k``, or a transform of it."""
+    if _needs_grad(q, k, v):
+        raise InputError(NO_BACKWARD)
+    if torch._C._are_functorch_transforms_active():
+        raise InputError("seqused_k is not supported under the transforms of torch.func")
 
 
 def _needs_grad(*tensors: Tensor) -> bool:

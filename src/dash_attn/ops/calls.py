@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..backends.base import Gradients, Prepared, Tensors, as_current, backend_for
+from ..backends.base import Gradients, Keys, Prepared, Tensors, as_current, backend_for
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
 from ..spec import AttentionSpec
-from .lengths import Lengths, host_lengths
+from .lengths import Lengths, host_lengths, host_used
 from .policies import forget_with, schedule_named
 
-__all__ = ["DTYPE_NAMES", "Call", "Packing", "dense_call", "packed_call", "prepared_once"]
+__all__ = [
+    "DTYPE_NAMES",
+    "Call",
+    "Packing",
+    "Used",
+    "dense_call",
+    "packed_call",
+    "prepared_once",
+    "used_call",
+]
 
 _CALLS = 64
 """Calls kept for reuse; a model uses one for each of its attention shapes."""
@@ -30,6 +40,9 @@ DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 Packing = tuple[Tensor, Tensor, int, int]
 """cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of a packed batch; -1: not given."""
 
+Used = tuple[Tensor | None, Tensor | None, Tensor, int, int]
+"""cu_seqlens_q, cu_seqlens_k (None: dense), seqused_k, max_seqlen_q, max_seqlen_k; -1: not given."""
+
 
 class Call:
     """What shapes, dtypes, device and spec decide.
@@ -38,14 +51,23 @@ class Call:
         spec: what is asked.
         problem: the shapes, checked.
         prepared: the problem on its backend.
+
+    With ``keys`` it has a forward only.
     """
 
-    def __init__(self, spec: AttentionSpec, problem: Problem, device: torch.device, packed: bool) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        problem: Problem,
+        device: torch.device,
+        packed: bool,
+        keys: Keys | None = None,
+    ) -> None:
         backend = backend_for(device)
         if reason := backend.why_not(problem, device, packed):
             raise InputError(reason)
         self.spec, self.problem, self.device = spec, problem, device
-        self.prepared: Prepared = backend.prepare(problem, device, packed)
+        self.prepared: Prepared = backend.prepare(problem, device, packed, keys)
         self._plan: Plan | None = None
         if spec.policy != "auto":
             _ = self.plan  # a policy that does not cover the mask is an error of the forward
@@ -128,13 +150,62 @@ def _packed(
     return Call(spec, problem, device, packed=True)
 
 
+def used_call(q: Tensor, k: Tensor, used: Used, spec: AttentionSpec) -> Call:
+    """The call of q and of the first ``seqused_k`` keys per sequence. It has no backward.
+
+    q is packed where there are cu_seqlens_q, otherwise dense; k likewise.
+
+    Raises:
+        InputError: the lengths do not fit the tensors, or are longer than the caller says.
+    """
+    bounds_q, bounds_k, seqused_k, longest_q, longest_k = used
+    if bounds_q is None:
+        seqlens_q = (q.shape[1],) * q.shape[0]
+        _check_longest("q", longest_q, q.shape[1])
+    else:
+        seqlens_q = _lengths("q", q, bounds_q, longest_q, True).seqlens
+    starts: tuple[int, ...] | None = None
+    if bounds_k is None:
+        places = (k.shape[1],) * k.shape[0]
+    else:
+        places = _lengths("k", k, bounds_k, -1, bounds_k is not bounds_q).seqlens
+        starts = tuple(accumulate(places, initial=0))[:-1]
+    found = host_used("seqused_k", seqused_k)
+    for at, (length, rows) in enumerate(zip(found.seqlens, places)):
+        if length > rows:
+            raise InputError(f"seqused_k has {length} at {at}, but sequence {at} has {rows} keys")
+    _check_longest("k", longest_k, found.longest)
+    keys = Keys(tuple(k.shape), starts)
+    sequences = tuple(zip(seqlens_q, found.seqlens))
+    sizes = (q.shape[-2], k.shape[-2], q.shape[-1])
+    return _used(sequences, keys, sizes, q.dtype, q.device, bounds_q is not None, spec)
+
+
+@lru_cache(_CALLS)
+def _used(
+    sequences: tuple[tuple[int, int], ...],
+    keys: Keys,
+    sizes: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool,
+    spec: AttentionSpec,
+) -> Call:
+    """``packed``: q is."""
+    return Call(spec, _problem(sequences, sizes, dtype, spec, device), device, packed, keys)
+
+
 def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, check: bool) -> Lengths:
     lengths = host_lengths(f"cu_seqlens_{side}", cu_seqlens, check=check)
     if lengths.total != x.shape[0]:
         raise InputError(f"cu_seqlens_{side} ends at {lengths.total}, {side} has {x.shape[0]} rows")
-    if 0 <= max_seqlen < lengths.longest:
-        raise InputError(f"max_seqlen_{side} is {max_seqlen}, the longest sequence has {lengths.longest}")
+    _check_longest(side, max_seqlen, lengths.longest)
     return lengths
+
+
+def _check_longest(side: str, max_seqlen: int, longest: int) -> None:
+    if 0 <= max_seqlen < longest:
+        raise InputError(f"max_seqlen_{side} is {max_seqlen}, the longest sequence has {longest}")
 
 
 def _problem(
@@ -163,5 +234,5 @@ def _plan(problem: Problem, policy: str) -> Plan:
     return build_plan(problem, choose_policy(problem) if policy == "auto" else schedule_named(policy))
 
 
-for _cache in (_dense, _packed, _plan):
+for _cache in (_dense, _packed, _used, _plan):
     forget_with(_cache.cache_clear)

@@ -10,11 +10,11 @@ from torch import Tensor
 from ..errors import InputError
 from .host_reads import HostReads
 
-__all__ = ["Lengths", "host_lengths"]
+__all__ = ["Lengths", "host_lengths", "host_used"]
 
 
 class Lengths(NamedTuple):
-    """Lengths of the sequences of a packed batch, their sum and the longest of them."""
+    """Lengths of the sequences of a batch, their sum and the longest of them."""
 
     seqlens: tuple[int, ...]
     total: int
@@ -33,6 +33,23 @@ def host_lengths(name: str, cu_seqlens: Tensor, *, check: bool = True) -> Length
     return _READS.of(name, cu_seqlens, check=check)
 
 
+def host_used(name: str, seqused: Tensor) -> Lengths:
+    """The lengths of a ``seqused``, (batch,) int32 on any device; read and checked like a ``cu_seqlens``.
+
+    Raises:
+        InputError: one is negative, or it would have to be read while a CUDA graph is being captured.
+    """
+    return _USED_READS.of(name, seqused)
+
+
+def _used(name: str, seqused: Tensor) -> Lengths:
+    seqlens = tuple(seqused.tolist())
+    for at, length in enumerate(seqlens):
+        if length < 0:
+            raise InputError(f"{name} must not be negative, got {length} at {at}")
+    return Lengths(seqlens, sum(seqlens), max(seqlens, default=0))
+
+
 def _lengths(name: str, cu_seqlens: Tensor) -> Lengths:
     ends = cu_seqlens.tolist()
     if ends[0] != 0:
@@ -45,3 +62,4 @@ def _lengths(name: str, cu_seqlens: Tensor) -> Lengths:
 
 
 _READS = HostReads(_lengths)
+_USED_READS = HostReads(_used)

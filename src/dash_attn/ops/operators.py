@@ -1,4 +1,5 @@
-"""The operators ``dash_attn::forward``, ``backward``, ``varlen_forward`` and ``varlen_backward``.
+"""The operators ``dash_attn::forward``, ``backward``, ``varlen_forward``, ``varlen_backward`` and
+``varlen_used_forward``, which has no backward.
 
 They are what PyTorch sees of this package: shapes and strides for ``torch.compile`` (fake kernels), and
 gradients. Arguments are checked by the public functions (:mod:`dash_attn.arguments`) before they come here.
@@ -17,13 +18,14 @@ from torch import Tensor
 
 from ..backends.base import Gradients, Tensors
 from ..spec import AttentionSpec
-from .autograd import Differentiable, with_gradients, without_second_derivative
-from .calls import dense_call, packed_call
+from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
+from .calls import dense_call, packed_call, used_call
 
-__all__ = ["DENSE", "VARLEN"]
+__all__ = ["DENSE", "USED", "VARLEN"]
 
 _SPEC = AttentionSpec.schema()
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
+_USED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor seqused_k"
 _LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _SAVED = ", ".join(f"Tensor {name}" for name in Tensors._fields)
@@ -33,6 +35,7 @@ _SCHEMAS = {
     "backward": f"({_SAVED}, {_SPEC}) -> ({_GRADIENTS})",
     "varlen_forward": f"({_INPUTS}, {_LENGTHS}, {_SPEC}, {_LONGEST}) -> (Tensor out, Tensor lse)",
     "varlen_backward": f"({_SAVED}, {_LENGTHS}, {_SPEC}, {_LONGEST}) -> ({_GRADIENTS})",
+    "varlen_used_forward": f"({_INPUTS}, {_USED}, {_SPEC}, {_LONGEST}) -> (Tensor out, Tensor lse)",
 }
 
 _library: Any = torch.library.Library("dash_attn", "DEF")  # type: ignore[no-untyped-call]
@@ -78,6 +81,13 @@ def _varlen_backward_kernel(*arguments: Any) -> Gradients:
     return Gradients(*(x.contiguous() for x in call.backward(tensors)))
 
 
+def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k = rest
+    used = (cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k)
+    out, lse = used_call(q, k, used, AttentionSpec(*spec)).forward(q, k, v)
+    return out.contiguous(), lse
+
+
 DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, lengths=0)
 """(q, k, v, *spec), (batch, seqlen, heads, head_dim)."""
 
@@ -85,6 +95,9 @@ VARLEN = Differentiable(
     torch.ops.dash_attn.varlen_forward.default, torch.ops.dash_attn.varlen_backward.default, lengths=2
 )
 """(q, k, v, cu_seqlens_q, cu_seqlens_k, *spec, max_seqlen_q, max_seqlen_k)."""
+
+USED = torch.ops.dash_attn.varlen_used_forward.default
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, max_seqlen_q, max_seqlen_k), without a backward."""
 
 
 # Fake kernels
@@ -105,12 +118,15 @@ for _device in ("CPU", "CUDA"):
     _library.impl("backward", _backward_kernel, _device)
     _library.impl("varlen_forward", _varlen_forward_kernel, _device)
     _library.impl("varlen_backward", _varlen_backward_kernel, _device)
+    _library.impl("varlen_used_forward", _used_forward_kernel, _device)
 
 _library.impl("forward", partial(with_gradients, DENSE), "Autograd")
 _library.impl("backward", partial(without_second_derivative, DENSE.backward), "Autograd")
 _library.impl("varlen_forward", partial(with_gradients, VARLEN), "Autograd")
 _library.impl("varlen_backward", partial(without_second_derivative, VARLEN.backward), "Autograd")
+_library.impl("varlen_used_forward", partial(without_gradients, USED), "Autograd")
 
 for _prefix in ("", "varlen_"):
     torch.library.register_fake(f"dash_attn::{_prefix}forward", _fake_forward, lib=_library)
     torch.library.register_fake(f"dash_attn::{_prefix}backward", _fake_backward, lib=_library)
+torch.library.register_fake("dash_attn::varlen_used_forward", _fake_forward, lib=_library)

@@ -11,7 +11,16 @@ from torch import Tensor
 from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
+from ..base import (
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+    tensor_shapes,
+)
 from . import executor
 from .forward import forward
 
@@ -19,28 +28,40 @@ __all__ = ["BACKEND"]
 
 
 class _Prepared(Prepared):
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, packed: bool, keys: Keys | None) -> None:
+        self.problem, self.packed, self._keys = problem, packed, keys
 
     @property
     def forward_fingerprint(self) -> str:
         return ForwardNumerics.of(self.problem).fingerprint
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        if self._keys is not None:
+            self._check(q, k, v, forward_shapes(self.problem, self.packed, self._keys))
+            k, v = (self._used(x, self._keys) for x in (k, v))
+        elif q.ndim == 4:
+            # The executor sees packed rows, where one sequence of 200 rows looks like two of 100.
+            self._check(q, k, v, tensor_shapes(self.problem).get(4, ((), (), ()))[:2])
         if q.ndim == 3:
             return forward(self.problem, q, k, v, softmax_scale)
-        self._check_dense(q, k, v)
         batch, seqlen_q, heads, _ = q.shape
-        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
         out, lse = forward(self.problem, rows[0], rows[1], rows[2], softmax_scale)
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
 
-    def _check_dense(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """The executor sees packed rows, where one sequence of 200 rows looks like two of 100."""
-        q_shape, k_shape, _ = tensor_shapes(self.problem).get(4, ((), (), ()))
-        for name, x, shape in (("q", q, q_shape), ("k", k, k_shape), ("v", v, k_shape)):
+    def _used(self, x: Tensor, keys: Keys) -> Tensor:
+        """The used rows of k or v, one sequence directly after the other."""
+        lengths = self.problem.lengths[:, 1].tolist()
+        if keys.starts is None:
+            return torch.cat([x[at, :length] for at, length in enumerate(lengths)])
+        return torch.cat([x[start : start + length] for start, length in zip(keys.starts, lengths)])
+
+    def _check(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    ) -> None:
+        for name, x, shape in (("q", q, shapes[0]), ("k", k, shapes[1]), ("v", v, shapes[1])):
             if x.shape != shape:
                 raise PlanMismatchError(
                     f"{name} has shape {tuple(x.shape)}, the problem is for {shape or 'packed tensors'}"
@@ -56,6 +77,7 @@ class _Prepared(Prepared):
         disorder: random.Random | None = None,
     ) -> Gradients:
         """See :meth:`Prepared.backward`. Giving up the order gains nothing here: only ``disorder`` does."""
+        refuse_backward(self._keys)
         if plan.problem != self.problem:
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         q, k = tensors.q, tensors.k
@@ -75,8 +97,10 @@ class _CPU(Backend):
     def tiles(self, head_dim: int) -> tuple[int, int]:
         return default_tiles(head_dim)
 
-    def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
-        return _Prepared(problem)
+    def prepare(
+        self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
+    ) -> Prepared:
+        return _Prepared(problem, packed, keys)
 
 
 BACKEND = _CPU()

@@ -13,7 +13,16 @@ from torch import Tensor
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import Backend, Gradients, Prepared, Tensors, tensor_shapes
+from ..base import (
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+    tensor_shapes,
+)
 from .forward.launch import Forward
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
@@ -22,11 +31,14 @@ __all__ = ["BACKEND"]
 
 
 class _Prepared(Prepared):
-    def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
-        self.problem, self.device, self.packed = problem, device, packed
-        self._forward = Forward(problem, device)
-        # None of dense tensors where sequences are not equally long: no tensor fits then.
-        self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
+    def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
+        self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
+        self._forward = Forward(problem, device, keys=keys)
+        if keys is None:
+            # None of dense tensors where sequences are not equally long: no tensor fits then.
+            self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
+        else:
+            self._shapes = forward_shapes(problem, packed, keys)
 
     @property
     def forward_fingerprint(self) -> str:
@@ -57,6 +69,7 @@ class _Prepared(Prepared):
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
+        refuse_backward(self._keys)
         in_order = ordered and disorder is None
         result = run_backward(plan, tensors, softmax_scale, ordered=in_order, debug=_debug())
         return Gradients(result.dq, result.dk, result.dv)
@@ -107,8 +120,10 @@ class _SM90(Backend):
         kernel = tiles_of(head_dim)
         return kernel.tile_m, kernel.tile_n
 
-    def prepare(self, problem: Problem, device: torch.device, packed: bool) -> Prepared:
-        return _Prepared(problem, device, packed)
+    def prepare(
+        self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
+    ) -> Prepared:
+        return _Prepared(problem, device, packed, keys)
 
 
 BACKEND = _SM90()

@@ -27,6 +27,24 @@ def copy_of(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int])
     return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, head_dim)))
 
 
+@cute.jit
+def copy_of_keys(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
+    """As `copy_of`, seen as `plan_view.tma_used_rows` says: a dense tensor ends at the used rows, too."""
+    batch_stride, row_stride, head_stride, _ = tensor.stride
+    extent = tensor.shape[1]
+    batches, shifts, before = tensor.shape[0], extent + 1, cutlass.Int64(extent) * row_stride
+    if tensor.shape[0] == 1:
+        extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
+        batch_stride, before = (1 << 34) - row_stride, cutlass.Int64(0)
+    batch_stride = cute.assume(batch_stride, divby=8)
+    head_dim = tensor.shape[3]
+    shape = (extent, head_dim, tensor.shape[2], batches, shifts)
+    stride = (row_stride, 1, head_stride, batch_stride, row_stride)
+    first = tensor.iterator + cute.assume(-before, divby=8)
+    view = cute.make_tensor(first, cute.make_layout(shape, stride=stride))
+    return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, head_dim)))
+
+
 def load_tile(copy: Copy, shared, rows, tile: Int32, head: Int32, barrier) -> None:
     """Start to load one tile of a sequence; `rows`: (row, batch, shift) as in `plan_view.tma_rows`."""
     target, source = partitions(copy, shared, rows, head)

@@ -11,9 +11,10 @@ TRACE_WORDS = 3
 
 
 class Tensors(NamedTuple):
-    """q, out: (B, Sq, H, D); k, v: (B, Sk, Hkv, D), bf16 or fp16; lse: (B, H, Sq) fp32, natural logarithm.
+    """q, out: (B, Sq, H, D); k, v: (Bk, Sk, Hkv, D), bf16 or fp16; lse: (B, H, Sq) fp32, natural logarithm.
 
-    With batch extent 1, the sequences lie one after the other. Otherwise a batch is a sequence.
+    With batch extent 1, sequences begin at the rows that the table says. Otherwise a batch is a sequence, and
+    of its Sk keys the first seqlen_k of the table are used. B and Bk need not be equal.
     """
 
     q: Any

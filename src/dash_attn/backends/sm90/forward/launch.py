@@ -13,6 +13,7 @@ from torch import Tensor
 from ....errors import InputError
 from ....problem import Problem
 from ....schedule import ForwardNumerics, ForwardPlan, build_forward_plan
+from ...base import Keys
 from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
@@ -48,6 +49,7 @@ class Forward:
     Args:
         problem: what to compute.
         device: a Hopper GPU.
+        keys: where the keys lie, if not as in the backward.
         blocks: thread blocks to launch, at most one per SM. It changes no bit.
         config: another configuration than the problem's, for tests.
     """
@@ -57,10 +59,11 @@ class Forward:
         problem: Problem,
         device: torch.device,
         *,
+        keys: Keys | None = None,
         blocks: int | None = None,
         config: ForwardConfig | None = None,
     ) -> None:
-        self._problem, self._device, self._blocks = problem, device, blocks
+        self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
         self.config = forward_config(problem.head_dim, DTYPES[problem.dtype]) if config is None else config
         self._upload: Upload | None = None
 
@@ -76,7 +79,8 @@ class Forward:
 
     def _prepare(self) -> Upload:
         problem, config, plan, available = self._problem, self.config, self.plan(), self._available()
-        upload = Upload(f"the forward of {problem.heads} heads", [forward_table(plan)], self._device)
+        table = forward_table(plan, None if self._keys is None else self._keys.starts)
+        upload = Upload(f"the forward of {problem.heads} heads", [table], self._device)
         grid = max(1, min(available, plan.items))
         several = int(problem.lengths[:, 1].max()) > config.segment
         partial = plan.places * problem.heads * config.warpgroups * config.partial_words
@@ -89,11 +93,11 @@ class Forward:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, trace: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """out and lse (fp32, natural logarithm) of tensors of the problem's shapes.
+        """out and lse (fp32, natural logarithm) of tensors of the problem's shapes, k and v of the keys'.
 
         Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
-        (total_q, heads, head_dim), lse (heads, total_q). ``trace`` belongs to a traced configuration:
-        (items, 3) int64, see :class:`~.traced.Traced`.
+        (total_q, heads, head_dim), lse (heads, total_q). With keys, k and v may be packed where q is dense.
+        ``trace`` belongs to a traced configuration: (items, 3) int64, see :class:`~.traced.Traced`.
 
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
@@ -105,8 +109,7 @@ class Forward:
         shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         four = [loadable(q), loadable(k), loadable(v), out]
-        if packed:
-            four = [x.unsqueeze(0) for x in four]
+        four = [x.unsqueeze(0) if x.dim() == 3 else x for x in four]
         claimed, state, partial = allocate(self._sizes, q.device)
         self._program(
             *four,

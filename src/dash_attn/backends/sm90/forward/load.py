@@ -21,7 +21,7 @@ class LoadRole:
     @cute.jit
     def run(self, copies, memory, shared, rings, numbers) -> None:
         c = self.config
-        entries, heads, left, right, group, batches, q_heads = numbers
+        entries, heads, left, right, group, batches, q_heads, k_batches, k_rows = numbers
         table, items, in_section = memory.table, entries * q_heads, entries * heads
         n_item, n_kv = Int32(0), Int32(0)
         index, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
@@ -46,7 +46,8 @@ class LoadRole:
             row_first = q_first if batches == 1 else Int32(0)
             tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
             tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
-            k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, batches)
+            k_row, k_shift = plan_view.tma_used_rows(seqlen_k, k_first, k_batches, k_rows)
+            k_batch = Int32(plan_view.PACKED_ROWS) if k_batches == 1 else sequence
             stage = rings.q.stage(n_item)
             rings.q.wait_empty(n_item)
             with cute.arch.elect_one():
@@ -63,7 +64,7 @@ class LoadRole:
             for g in cutlass.range_constexpr(c.warpgroups):
                 tile = shared.q[None, None, stage * c.warpgroups + g]
                 load_tile(copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
-            rows, kv_head = (k_row, tma_batch, k_shift), q_head // group
+            rows, kv_head = (k_row, k_batch, k_shift), q_head // group
             per_segment = c.segment // c.tile_n
             begin, kv_tiles = kv_first, cutlass.max(kv_last - kv_first + 1, 0)
             to_load, claimed = kv_tiles, items - blocks
@@ -110,7 +111,7 @@ class LoadRole:
     @cute.jit
     def _read(self, table, numbers, index: Int32):
         """The words of an item; of the last one where there is none."""
-        entries, heads, _, _, _, _, q_heads = numbers
+        entries, heads, _, _, _, _, q_heads, *_ = numbers
         index = cutlass.max(cutlass.min(index, entries * q_heads - 1), 0)
         first = index % (entries * heads) // heads * ENTRY_WORDS
         return tuple(table[first + i] for i in range(ENTRY_WORDS))
