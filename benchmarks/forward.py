@@ -1,7 +1,7 @@
 """Time the attention forward of dash-attn and of its peers, side by side in one process.
 
 Two timings, contenders in turns. Sustained: blocks of back-to-back calls, about 12 ms each, so that the GPU
-is as hot as in training. Single: one call at a time, timed by events. A point at which a call takes 20 ms or
+is as hot as in training. Single: one call at a time, timed by events. A point at which a call takes 40 ms or
 more has few rounds, one call per block, and no single calls.
 
 Sets (forward_points.py): ``grid`` has the DASH paper's 24 points; ``grouped`` several q heads per kv head;
@@ -37,7 +37,7 @@ import dash_attn
 from dash_attn.tools.bench import require_hopper
 
 BLOCK_S, LEAST_CALLS = 0.012, 3
-LONG_S, LONG_ROUNDS = 0.02, 3
+LONG_S, LONG_ROUNDS = 0.04, 3
 """From how many seconds per call on a point has fewer rounds, and how many."""
 ROUNDS = {"total": 5}
 DEFAULT_ROUNDS = 9
