@@ -19,13 +19,13 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from card import clock_and_power, driver
 from points import HIDDEN, SEQLENS, TOKENS, Point, beyond_the_grid, grid
+from record import versions
 from report import report
 from summary import POINT, Row, flops, over_runs, tflops
 
@@ -234,12 +234,6 @@ def _peers(point: Point, inputs: Inputs, wanted: Sequence[str]) -> Iterator[Entr
 
 def header(args: argparse.Namespace) -> Row:
     """What was measured on what."""
-    versions = {"dash-attn": dash_attn.__version__}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = ""
     properties = torch.cuda.get_device_properties(0)
     return {
         "gpu": properties.name,
@@ -248,7 +242,7 @@ def header(args: argparse.Namespace) -> Row:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": sys.version.split()[0],
-        "versions": versions,
+        "versions": {"dash-attn": dash_attn.__version__, **versions(*PACKAGES)},
         "tokens": TOKENS,
         "hidden": HIDDEN,
         "runs": args.runs,

@@ -1,100 +1,61 @@
 """Time the attention forward of dash-attn and of its peers, side by side in one process.
 
-Two modes, contenders in turns. Sustained: blocks of back-to-back calls, about 12 ms each, so that the GPU
-is as hot as in training. Single: one call at a time, timed by events. Sets: ``grid`` has the DASH paper's
-24 points; ``grouped`` several q heads per kv head; ``other`` odd lengths, windows, chunks and long
-sequences. FLOPs = 4 S_q S_k D H B of what the mask leaves.
+Two timings, contenders in turns. Sustained: blocks of back-to-back calls, about 12 ms each, so that the GPU
+is as hot as in training. Single: one call at a time, timed by events. A point at which a call takes 40 ms or
+more has few rounds, one call per block, and no single calls.
+
+Sets (forward_points.py): ``grid`` has the DASH paper's 24 points; ``grouped`` several q heads per kv head;
+``other`` odd and long sequences, windows, unequal lengths and packed batches. ``total`` is the grid once
+more: our forward and backward through the public function with its gradients, and every forward and every
+backward of the peers by itself. FLOPs of a forward = 4 S_q S_k D H B of what the mask leaves, of a backward
+2.5 times that.
+
+The file keeps the sets that are not measured, and says for each set which run it is of.
 
     python benchmarks/forward.py --output benchmarks/results/h200-forward.json
+    python benchmarks/forward.py --sets total --output benchmarks/results/h200-forward.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from card import driver
-from points import HIDDEN, SEQLENS, TOKENS
-from torch import Tensor
+from forward_calls import Call, contenders
+from forward_points import SETS, Point, points
+from record import Record, Row, versions
 
 import dash_attn
-from dash_attn.backends.base import backend_for
-from dash_attn.peers import fa4
-from dash_attn.problem import Mask, Problem
+from dash_attn.tools.bench import require_hopper
 
-Call = Callable[[], Any]
-BLOCK_S, ROUNDS = 0.012, 9
-
-
-def points() -> Iterator[tuple[str, Problem]]:
-    for head_dim in (64, 128):
-        for mask in (Mask.full(), Mask.causal()):
-            for seqlen in SEQLENS:
-                yield (
-                    "grid",
-                    dense(TOKENS // seqlen, seqlen, seqlen, HIDDEN // head_dim, None, head_dim, mask),
-                )
-    for kv_heads, seqlen in ((4, 4096), (4, 16_384), (2, 4096), (1, 8192)):
-        yield "grouped", dense(TOKENS // seqlen, seqlen, seqlen, 16, kv_heads, 128, Mask.causal())
-    for head_dim in (64, 128):
-        heads = HIDDEN // head_dim
-        for seqlen in (1500, 3000, 10_000, 32_768, 65_536, 131_072):
-            for mask in (Mask.full(), Mask.causal()):
-                yield "other", dense(max(1, TOKENS // seqlen), seqlen, seqlen, heads, None, head_dim, mask)
-        for left in (1024, 4096):
-            yield "other", dense(1, 16_384, 16_384, heads, None, head_dim, Mask.window(left, 0))
-        yield "other", dense(4, 1024, 8192, heads, None, head_dim, Mask.causal())
+BLOCK_S, LEAST_CALLS = 0.012, 3
+LONG_S, LONG_ROUNDS = 0.04, 3
+"""From how many seconds per call on a point has fewer rounds, and how many."""
+ROUNDS = {"total": 5}
+DEFAULT_ROUNDS = 9
+"""Of the sets that ROUNDS does not name."""
 
 
-def dense(batch: int, q: int, k: int, heads: int, kv_heads: int | None, head_dim: int, mask: Mask) -> Problem:
-    return Problem.dense(
-        batch=batch, seqlen_q=q, seqlen_k=k, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mask=mask
-    )
-
-
-def contenders(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
-    scale = problem.head_dim**-0.5
-    ours = backend_for(q.device).prepare(problem, q.device, False)
-    found: dict[str, Call] = {"dash_attn": lambda: ours.forward(q, k, v, scale)}
-    if not fa4.why_not():
-        found["fa4"] = lambda: fa4.forward(q, k, v, scale, problem.mask)
-    grid, mask = problem.grid(0), problem.mask
-    if problem.group == 1 and (mask.is_full or (mask.is_causal and grid.seqlen_q == grid.seqlen_k)):
-        turned = [x.transpose(1, 2) for x in (q, k, v)]
-        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-        found["cudnn"] = lambda: cudnn(*turned, None, True, 0.0, mask.is_causal, False, scale=scale)
-    return found
-
-
-def sustained(calls: dict[str, Call]) -> dict[str, list[float]]:
+def sustained(calls: dict[str, Call], counts: dict[str, int], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of a call, of every block."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    counts = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        counts[name] = max(3, int(BLOCK_S / (time.perf_counter() - start)))
-    for number in range(ROUNDS):
+    for number in range(rounds):
         names = list(calls)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             times[name].append(block(calls[name], counts[name]))
     return times
 
 
-def single(calls: dict[str, Call]) -> dict[str, list[float]]:
-    return {name: [block(call, 1) for _ in range(ROUNDS)] for name, call in calls.items()}
+def single(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    return {name: [block(call, 1) for _ in range(rounds)] for name, call in calls.items()}
 
 
 def block(call: Call, count: int) -> float:
@@ -107,48 +68,98 @@ def block(call: Call, count: int) -> float:
     return start.elapsed_time(end) / count
 
 
-def rows(which: str, problem: Problem) -> Iterator[dict[str, Any]]:
-    (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
-    shape = (batch, seqlen_q, problem.heads, problem.head_dim)
-    keys = (batch, seqlen_k, problem.kv_heads, problem.head_dim)
-    q, k, v = (torch.randn(x, device="cuda", dtype=torch.bfloat16) for x in (shape, keys, keys))
-    calls = contenders(problem, q, k, v)
-    flops = problem.backward_flops * 0.4
-    for timing, found in (("sustained", sustained(calls)), ("single", single(calls))):
+def once(call: Call) -> float:
+    """Seconds of one call, about."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def timed(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of a call, by timing and name."""
+    seconds = {name: once(call) for name, call in calls.items()}
+    if max(seconds.values()) >= LONG_S:
+        return {"sustained": sustained(calls, dict.fromkeys(calls, 1), min(rounds, LONG_ROUNDS))}
+    counts = {name: max(LEAST_CALLS, int(BLOCK_S / s)) for name, s in seconds.items()}
+    return {"sustained": sustained(calls, counts, rounds), "single": single(calls, rounds)}
+
+
+def rows(point: Point, rounds: int) -> Iterator[Row]:
+    problem = point.problem
+    seqlen_q, seqlen_k = (max(lengths) for lengths in zip(*problem.sequences))
+    for timing, found in timed(contenders(point), rounds).items():
         for name, times in found.items():
             ms = statistics.median(times)
-            yield {
-                "set": which, "timing": timing, "impl": name, "mask": problem.mask.name,
-                "head_dim": problem.head_dim, "seqlen": seqlen_q, "seqlen_k": seqlen_k, "batch": batch,
-                "heads": problem.heads,
+            row = {
+                "set": point.set, "timing": timing, "impl": name, "mask": problem.mask.name,
+                "head_dim": problem.head_dim, "seqlen": seqlen_q, "seqlen_k": seqlen_k,
+                "batch": len(problem.sequences), "heads": problem.heads,
                 "kv_heads": problem.kv_heads, "dtype": problem.dtype, "ms": round(ms, 5),
-                "spread": round((max(times) - min(times)) / ms, 4), "tflops": round(flops / ms / 1e9, 1),
+                "spread": round((max(times) - min(times)) / ms, 4),
+                "tflops": round(flops(point, name) / ms / 1e9, 1),
             }  # fmt: skip
+            yield row | ({"packed": point.packed} if point.packed else {})
 
 
-def main() -> None:
+def flops(point: Point, name: str) -> float:
+    """Of what has this name: a forward, a backward, or both."""
+    backward = point.problem.backward_flops
+    if name.endswith(" backward"):
+        return backward
+    both = point.set == "total" and not name.endswith(" forward")
+    return backward * (1.4 if both else 0.4)
+
+
+def header(rounds: int) -> dict[str, Any]:
+    return {
+        "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "versions": versions("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend"),
+        "rounds": rounds, "command": shlex.join(["python", *sys.argv]),
+    }  # fmt: skip
+
+
+def line(found: Sequence[Row]) -> str:
+    """One point in a line: TFLOP/s of every contender, sustained."""
+    row = found[0]
+    what = f"{row['set']} D{row['head_dim']} {row['mask']} {row['batch']} x {row['seqlen']}"
+    if row["seqlen_k"] != row["seqlen"]:
+        what += f" of {row['seqlen_k']} keys"
+    what += f", {row['packed']}" if "packed" in row else ""
+    speeds = [f"{row['impl']} {row['tflops']:.0f}" for row in found if row["timing"] == "sustained"]
+    return f"{what}: {', '.join(speeds)}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.json")
-    parser.add_argument("--sets", nargs="+", default=["grid", "grouped", "other"])
-    args = parser.parse_args()
-    found: list[dict[str, Any]] = []
-    for which, problem in points():
-        if which not in args.sets:
-            continue
-        new = list(rows(which, problem))
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="add to this file, or write it")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS, help="default: all")
+    parser.add_argument(
+        "--rounds", type=int, help=f"default {DEFAULT_ROUNDS}, and {ROUNDS['total']} of the set total"
+    )
+    args = parser.parse_args(argv)
+    if args.rounds is not None and args.rounds < 1:
+        parser.error(f"--rounds must be >= 1, got {args.rounds}")
+    require_hopper()
+    record = Record(args.output) if args.output else None
+    for set_ in args.sets:
+        measure(set_, args.rounds or ROUNDS.get(set_, DEFAULT_ROUNDS), record)
+
+
+def measure(set_: str, rounds: int, record: Record | None) -> None:
+    """Every point of a set. The file is written after each: a run that is cut short leaves what it has."""
+    facts, found, began = header(rounds), list[Row](), time.perf_counter()
+    for point in points(set_):
+        new = list(rows(point, rounds))
         found += new
-        ms = {row["impl"]: row["tflops"] for row in new if row["timing"] == "sustained"}
-        grid = problem.grid(0)
-        print(which, problem.head_dim, problem.mask.name, grid.seqlen_q, grid.seqlen_k, ms, flush=True)
-    if args.output:
-        header = {
-            "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
-            "versions": {name: version(name) for name in ("torch", "flash-attn-4", "nvidia-cutlass-dsl")},
-            "command": shlex.join(["python", *sys.argv]),
-        }  # fmt: skip
-        args.output.write_text(json.dumps({"header": header, "rows": found}, indent=1) + "\n")
+        print(f"{time.perf_counter() - began:4.0f} s  {line(new)}", flush=True)
+        torch.cuda.empty_cache()
+        if record:
+            record.replace(set_, facts, found)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
+from other_values import other_values
 from ranking import plan_of, ranked
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
+from total_values import total_values
 
 from dash_attn.model.roofline import ForwardRoofline, Roofline, forward_roofline, roofline
 from dash_attn.problem import Mask, Problem
@@ -253,7 +255,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
     of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
         f"{folder}backward.json": throughput_values(),
         f"{folder}points.json": hot_values(),
-        f"{folder}forward.json": forward_values(),
+        f"{folder}forward.json": chain(forward_values(), other_values(), total_values()),
         f"{folder}deviation.json": iter([("table-1", deviation_table)]),
         f"{folder}error-growth.json": error_values(),
         f"{folder}demo.json": demo_values(),

@@ -1,0 +1,101 @@
+"""What ``forward.py`` times: our calls and those of the peers, on the same tensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from forward_points import Point
+
+import dash_attn
+from dash_attn.backends.base import backend_for, tensor_shapes
+from dash_attn.peers import cudnn, fa4
+from dash_attn.peers.registry import PEERS, Inputs
+
+Call = Callable[[], Any]
+
+OURS = "dash_attn"
+BACKWARDS = {
+    ("fa4", True): "fa4_det",
+    ("fa4", False): "fa4",
+    ("cudnn", True): "cudnn_det",
+    ("cudnn (PyTorch)", False): "cudnn",
+}
+"""Short names of peers' backwards that are measured. FlashAttention-2's takes twice as long as the others."""
+
+
+def contenders(point: Point, device: str = "cuda") -> dict[str, Call]:
+    """What is timed at a point, by name; each was called once. A peer that fails is left out, with a line."""
+    x = inputs(point, torch.device(device))
+    calls = dict(_training(x) if point.set == "total" else _forwards(x))
+    return {name: call for name, call in calls.items() if _works(name, call)}
+
+
+def inputs(point: Point, device: torch.device) -> Inputs:
+    """Normal tensors, and the results of our forward on them."""
+    problem, packed = point.problem, bool(point.packed)
+    of_q, of_k, _ = tensor_shapes(problem)[3 if packed else 4]
+    dtype = getattr(torch, problem.dtype)
+    dout, q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in (of_q, of_q, of_k, of_k))
+    bounds = [torch.tensor([0, *side]).cumsum(0).int().to(device) for side in zip(*problem.sequences)]
+    scale = float(problem.head_dim) ** -0.5
+    out, lse = backend_for(device).prepare(problem, device, packed).forward(q, k, v, scale)
+    return Inputs(problem, dout, q, k, v, out, lse, tuple(bounds) if packed else (), scale)
+
+
+def _forwards(x: Inputs) -> Iterator[tuple[str, Call]]:
+    """Forwards with the log-sum-exp, without autograd."""
+    ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
+    yield OURS, lambda: ours.forward(x.q, x.k, x.v, x.scale)
+    mask, lengths = x.problem.mask, x.lengths
+    if not fa4.why_not():
+        yield "fa4", lambda: fa4.forward(x.q, x.k, x.v, x.scale, mask, lengths)
+    if x.q.is_cuda and x.problem.group == 1 and cudnn.covers(x.problem, x.packed):
+        turned = [t.transpose(1, 2) for t in (x.q, x.k, x.v)]
+        function = torch.ops.aten._scaled_dot_product_cudnn_attention
+        yield "cudnn", lambda: function(*turned, None, True, 0.0, mask.is_causal, False, scale=x.scale)
+
+
+def _training(x: Inputs) -> Iterator[tuple[str, Call]]:
+    """Our public function with its gradients; every forward and every backward of the peers by itself."""
+    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
+    causal = x.problem.mask.is_causal
+
+    def ours() -> Any:
+        out = dash_attn.flash_attn_func(*leaves, causal=causal)
+        return torch.autograd.grad(out, leaves, x.dout)
+
+    yield OURS, ours
+    for name, call in _forwards(x):
+        if name != OURS:
+            yield f"{name} forward", call
+    for peer in PEERS:
+        name = BACKWARDS.get((peer.impl, peer.deterministic))
+        if name and not peer.why_not(x):
+            try:
+                call = peer.make(x)
+            except Exception as error:  # a library that cannot do it
+                _say(f"{name} backward", error)
+                continue
+            yield f"{name} backward", call
+
+
+def _works(name: str, call: Call) -> bool:
+    """Call it once, which compiles it. Ours must work."""
+    try:
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except Exception as error:
+        if name == OURS:
+            raise
+        _say(name, error)
+        return False
+    return True
+
+
+def _say(name: str, error: Exception) -> None:
+    lines = str(error).strip().splitlines() or [""]
+    print(f"{name} is left out: {type(error).__name__}: {lines[0]}"[:300], file=sys.stderr, flush=True)
