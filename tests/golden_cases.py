@@ -1,10 +1,10 @@
-"""Fixed problems and inputs whose gradients' SHA-256 are checked in: golden-sm_90a.json.
+"""Fixed problems and inputs whose results' SHA-256 are checked in: golden-sm_90a.json.
 
 The inputs come from integer arithmetic, so that they are the same bytes with every version of everything.
 They are no attention that ever ran (out and lse are invented): the backward is a function of its inputs.
 
-Changing the file: a hash may change only together with ``NUMERICS_VERSION`` (schedule/constants.py), which
-changes every fingerprint, and an entry "changes bits" in CHANGELOG.md. On a Hopper GPU,
+Changing the file: a hash may change only together with ``NUMERICS_VERSION``, or of the forward
+``FORWARD_VERSION`` (schedule/constants.py), which changes every fingerprint, and an entry "changes bits" in CHANGELOG.md. On a Hopper GPU,
 ``DASH_ATTN_WRITE_GOLDEN=tests/golden-sm_90a.json pytest tests/gpu/test_gpu_golden.py`` writes what is
 missing: cases without hashes, and cases whose fingerprint is another one. It leaves all others as they are.
 """
@@ -21,7 +21,15 @@ from torch import Tensor
 
 from dash_attn.backends.base import tensor_shapes
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import Descending, Plan, Shift, build_plan, choose_policy, policy_by_name
+from dash_attn.schedule import (
+    Descending,
+    ForwardNumerics,
+    Plan,
+    Shift,
+    build_plan,
+    choose_policy,
+    policy_by_name,
+)
 
 GOLDEN = Path(__file__).parent / "golden-sm_90a.json"
 
@@ -85,7 +93,13 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
     }
 
 
-HASHED = ("dq", "dk", "dv")
+HASHED = {"fingerprint": ("dq", "dk", "dv"), "forward": ("out", "lse")}
+"""Of each direction: the entry of its fingerprint, and the results whose hashes an entry has."""
+
+
+def identities(plan: Plan) -> dict[str, str]:
+    """The fingerprints of a case: what its hashes belong to."""
+    return {"fingerprint": plan.fingerprint, "forward": ForwardNumerics.of(plan.problem).fingerprint}
 
 
 def completed(
@@ -97,13 +111,17 @@ def completed(
 
     Args:
         known: what it holds.
-        hashes: the entry of a plan: its fingerprint, and SHA-256 of dq, dk and dv.
+        hashes: the entry of a plan: its fingerprints, and SHA-256 of its results.
     """
     found = {}
     for name, plan in golden_plans().items():
-        entry = known.get(name, {})
-        kept = entry.get("fingerprint") == plan.fingerprint and all(grad in entry for grad in HASHED)
-        found[name] = entry if kept else hashes(plan)
+        entry, fresh = known.get(name, {}), None
+        found[name] = {}
+        for direction, names in HASHED.items():
+            source = entry
+            if entry.get(direction) != identities(plan)[direction] or any(x not in entry for x in names):
+                source = fresh = fresh or hashes(plan)
+            found[name] |= {x: source[x] for x in (direction, *names)}
     return found
 
 

@@ -8,24 +8,25 @@ import pytest
 import torch
 
 from dash_attn.schedule import Plan
-from golden_cases import GOLDEN, HASHED, auto_problems, completed, golden_inputs, golden_plans
+from golden_cases import GOLDEN, HASHED, auto_problems, completed, golden_inputs, golden_plans, identities
 
 torch.set_num_threads(1)
 
+RESULTS = [name for names in HASHED.values() for name in names]
 KNOWN = json.loads(GOLDEN.read_text())
 AUTO = {name: plan for name, plan in golden_plans().items() if name in auto_problems()}
 
 
 def test_fingerprints_are_the_golden_ones() -> None:
-    assert {name: plan.fingerprint for name, plan in golden_plans().items()} == {
-        name: case["fingerprint"] for name, case in KNOWN.items()
+    assert {name: identities(plan) for name, plan in golden_plans().items()} == {
+        name: {direction: case.get(direction) for direction in HASHED} for name, case in KNOWN.items()
     }
 
 
 @pytest.mark.parametrize("name", golden_plans())
 def test_a_case_has_hashes(name: str) -> None:
     """``DASH_ATTN_WRITE_GOLDEN`` writes those that are missing, on a Hopper GPU."""
-    assert [grad for grad in HASHED if len(KNOWN[name].get(grad, "")) != 64] == []
+    assert [x for x in RESULTS if len(KNOWN[name].get(x, "")) != 64] == []
 
 
 @pytest.mark.parametrize("name", golden_plans())
@@ -106,24 +107,23 @@ def test_more_heads_leave_the_numerics_alone() -> None:
 
 
 def hashes(plan: Plan) -> dict[str, str]:
-    return {"fingerprint": plan.fingerprint} | dict.fromkeys(HASHED, "new")
+    return identities(plan) | dict.fromkeys(RESULTS, "new")
 
 
 def test_known_hashes_are_never_replaced() -> None:
-    whole = {
-        name: {"fingerprint": plan.fingerprint} | dict.fromkeys(HASHED, "old")
-        for name, plan in golden_plans().items()
-    }
+    whole = {name: identities(plan) | dict.fromkeys(RESULTS, "old") for name, plan in golden_plans().items()}
     assert completed(whole, hashes) == whole
 
 
 def test_what_is_missing_and_what_has_other_numerics_is_written() -> None:
     other, partly, missing, *rest = golden_plans()
-    known = completed({}, lambda plan: hashes(plan) | dict.fromkeys(HASHED, "old"))
+    known = completed({}, lambda plan: hashes(plan) | dict.fromkeys(RESULTS, "old"))
     known[other] = known[other] | {"fingerprint": "of an older version"}
+    known[rest[0]] = known[rest[0]] | {"forward": "of an older version"}
     del known[partly]["dk"], known[missing]
     known["no case any more"] = {"fingerprint": "of nothing"}
     found = completed(known, hashes)
     assert [found[name]["dq"] for name in (other, partly, missing)] == ["new"] * 3
     assert {found[name]["dq"] for name in rest} == {"old"}
+    assert [found[name]["out"] for name in (other, partly, rest[0], rest[1])] == ["old", "old", "new", "old"]
     assert list(found) == list(golden_plans())

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.backends.sm90.launch import run_backward
 from dash_attn.schedule import Plan
-from golden_cases import GOLDEN, HASHED, completed, golden_inputs, golden_plans
+from golden_cases import GOLDEN, HASHED, completed, golden_inputs, golden_plans, identities
 
 
 def sha256(x: Tensor) -> str:
@@ -21,9 +22,11 @@ def sha256(x: Tensor) -> str:
 
 
 def hashes(plan: Plan) -> dict[str, str]:
-    result = run_backward(plan, [x.cuda() for x in golden_inputs(plan)], 0.25)
-    found = {name: sha256(getattr(result, name)) for name in HASHED}
-    return {"fingerprint": plan.fingerprint} | found
+    inputs = [x.cuda() for x in golden_inputs(plan)]
+    result = run_backward(plan, inputs, 0.25)
+    found = {name: sha256(getattr(result, name)) for name in HASHED["fingerprint"]}
+    both = Forward(plan.problem, torch.device("cuda", 0))(*inputs[1:4], 0.25)
+    return identities(plan) | found | {name: sha256(x) for name, x in zip(HASHED["forward"], both)}
 
 
 @pytest.fixture(scope="module")
