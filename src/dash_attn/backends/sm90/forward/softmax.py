@@ -10,7 +10,7 @@ from .config import ROWS, ForwardConfig
 from .exact import finite, fma, log2_below, packed, polynomial_exp2
 from .item import Info
 
-CAREFUL = 8
+CAREFUL = 16
 CHAINS = [(half, e) for half in range(2) for e in range(2)]
 """Of sums and maxima: both rows of a thread, two each."""
 
@@ -37,7 +37,7 @@ class Softmax:
         maxima rise often: after each time a warp looks at the scores first, for CAREFUL tiles. Both ways
         make the same bits.
 
-        tile: see `_visible`.
+        tile: words of the item and the kv tile, for `_room`.
         done: where a warp arrives when P V of the tile before is done, if it has not arrived yet.
         """
         sums, shifts, factors = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
