@@ -77,7 +77,7 @@ def shortest_first(plan: ForwardPlan) -> ForwardPlan:
 
 
 def by_position(plan: ForwardPlan) -> ForwardPlan:
-    """Sequence by sequence, q tile by q tile."""
+    """Sequence by sequence, q tile by q tile. Of one causal sequence this is the shortest first."""
     return _sorted(plan, np.lexsort((plan.entries[:, 2], plan.entries[:, 1], plan.entries[:, 0])))
 
 
