@@ -42,6 +42,7 @@ def ablation_values() -> Iterator[tuple[str, Value]]:
         if name in measured:
             yield f"{name}-table", partial(speed_table, name)
             yield from _ratio_values(name)
+            yield f"{name}-other-bits", partial(other_bits, name)
     if "exp2" in measured:
         yield "exp2-errors", exp2_table
         yield "exp2-rmse", exp2_rmse_table
@@ -105,6 +106,11 @@ def speed_table(name: str) -> str:
         where = [head_dim, mask, f"{seqlen:,}", *([kind] if several else [])]
         lines.append([*where, *(f"{speeds[x]:.0f}" if x in speeds else "-" for x in variants)])
     return table_of(head, lines)
+
+
+def other_bits(name: str) -> str:
+    """How many measurements of our variants had other bits than what ships."""
+    return str(sum(not row["same_bits"] for row in _chosen(name, "speed") if row["variant"] != FA4))
 
 
 def _ratio_values(name: str) -> Iterator[tuple[str, Value]]:

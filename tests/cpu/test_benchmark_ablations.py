@@ -130,7 +130,8 @@ def made_up(benchmark: SimpleNamespace) -> list[dict[str, Any]]:
     for name, ablation in variants.ABLATIONS.items():
         for problem, kind in variants.points(ablation):
             row = {"set": name, "what": "speed", "head_dim": problem.head_dim, "mask": problem.mask.name,
-                   "seqlen": problem.sequences[0][0], "inputs": kind}  # fmt: skip
+                   "seqlen": problem.sequences[0][0], "inputs": kind,
+                   "same_bits": name != "segment"}  # fmt: skip
             names = [variant.name for variant in ablation.variants(problem.head_dim)]
             speeds = dict.fromkeys(names, 300.0) | {"ours": 600.0, "fa4": 540.0}
             rows += [row | {"variant": name, "tflops": speed} for name, speed in speeds.items()]
@@ -160,6 +161,7 @@ def test_what_the_docs_quote(
     found = dict(pairs)
     assert len(found) == len(pairs)
     assert (found["pipelining-nothing-in-turns-mean"], found["order-64-fa4-most"]) == ("0.50", "0.90")
+    assert (found["order-other-bits"], found["segment-other-bits"]) == ("0", "40")
     assert found["rescaling-peaked-keep-8-least"] == "0.50"
     assert "| 128 | causal | 65,536 | 600 | 300 | 300 | 300 | 540 |" in found["order-table"]
     assert "| 64 | full | 4,096 | peaked | 600 | 300 | 300 | 300 | 540 |" in found["rescaling-table"]
