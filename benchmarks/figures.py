@@ -1,4 +1,5 @@
-"""Everything in the docs that comes from measurements: figures 8 and 9, and what markers quote (quoted.py).
+"""Everything in the docs that comes from measurements: figures 8 and 9, pictures of the forward's ablations,
+and what markers quote (quoted.py).
 
 Reads only JSON of benchmarks/results, and needs no GPU.
 
@@ -13,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from ablation_figures import ablation_figures
 from quoted import ROOT, filled, pages
 from summary import Row
 from throughput import grid_rows
@@ -47,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = grid_rows()
     for mask, number in (("full", 8), ("causal", 9)):
         print(throughput([row for row in rows if row["mask"] == mask], mask, number))
+    for path in ablation_figures(DOCS / "figures"):
+        print(path)
     for path in pages():
         before = path.read_text()
         after = filled(before)

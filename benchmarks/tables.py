@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations
 
+from ablation_values import ablation_values
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
@@ -256,6 +257,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}backward.json": throughput_values(),
         f"{folder}points.json": hot_values(),
         f"{folder}forward.json": chain(forward_values(), other_values(), total_values()),
+        f"{folder}ablations.json": ablation_values(),
         f"{folder}deviation.json": iter([("table-1", deviation_table)]),
         f"{folder}error-growth.json": error_values(),
         f"{folder}demo.json": demo_values(),
