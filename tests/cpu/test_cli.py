@@ -389,12 +389,12 @@ def test_a_forward_is_planned_and_simulated(capsys: Run, tmp_path: Path) -> None
     assert picture.read_text().count("<svg") == 1
     facts = as_json(capsys, f"simulate {shape} --preset h200 --json")
     assert (facts["workers"], facts["costs"]["tile"]) == (132, 2250)
-    assert main(["plan", "--pass", "forward", "--seqlen", "1", "--seqlen-k", "9000", "--show"]) == 0
+    assert main(["plan", "--pass", "forward", "--seqlen", "1", "--seqlen-k", "17000", "--show"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split() for line in shown[-3:]] == [
-        [*list("0000"), "32"],
-        [*list("0011"), "32"],
-        [*list("0022"), "7"],
+        [*list("0000"), "64"],
+        [*list("0011"), "64"],
+        [*list("0022"), "5"],
     ]
 
 

@@ -57,7 +57,8 @@ def test_error_is_no_worse_than_the_peers(number: int) -> None:
     allowed = 3e-3 if problem.dtype == "bfloat16" else 4e-4
     if has_fa4():
         peer = fa4.forward(q, k, v, case.scale, problem.mask)[0]
-        # Where single keys dominate a row, the peer's largest p is 1, and ours is rounded.
+        # Where one key dominates a row, the peer's p of it is 1, and ours may be 1 to 32, rounded. In a problem
+        # of few rows this is most of the error.
         factor = 2.0 if outliers else 1.1
         allowed = factor * relative_error(peer, case.exact["out"]) + 2e-5
     assert error <= allowed
@@ -75,8 +76,8 @@ def draw(rows: int, heads: int, head_dim: int, seed: int) -> Tensor:
 def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: int) -> None:
     rng = random.Random(number)
     head_dim, kv_heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 2, 4))
-    length = rng.choice((rng.randint(1, 700), rng.randint(700, 3000), rng.randint(4000, 9500)))
-    mask = rng.choice((Mask.causal(), Mask.causal(), Mask.window(rng.randint(0, 5000), 0)))
+    length = rng.choice((rng.randint(1, 700), rng.randint(700, 3000), rng.randint(7000, 17_500)))
+    mask = rng.choice((Mask.causal(), Mask.causal(), Mask.window(rng.randint(0, 9000), 0)))
     heads = kv_heads * group
     q = draw(length, heads, head_dim, number)
     k, v = (draw(length, kv_heads, head_dim, number + n) for n in (1000, 2000))
@@ -125,8 +126,8 @@ TRACED = {
     "causal": (dense(seqlen=900, heads=8), None),
     "few blocks": (dense(seqlen=2000, head_dim=64), 3),
     "window": (dense(Mask.window(300, 0), seqlen=5000, batch=1, head_dim=64, dtype="float16"), None),
-    "several segments": (dense(seqlen_q=200, seqlen_k=9000, seqlen=None, batch=1), 2),
-    "a fold": (dense(Mask.full(), seqlen_q=3, seqlen_k=9000, seqlen=None, batch=1), None),
+    "several segments": (dense(seqlen_q=200, seqlen_k=17_000, seqlen=None, batch=1), 2),
+    "a fold": (dense(Mask.full(), seqlen_q=3, seqlen_k=17_000, seqlen=None, batch=1), None),
     "packed": (packed(300, 5000, 7), 20),
 }
 
@@ -225,11 +226,11 @@ def test_a_neighbours_values_do_not_leak(bad: float) -> None:
 
 def test_zeros_have_no_sign() -> None:
     """A product that underflows below 0 is 0, whether or not the row's neighbours see one more segment."""
-    q, k, v = (torch.zeros(1, 8201, 1, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
-    q[..., 0], k[:, 4096:8192, :, 0], v[:, :4096] = 1, 64, -1e-30
-    problem = Problem(((101, 8201),), 1, 1, 128, Mask.causal())
-    chunk = Forward(problem, DEVICE)(q[:, 8100:], k, v, 1.0)[0]
-    alone = Problem(((1, 8192),), 1, 1, 128, Mask.causal())
-    one = Forward(alone, DEVICE)(q[:, :1], k[:, :8192], v[:, :8192], 1.0)[0]
-    assert same_bytes(one[0, 0], chunk[0, 8191 - 8100])
+    q, k, v = (torch.zeros(1, 16_393, 1, 128, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    q[..., 0], k[:, 8192:16_384, :, 0], v[:, :8192] = 1, 64, -1e-30
+    problem = Problem(((101, 16_393),), 1, 1, 128, Mask.causal())
+    chunk = Forward(problem, DEVICE)(q[:, 16_292:], k, v, 1.0)[0]
+    alone = Problem(((1, 16_384),), 1, 1, 128, Mask.causal())
+    one = Forward(alone, DEVICE)(q[:, :1], k[:, :16_384], v[:, :16_384], 1.0)[0]
+    assert same_bytes(one[0, 0], chunk[0, 16_383 - 16_292])
     assert not torch.signbit(one).any()

@@ -18,7 +18,7 @@ from dash_attn.testing import same_bytes
 
 BAD = (float("nan"), float("inf"), -float("inf"))
 MASKS = {"full": {}, "causal": {"causal": True}, "window": {"window_size": (300, 0)}}
-LENGTHS = {"three": (130, 0, 700), "one": (333,), "long": (9000, 4097, 128)}
+LENGTHS = {"three": (130, 0, 700), "one": (333,), "long": (17_000, 8193, 128)}
 PLACES = ("dense", "transposed", "packed")
 
 

@@ -92,10 +92,10 @@ def build_forward_plan(
         ProblemError: ``tile_m`` or ``workers`` is not positive, or the problem has ``q_starts``.
 
     >>> from dash_attn.problem import Mask
-    >>> one_row = Problem.dense(seqlen_q=1, seqlen_k=10_000, heads=2, head_dim=128, mask=Mask.causal())
+    >>> one_row = Problem.dense(seqlen_q=1, seqlen_k=20_000, heads=2, head_dim=128, mask=Mask.causal())
     >>> plan = build_forward_plan(one_row, 128, 132)
     >>> plan.entries.tolist(), plan.kv_tiles.tolist(), plan.folds.tolist()
-    ([[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2]], [32, 32, 15], [[0, 0, 0, 3]])
+    ([[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2]], [64, 64, 29], [[0, 0, 0, 3]])
     """
     for name, value in (("tile_m", tile_m), ("workers", workers)):
         if value < 1:
