@@ -143,7 +143,7 @@ def persistent(head_dim: int) -> list[Variant]:
 
 def segment(head_dim: int) -> list[Variant]:
     ours = forward_config(head_dim, "bf16")
-    found = [Variant(f"{keys:,}", replace(ours, segment=keys)) for keys in (1024, 2048, 8192)]
+    found = [Variant(f"{keys:,}", replace(ours, segment=keys)) for keys in (1024, 2048, 4096)]
     return [Variant(OURS, ours), *found, Variant("whole", replace(ours, segment=WHOLE))]
 
 

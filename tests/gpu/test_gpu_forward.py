@@ -57,8 +57,8 @@ def test_error_is_no_worse_than_the_peers(number: int) -> None:
     allowed = 3e-3 if problem.dtype == "bfloat16" else 4e-4
     if has_fa4():
         peer = fa4.forward(q, k, v, case.scale, problem.mask)[0]
-        # Where one key dominates a row, the peer's p of it is 1, and ours may be 1 to 32, rounded. In a problem
-        # of few rows this is most of the error.
+        # Where one key dominates a row, the peer's p of it is 1, and ours may be 1 to 32, rounded. In a
+        # problem of few rows this is most of the error.
         factor = 2.0 if outliers else 1.1
         allowed = factor * relative_error(peer, case.exact["out"]) + 2e-5
     assert error <= allowed
