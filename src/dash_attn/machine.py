@@ -10,8 +10,10 @@ __all__ = [
     "FEW_ROUNDS",
     "FORWARD_CYCLES",
     "HEADS_TOGETHER",
+    "HOP_TASKS",
     "ITEM_CYCLES",
     "L2_BYTES",
+    "QUEUE",
     "TASK_CYCLES",
     "WORKERS",
 ]
@@ -25,6 +27,12 @@ L2_BYTES = 50 * 2**20
 HEADS_TOGETHER = 16
 """Long heads whose items are claimed together. Fewer leave workers idle between one section of heads and the
 next, more hold more of L2 than they need (docs/performance.md)."""
+
+HOP_TASKS = 1.25
+"""Tasks in the time from one contribution to a dQ tile to the next, by another worker."""
+
+QUEUE = 4
+"""From so many kv tiles on that every row of a sequence sees, its items queue at its first or last q tile."""
 
 TASK_CYCLES, ITEM_CYCLES, CONVERSION_CYCLES = 3400, 6000, 900
 """Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them. The last

@@ -23,6 +23,7 @@ from dash_attn.schedule import (
     Shift,
     SymmetricShift,
     build_plan,
+    choose_policy,
     lpt_placement,
     prove,
 )
@@ -165,6 +166,59 @@ def test_ranking_on_an_h200_matches_measurements() -> None:
     assert used[0] < 0.6 < used[1] < used[2]
     assert used[1] == pytest.approx(0.93, abs=0.015)
     assert used[2] == pytest.approx(0.96, abs=0.015)
+
+
+def head_after_head(plan: Plan) -> Plan:
+    """The same order of sums; the items of a head stay together, in the order in which they were."""
+    head = plan.items[:, 0].astype(np.int64) * plan.problem.heads + plan.items[:, 1]
+    return prove(plan.with_items(plan.items[np.argsort(head, kind="stable")]))
+
+
+def behind(seqlen_q: int, seqlen_k: int, heads: int, **options: int) -> Problem:
+    return Problem.dense(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=heads, mask=Mask.causal(), **options)
+
+
+RECTANGLES = {
+    "spt": (behind(1024, 8192, 32, batch=4, head_dim=64), 0.85),
+    "by_length": (behind(1024, 8192, 32), 0.85),
+    "short of by_length": (behind(512, 4096, 64), 0.85),
+    "lpt": (behind(256, 8192, 64, kv_heads=16), 0.85),
+    "few q tiles": (behind(100, 3000, 200, head_dim=64), 0.4),
+    "packed": (Problem.varlen([(700, 6000)] * 4, heads=32, head_dim=64, mask=Mask.causal()), 0.8),
+}
+
+
+@pytest.mark.parametrize("name", RECTANGLES)
+def test_heads_take_turns_behind_many_keys(name: str) -> None:
+    problem, least = RECTANGLES[name]
+    plan = build_plan(problem, choose_policy(problem))
+    queued = head_after_head(plan)
+    assert plan.fingerprint == queued.fingerprint
+    assert plan.min_workers == queued.min_workers == 1
+    used, before = (simulate(p, H200, H200_WORKERS).utilization for p in (plan, queued))
+    assert used > least
+    assert before < 0.7 * used
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("more", [0, 100, 511])
+def test_squares_are_head_after_head(more: int, head_dim: int) -> None:
+    lengths = [(1000, 1000 + more), (64, 64), (3000, 3000 + more)]
+    problem = Problem.varlen(lengths, heads=3, head_dim=head_dim, mask=Mask.causal())
+    plan = build_plan(problem, choose_policy(problem))
+    assert np.array_equal(plan.items, head_after_head(plan).items)
+
+
+def test_only_those_that_queue_take_turns() -> None:
+    """In a packed batch: squares between rectangles, empty ones, and neighbours of other lengths."""
+    lengths = [(300, 300), (128, 2000), (128, 900), (0, 700), (500, 500), (1, 5000), (129, 640)]
+    problem = Problem.varlen(lengths, heads=2, head_dim=64, mask=Mask.causal())
+    plan = build_plan(problem, choose_policy(problem))
+    sequences = plan.items[:, 0].tolist()
+    assert sequences[:6] == [0] * 6
+    assert sequences[6:18] == [1, 1, 2, 2, 3, 3] * 2
+    square = [at for at, sequence in enumerate(sequences) if sequence == 4]
+    assert square == list(range(square[0], square[0] + 8))
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])

@@ -180,8 +180,8 @@ class Batch:
         """By code, the sequence."""
         return np.repeat(np.arange(len(self.patterns)), self.items_of_sequence)
 
-    def per_item(self, of_group: IntArray) -> IntArray:
-        """By code, a number of each head group of the batch."""
+    def per_item(self, of_group: NDArray[Any]) -> NDArray[Any]:
+        """By code, what an array has for each head group of the batch."""
         return np.repeat(of_group, self.items_of_group)
 
     @cached_property

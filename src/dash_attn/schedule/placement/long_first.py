@@ -14,7 +14,7 @@ from ..batch import Batch
 from ..constants import LONG_FROM
 from ..policy import Numerics
 from .base import Placement, sorted_by
-from .in_order import downwards
+from .in_order import downwards, queueing
 
 __all__ = ["LongFirst"]
 
@@ -24,7 +24,8 @@ class LongFirst(Placement):
     """Sequences of ``long_from`` keys and more, then the others, whose items fill the gap at the end.
 
     Long sequences come in sections of ``HEADS_TOGETHER`` heads, and there the longest items first, as in
-    FlashAttention-4 (section 3.3). The others come head after head, kv tiles from the last to the first.
+    FlashAttention-4 (section 3.3); items of one length by kv tiles, so that heads take turns. The others come
+    as `last_first` has them.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import ByLength, build_plan
@@ -41,12 +42,15 @@ class LongFirst(Placement):
             raise PlacementError(f"long_from must be >= 0, got {self.long_from}")
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
-        short_order = downwards(batch)
-        is_long = np.array([seqlen_k >= self.long_from for _, seqlen_k in batch.problem.sequences])
-        if not is_long.any():
+        of_group = np.repeat(batch.problem.lengths[:, 1] >= self.long_from, batch.groups)
+        queues = queueing(batch)
+        short_order = downwards(batch, queues & ~of_group)
+        if not of_group.any():
             return short_order
-        of_group = np.repeat(is_long, batch.groups)
         section = np.where(of_group, (np.cumsum(of_group) - 1) // HEADS_TOGETHER, len(of_group))
         long = batch.per_item(of_group)
         codes = np.where(long, np.arange(batch.item_count), short_order)
-        return sorted_by(codes, batch.per_item(section), np.where(long, -batch.tasks, 0))
+        keys = [batch.per_item(section), np.where(long, -batch.tasks, 0)]
+        if (queues & of_group).any():
+            keys.append(np.where(long, batch.columns.kv, 0))
+        return sorted_by(codes, *keys)

@@ -13,7 +13,7 @@ from ..batch import Batch, Items
 from ..plan import Plan
 from ..policy import Numerics
 from .base import Placement, sorted_by
-from .in_order import InOrder, LastFirst
+from .in_order import InOrder, LastFirst, queueing
 
 __all__ = ["Longest", "lpt_placement"]
 
@@ -22,7 +22,11 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class Longest(Placement):
-    """The default placement of the numerics, and in it the longest items first: see :func:`lpt_placement`."""
+    """The default placement of the numerics, and in it the longest items first: see :func:`lpt_placement`.
+
+    Items of one length keep the order of the default placement. Where they queue
+    (:func:`.in_order.queueing`), heads take turns.
+    """
 
     name: ClassVar[str] = "lpt"
 
@@ -31,7 +35,11 @@ class Longest(Placement):
 
         usual = default_placement(numerics)
         in_order = isinstance(usual, (InOrder, LastFirst))
-        return _longest_first(batch, usual.place(batch, numerics), None, in_order)
+        codes = usual.place(batch, numerics)
+        if not in_order or not queueing(batch).any():
+            return _longest_first(batch, codes, None, in_order)
+        place = batch.columns.kv + (batch.columns.turned if isinstance(usual, LastFirst) else 0)
+        return _longest_first(batch, codes, None, in_order, place)
 
 
 def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> Items:
@@ -62,7 +70,10 @@ def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> Items:
     return plan.batch.items[_longest_first(plan.batch, plan.codes, l2_bytes, in_order)]
 
 
-def _longest_first(batch: Batch, codes: IntArray, l2_bytes: int | None, heads_in_order: bool) -> IntArray:
+def _longest_first(
+    batch: Batch, codes: IntArray, l2_bytes: int | None, heads_in_order: bool, place: IntArray | None = None
+) -> IntArray:
+    """``place``: by code, an item's place among those of its length, if it is not that in ``codes``."""
     if not len(codes):
         return codes
     problem = batch.problem
@@ -74,7 +85,8 @@ def _longest_first(batch: Batch, codes: IntArray, l2_bytes: int | None, heads_in
         section = np.array(_sections(_head_bytes(batch).tolist(), batch.groups.tolist(), l2_bytes))
     else:
         section = _by_appearance(batch, codes, np.repeat(_head_bytes(batch), batch.groups), l2_bytes)
-    return sorted_by(codes, batch.per_item(section)[codes], -tasks[codes])
+    keys = [batch.per_item(section)[codes], -tasks[codes]]
+    return sorted_by(codes, *keys, *(() if place is None else (place[codes],)))
 
 
 def _heads_in_order(batch: Batch, codes: IntArray) -> bool:
