@@ -184,6 +184,7 @@ RECTANGLES = {
     "short of by_length": (behind(512, 4096, 64), 0.85),
     "lpt": (behind(256, 8192, 64, kv_heads=16), 0.85),
     "few q tiles": (behind(100, 3000, 200, head_dim=64), 0.4),
+    "window": (Problem.dense(heads=32, seqlen=4096, head_dim=64, mask=Mask.window(4095, 0)), 0.8),
     "packed": (Problem.varlen([(700, 6000)] * 4, heads=32, head_dim=64, mask=Mask.causal()), 0.8),
 }
 

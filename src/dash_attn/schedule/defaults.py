@@ -28,8 +28,8 @@ def choose_policy(problem: Problem) -> Schedule:
       head dim 128 long sequences are descending, longest items first.
     * Causal mask, several q heads per kv head: descending, longest items first. Under SPT, items would start
       a whole group of tasks apart.
-    * Windows: descending, head after head. Their items are equally long but for the ones at the edges, and
-      putting those last would make all others wait for them.
+    * Windows: descending, some heads in turns. Their items are equally long but for the ones at the edges,
+      and putting those last would make all others wait for them.
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))) for m in (Mask.full(), Mask.causal())]

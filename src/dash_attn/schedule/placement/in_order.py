@@ -19,20 +19,29 @@ __all__ = ["InOrder", "LastFirst", "downwards", "queueing"]
 
 @dataclass(frozen=True)
 class InOrder(Placement):
-    """Head after head, its kv tiles from the first to the last."""
+    """Head after head, its kv tiles from the first to the last. Where items queue, heads take turns.
+
+    >>> from dash_attn.problem import Mask, Problem
+    >>> from dash_attn.schedule import Descending, build_plan
+    >>> window = Problem.dense(heads=2, seqlen=384, head_dim=64, mask=Mask.window(200, 0))
+    >>> build_plan(window, Descending()).items[:, 1:].tolist()                           # (head, kv tile)
+    [[0, 0], [1, 0], [0, 1], [1, 1], [0, 2], [1, 2]]
+    """
 
     name: ClassVar[str] = "in_order"
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
-        return np.arange(batch.item_count)
+        codes, queues = np.arange(batch.item_count), queueing(batch)
+        if not queues.any():
+            return codes
+        return sorted_by(codes, batch.per_item(_sections(batch, queues)), batch.columns.kv)
 
 
 @dataclass(frozen=True)
 class LastFirst(Placement):
     """Head after head, its kv tiles from the last to the first (FlashAttention-4 section 3.2.4).
 
-    Where queries stand behind many keys that all of them see, those items begin at the same q tile, and queue
-    there. Neighbouring heads then take turns, kv tile by kv tile, so that few workers are in one queue.
+    Where items queue, neighbouring heads take turns, kv tile by kv tile: few workers are then in one queue.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import SPT, build_plan
@@ -48,9 +57,14 @@ class LastFirst(Placement):
 
 
 def queueing(batch: Batch) -> NDArray[np.bool_]:
-    """Of each head group, whether its items queue: QUEUE kv tiles or more lie before its first row."""
+    """Of each head group, whether its items queue: many begin at the same q tile.
+
+    So they do where QUEUE kv tiles or more lie before the first row, and under a window, whose last kv tiles
+    are all seen by the last rows.
+    """
     lengths, tile_n = batch.problem.lengths, batch.problem.tile_n
-    return np.repeat(lengths[:, 1] - lengths[:, 0] >= QUEUE * tile_n, batch.groups)
+    many = lengths[:, 1] - lengths[:, 0] >= (QUEUE * tile_n if batch.problem.mask.left is None else -np.inf)
+    return np.repeat(many, batch.groups)
 
 
 def downwards(batch: Batch, queues: NDArray[np.bool_]) -> IntArray:
