@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from documents import RESULTS, Value, read, table_of
+from documents import RESULTS, STATISTICS, Value, read, table_of
 from summary import Row
 
 __all__ = ["FILE", "SPEEDS", "ablation_values", "name_of_variant", "speed_table_rows"]
@@ -17,11 +16,6 @@ SPEEDS = ("pipelining", "exp2", "rescaling", "order", "persistent", "segment")
 OURS, FA4 = "ours", "fa4"
 NAMES = {FA4: "FA4", "sdpa flash": "SDPA flash", "sdpa math": "SDPA math"}
 POINT = ("head_dim", "mask", "seqlen", "inputs")
-STATISTICS: Mapping[str, Callable[[Sequence[float]], str]] = {
-    "mean": lambda values: f"{statistics.geometric_mean(values):.2f}",
-    "least": lambda values: f"{min(values):.2f}",
-    "most": lambda values: f"{max(values):.2f}",
-}
 FA4_TABLE_2 = (
     ("FA4's paper: MUFU.EX2", ("1.41e-07", "3.04e-08", "3.89e-03", "1.41e-03")),
     ("FA4's paper: degree 3", ("8.77e-05", "5.43e-05", "3.90e-03", "1.41e-03")),

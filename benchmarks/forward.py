@@ -34,6 +34,7 @@ from forward_points import SETS, Point, points
 from record import Record, Row, versions
 
 import dash_attn
+from dash_attn.schedule import ForwardNumerics
 from dash_attn.tools.bench import require_hopper
 
 BLOCK_S, LEAST_CALLS = 0.012, 3
@@ -117,6 +118,7 @@ def header(rounds: int) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "versions": versions("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend"),
+        "numerics": ForwardNumerics(128, "bfloat16").fingerprint,
         "rounds": rounds, "command": shlex.join(["python", *sys.argv]),
     }  # fmt: skip
 

@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from documents import Value, read, table_of
+from documents import Value, document, read, table_of
 from points import SEQLENS
+
+from dash_attn.schedule import ForwardNumerics
 
 __all__ = ["forward_values"]
 
@@ -25,6 +27,10 @@ Point = tuple[int, str, int]
 
 def forward_values() -> Iterator[tuple[str, Value]]:
     yield "grid-table", grid_table
+    yield "sets-of-today", _sets_of_today
+    yield "single-behind", lambda: str(sum(x < 1 for x in _single()))
+    yield "single-least", lambda: f"{min(_single()):.2f}"
+    yield "single-mean", lambda: f"{statistics.geometric_mean(_single()):.2f}"
     for name, peers in (("any", ("fa4", "cudnn", "fa3")), ("fa4", ("fa4",))):
         yield f"{name}-mean", lambda peers=peers: f"{statistics.geometric_mean(_ratios(peers).values()):.2f}"
         yield f"{name}-least", lambda peers=peers: f"{min(_ratios(peers).values()):.2f}"
@@ -42,6 +48,22 @@ def _grid() -> dict[Point, dict[str, float]]:
     for (head_dim, mask, seqlen), speeds in found.items():
         speeds["fa3"] = speeds["fa4"] * FA3_TO_FA4[head_dim, mask][SEQLENS.index(seqlen)]
     return found
+
+
+def _sets_of_today() -> str:
+    """How many sets were measured with today's numerics of the forward."""
+    today = ForwardNumerics(128, "bfloat16").fingerprint
+    headers = document("h200-forward.json")["headers"]
+    return str(sum(header["numerics"] == today for header in headers.values()))
+
+
+def _single() -> list[float]:
+    """Of the grid in single calls: our speed / that of the faster of FlashAttention-4 and cuDNN."""
+    found: dict[Point, dict[str, float]] = {}
+    for row in read("h200-forward.json"):
+        if (row["set"], row["timing"]) == ("grid", "single"):
+            found.setdefault((row["head_dim"], row["mask"], row["seqlen"]), {})[row["impl"]] = row["tflops"]
+    return [x["dash_attn"] / max(x["fa4"], x["cudnn"]) for x in found.values()]
 
 
 def _ratios(peers: Sequence[str]) -> dict[Point, float]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from documents import Value, read, table_of
+from documents import STATISTICS, Value, read, table_of
 from summary import Row
 
 __all__ = ["other_values"]
@@ -22,13 +21,6 @@ SELECTIONS: Mapping[str, Callable[[Row], bool]] = {
 }
 """Points of the set ``other``, chosen by the fields of POINT."""
 PEERS = {"fa4": ("fa4",), "any": ("fa4", "cudnn")}
-STATISTICS: Mapping[str, Callable[[Sequence[float]], str]] = {
-    "mean": lambda values: f"{statistics.geometric_mean(values):.2f}",
-    "least": lambda values: f"{min(values):.2f}",
-    "most": lambda values: f"{max(values):.2f}",
-    "behind": lambda values: str(sum(x < 1 for x in values)),
-    "points": lambda values: str(len(values)),
-}
 
 
 def _plain(point: Row) -> bool:

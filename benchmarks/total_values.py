@@ -7,10 +7,10 @@ backward of any peer, each timed by itself.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from documents import Value, read, table_of
+from documents import STATISTICS, Value, read, table_of
 from forward_values import FA3_TO_FA4, Point
 from points import SEQLENS
 from summary import OTHER_BUILDS_TFLOPS
@@ -32,12 +32,6 @@ BACKWARDS = {"det": DETERMINISTIC, "any": (*DETERMINISTIC, "fa4", "cudnn")}
 BACKWARDS["builds"] = (*BACKWARDS["any"], "fa3", "builds_det")
 """Which backwards count. "builds": also FlashAttention-3's and the DASH authors' fork of it, by ratio."""
 NAMES = {"fa4": "FA4", "fa4_det": "FA4", "cudnn": "cuDNN", "cudnn_det": "cuDNN", "fa3": "FA3"}
-STATISTICS: Mapping[str, Callable[[Sequence[float]], str]] = {
-    "mean": lambda values: f"{statistics.geometric_mean(values):.2f}",
-    "least": lambda values: f"{min(values):.2f}",
-    "most": lambda values: f"{max(values):.2f}",
-    "behind": lambda values: str(sum(x < 1 for x in values)),
-}
 TARGETS = (("geometric mean", 1.05), ("least", 1.00), ("geometric mean, stretch", 1.08))
 """Of the ratios to peers of any kind."""
 

@@ -30,6 +30,7 @@ from dash_attn.backends.sm90.forward.traced import empty_trace
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
+from dash_attn.schedule.constants import FORWARD_SEGMENT
 from gpu_cases import CAUSAL, FULL, WINDOW, auto_plan, dense, packed
 
 TOOLS = {
@@ -209,8 +210,16 @@ def forward_problems(config: ForwardConfig) -> Iterator[tuple[str, Problem, int 
     if config.trace:
         return
     yield "packed", packed((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64, mask=CAUSAL, **like), None
-    yield "segments", dense(CAUSAL, seqlen_q=200, seqlen_k=4500, seqlen=None, batch=1, **like), 2
-    yield "a fold", dense(FULL, seqlen_q=1, seqlen_k=9000, seqlen=None, batch=1, **like), None
+    yield (
+        "segments",
+        dense(CAUSAL, seqlen_q=200, seqlen_k=FORWARD_SEGMENT + 400, seqlen=None, batch=1, **like),
+        2,
+    )
+    yield (
+        "a fold",
+        dense(FULL, seqlen_q=1, seqlen_k=FORWARD_SEGMENT + 400, seqlen=None, batch=1, **like),
+        None,
+    )
 
 
 def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None) -> None:

@@ -196,9 +196,11 @@ def flash_attn_varlen_func(
     before is an error, and the graph keeps the lengths of its capture.
 
     **A cache of keys.** With ``seqused_k``, sequence i uses only the first ``seqused_k[i]`` of its keys, and
-    masks are aligned with that length. Nothing is copied where strides of the last dimension are 1 and all
-    others multiples of 16 bytes. What lies behind the used keys may be anything, NaN too: outputs have the
-    bytes of a call with the used keys alone. There is no backward then.
+    masks are aligned with that length. A GPU copies nothing where tensors begin at multiples of 16 bytes,
+    strides of the last dimension are 1, and all others are multiples of 16 bytes and not 0. What lies behind
+    the used keys may be anything, NaN too: outputs have the bytes of a call with the used keys alone. There
+    is no backward then, so ``policy`` decides nothing. Under torch.compile a wanted gradient is an error of
+    the compiler, with our message in it.
 
     Args:
         q: (total_q, heads, head_dim). With ``seqused_k`` and without ``cu_seqlens_q``:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def test_compiles_without_spills(name: str) -> None:
     assert main.registers == launched_with(config)
     assert main.shared <= SHARED
     assert 1 <= main.barriers <= 16
+
+
+EXPERIMENTS = {
+    "in turns": {"in_turns": True}, "nothing": {"overlap": "nothing"}, "softmax": {"overlap": "softmax"},
+    "exp2": {"exp2_share": 2},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_ablations_measure_compiles(name: str) -> None:
+    """No variant has these options. They stay comparable with what ships."""
+    config = replace(variants()["forward-d128-bf16"], **EXPERIMENTS[name])
+    assert [kernel.stack for kernel in machine_code(config).kernels] == [0, 0, 0]
 
 
 def launched_with(config: BackwardConfig | ForwardConfig) -> int:

@@ -69,7 +69,7 @@ class Call:
         self.spec, self.problem, self.device = spec, problem, device
         self.prepared: Prepared = backend.prepare(problem, device, packed, keys)
         self._plan: Plan | None = None
-        if spec.policy != "auto":
+        if spec.policy != "auto" and keys is None:
             _ = self.plan  # a policy that does not cover the mask is an error of the forward
 
     @property

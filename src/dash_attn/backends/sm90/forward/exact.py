@@ -37,7 +37,8 @@ def polynomial_exp2(exponent, *, loc=None, ip=None) -> Float32:
     """2^exponent without the exponential unit (FlashAttention-4, section 3.1), off by 9e-5 of it at most.
 
     2^floor goes into the exponent's bits; 2^rest is 1 + 0.69512 r + 0.22764 r^2 + 0.07707 r^3, the cubic with
-    the least relative error of those that are 1 at 0 (fitted here). Beyond -127 .. 127 it is 0 or 2^127.
+    the least relative error of those that are 1 at 0 (fitted here). Beyond -127 .. 127 it is 0 or 2^127,
+    and of NaN 0.
     """
     text = """{ .reg .f32 x, whole, rest, y; .reg .b32 bits, power;
         max.f32 x, $1, 0fC2FE0000; min.f32 x, x, 0f42FE0000;

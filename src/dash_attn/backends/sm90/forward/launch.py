@@ -50,7 +50,8 @@ class Forward:
         problem: what to compute.
         device: a Hopper GPU.
         keys: where the keys lie, if not as in the backward.
-        blocks: thread blocks to launch, at most one per SM. It changes no bit.
+        blocks: thread blocks to launch, by default one per SM. Blocks never wait for one another, so any
+            number ends, and none changes a bit.
         config: another configuration than the problem's, for tests.
     """
 

@@ -11,6 +11,8 @@ from .exact import finite, fma, log2_below, packed, polynomial_exp2
 from .item import Info
 
 CAREFUL = 16
+"""Tiles; it changes no bit (docs/experiments/forward.md)."""
+
 CHAINS = [(half, e) for half in range(2) for e in range(2)]
 """Of sums and maxima: both rows of a thread, two each."""
 
@@ -92,7 +94,7 @@ class Softmax:
         sums, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         largest = self._largest(t)
         for half in cutlass.range_constexpr(2):
-            t.maximum[half] = largest[half] * t.scale_log2 + self._room(t, tile, half)
+            t.maximum[half] = fma(largest[half], t.scale_log2, self._room(t, tile, half))
             shifts[half] = -finite(t.maximum[half])
         self._probabilities(t, shifts, sums, cute.recast_tensor(t.p, Int32))
         for half in cutlass.range_constexpr(2):
@@ -110,7 +112,7 @@ class Softmax:
             rises = fma(largest[half], t.scale_log2, -old) > self.config.keep
             fresh = old == -Float32.inf
             room = cutlass.select_(fresh, self._room(t, tile, half), Float32(0.0))
-            new = cutlass.select_(rises, largest[half] * t.scale_log2 + room, old)
+            new = cutlass.select_(rises, fma(largest[half], t.scale_log2, room), old)
             shift = finite(new)
             factors[half] = cute.math.exp2(old - shift, fastmath=True)
             t.maximum[half] = new
