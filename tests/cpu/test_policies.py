@@ -172,7 +172,7 @@ def test_second_rings_are_claimed_after_other_heads_first() -> None:
 def test_rings_of_unequal_sequences_are_placed_ring_by_ring() -> None:
     problem = Problem.varlen([2048, 1024, 300, 2048], heads=1, head_dim=64)
     plan = build_plan(problem, Shift(ring=4))
-    rings = [(0, 0, 4), (1, 0, 4), (2, 0, 3), (3, 0, 4), (0, 4, 8), (1, 4, 8), (3, 4, 8)]
+    rings = [(0, 0, 4), (3, 0, 4), (1, 0, 4), (2, 0, 3), (0, 4, 8), (3, 4, 8), (1, 4, 8)]
     rings += [(0, 8, 12), (3, 8, 12), (0, 12, 16), (3, 12, 16)]
     assert plan.items[:, [0, 2]].tolist() == [[n, k] for n, first, end in rings for k in range(first, end)]
     assert plan.min_workers == 4
@@ -260,7 +260,7 @@ def test_by_length_decides_sequence_by_sequence(problem: Problem, long_from: int
 def test_by_length_claims_long_sequences_first_and_there_the_longest_items() -> None:
     lengths = ((256, 256), (512, 512), (128, 128))
     plan = build_plan(Problem(lengths, 20, 20, head_dim=64, mask=Mask.causal()), ByLength(long_from=256))
-    heads = [(sequence, head) for sequence in (0, 1) for head in range(20)]
+    heads = [(sequence, head) for sequence in (1, 0) for head in range(20)]  # the longest sequence first
     expected = []
     for first in range(0, 40, 16):
         section = [(s, h, kv) for s, h in heads[first : first + 16] for kv in range(2 + 2 * s)]

@@ -204,7 +204,7 @@ def test_heads_take_turns_behind_many_keys(name: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("more", [0, 100, 511])
 def test_squares_are_head_after_head(more: int, head_dim: int) -> None:
-    lengths = [(1000, 1000 + more), (64, 64), (3000, 3000 + more)]
+    lengths = [(3000, 3000 + more), (1000, 1000 + more), (64, 64)]
     problem = Problem.varlen(lengths, heads=3, head_dim=head_dim, mask=Mask.causal())
     plan = build_plan(problem, choose_policy(problem))
     assert np.array_equal(plan.items, head_after_head(plan).items)
@@ -216,10 +216,34 @@ def test_only_those_that_queue_take_turns() -> None:
     problem = Problem.varlen(lengths, heads=2, head_dim=64, mask=Mask.causal())
     plan = build_plan(problem, choose_policy(problem))
     sequences = plan.items[:, 0].tolist()
-    assert sequences[:6] == [0] * 6
-    assert sequences[6:18] == [1, 1, 2, 2, 3, 3] * 2
+    assert sequences[:12] == [5, 5, 1, 1, 2, 2] * 2
+    assert list(dict.fromkeys(sequences)) == [5, 1, 2, 4, 6, 0, 3]  # those that take longest first
     square = [at for at, sequence in enumerate(sequences) if sequence == 4]
     assert square == list(range(square[0], square[0] + 8))
+
+
+@pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(500, 0)], ids=str)
+def test_the_order_of_sequences_in_a_batch_does_not_matter(mask: Mask, kv_heads: int) -> None:
+    """Whoever comes last should be short: a batch is claimed longest first, wherever its sequences stand."""
+    lengths = [300, 6144, 17, 900, 2500, 128, 400, 700]
+    used, claims, placed = [], [], []
+    for seqlens in (sorted(lengths, reverse=True), lengths, sorted(lengths)):
+        problem = Problem.varlen(seqlens, heads=16, kv_heads=kv_heads, mask=mask)
+        chosen = choose_policy(problem)
+        plan = build_plan(problem, chosen)
+        used.append(simulate(plan, H200, H200_WORKERS).makespan)
+        sequences = problem.lengths[plan.items[:, 0], 0]
+        claims.append((sequences.tolist(), plan.items[:, 1:].tolist()))
+        as_given = chosen.placement.place(plan.batch, chosen.numerics)
+        placed.append(
+            simulate(prove(plan.with_items(plan.batch.items[as_given])), H200, H200_WORKERS).makespan
+        )
+    assert used[0] == used[1] == used[2]
+    assert claims[0] == claims[1] == claims[2]
+    assert placed[0] == used[0] <= placed[2]
+    if mask.is_full:  # the longest sequence came last
+        assert used[0] < 0.8 * placed[2]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])

@@ -8,6 +8,7 @@ repeated for all head groups of a sequence. An array over the items of a batch i
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,6 +74,15 @@ class Batch:
         self.problem = problem
         self.patterns = [patterns[shape] for shape in problem.shapes]
         self.distinct = tuple(dict.fromkeys(self.patterns))
+
+    def reordered(self, order: IntArray) -> Batch:
+        """The batch with its sequences in another order."""
+        problem, places = self.problem, order.tolist()
+        starts = problem.q_starts and tuple([problem.q_starts[i] for i in places])
+        sequences = tuple([problem.sequences[i] for i in places])
+        return Batch(
+            replace(problem, sequences=sequences, q_starts=starts), dict(zip(problem.shapes, self.patterns))
+        )
 
     @cached_property
     def pattern_of(self) -> IntArray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
 from ..errors import PlacementError, UnsupportedMaskError
-from ..problem import Problem, TileGrid
-from .batch import Batch
+from ..problem import IntArray, Problem, TileGrid
+from .batch import Batch, first_of_each
 from .head_groups import default_head_groups
 from .numerics import POLICIES
 from .placement import Placement
@@ -62,16 +64,41 @@ def build_plan(
         raise PlacementError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
     patterns = _patterns(problem, schedule.numerics, head_groups)
     batch = Batch(problem, patterns)
+    codes = _placed(batch, schedule)
+    plan = Plan(problem, str(schedule), patterns, batch.items[codes])
+    plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
+    object.__setattr__(plan, "verdict", examine(plan))
+    return plan
+
+
+def _placed(batch: Batch, schedule: Schedule) -> IntArray:
+    """The codes in the order of claims, as if the longest sequences came first in the batch.
+
+    What is claimed last should be short: all others wait for its end.
+    """
+    # Tasks that follow one another, in an item and in a dQ tile.
+    length = batch.q_tiles * batch.problem.group // batch.head_groups + batch.kv_tiles
+    if (length[1:] <= length[:-1]).all():
+        return _claims(batch, schedule)
+    order = np.argsort(-length, kind="stable")
+    counts = batch.items_of_sequence
+    moved = np.repeat(first_of_each(counts)[order] - first_of_each(counts[order])[:-1], counts[order])
+    codes = _claims(batch, schedule)
+    sequence = batch.sequence[codes]
+    if (sequence[1:] >= sequence[:-1]).all():  # one after the other: no need to arrange them again
+        return codes[moved + np.arange(len(codes))]
+    codes = _claims(batch.reordered(order), schedule)
+    return codes + moved[codes]
+
+
+def _claims(batch: Batch, schedule: Schedule) -> IntArray:
     codes = schedule.placement.place(batch, schedule.numerics)
     if len(codes) and not 0 <= codes.min() <= codes.max() < batch.item_count:
         code = codes[(codes < 0) | (codes >= batch.item_count)][0]
         raise PlacementError(
             f"placement {schedule.placement}: item {code} of {batch.item_count} does not exist"
         )
-    plan = Plan(problem, str(schedule), patterns, batch.items[codes])
-    plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
-    object.__setattr__(plan, "verdict", examine(plan))
-    return plan
+    return codes
 
 
 def _schedule(numerics: Numerics | Schedule | str, placement: Placement | str) -> Schedule:
