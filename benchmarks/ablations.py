@@ -45,7 +45,7 @@ from ablation_variants import (
     points,
     rescaling,
 )
-from forward import BLOCK_S, LEAST_CALLS, LONG_ROUNDS, LONG_S, header, once, sustained
+from forward import header, timed
 from forward_calls import Call
 from forward_points import MASKS
 from record import Record, Row
@@ -82,7 +82,8 @@ def speeds(name: str, rounds: int) -> Iterator[Row]:
         }
         calls = contenders(ablation, problem, kind)
         same = compared(calls)
-        for variant, times in timed({x: calls[x] for x in same}, rounds).items():
+        found = timed({x: calls[x] for x in same}, rounds, with_single=False)["sustained"]
+        for variant, times in found.items():
             ms = statistics.median(times)
             yield row | {
                 "variant": variant, "ms": round(ms, 5), "spread": round((max(times) - min(times)) / ms, 4),
@@ -129,15 +130,6 @@ def drawn(problem: Problem, kind: str) -> errors.Inputs:
 
 def forward_of(problem: Problem, device: torch.device, variant: Variant) -> Call:
     return AblatedForward(problem, device, variant)
-
-
-def timed(calls: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a call, of every block."""
-    seconds = {name: once(call) for name, call in calls.items()}
-    if max(seconds.values()) >= LONG_S:
-        return sustained(dict(calls), dict.fromkeys(calls, 1), min(rounds, LONG_ROUNDS))
-    counts = {name: max(LEAST_CALLS, int(BLOCK_S / s)) for name, s in seconds.items()}
-    return sustained(dict(calls), counts, rounds)
 
 
 # Errors, and how often a maximum rises

@@ -78,13 +78,16 @@ def once(call: Call) -> float:
     return time.perf_counter() - start
 
 
-def timed(calls: dict[str, Call], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of a call, by timing and name."""
+def timed(
+    calls: dict[str, Call], rounds: int, *, with_single: bool = True
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of a call, by timing and name. Calls that take long are not timed one by one."""
     seconds = {name: once(call) for name, call in calls.items()}
     if max(seconds.values()) >= LONG_S:
         return {"sustained": sustained(calls, dict.fromkeys(calls, 1), min(rounds, LONG_ROUNDS))}
     counts = {name: max(LEAST_CALLS, int(BLOCK_S / s)) for name, s in seconds.items()}
-    return {"sustained": sustained(calls, counts, rounds), "single": single(calls, rounds)}
+    found = {"sustained": sustained(calls, counts, rounds)}
+    return found | {"single": single(calls, rounds)} if with_single else found
 
 
 def rows(point: Point, rounds: int) -> Iterator[Row]:

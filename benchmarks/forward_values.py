@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from documents import Value, document, read, table_of
+from documents import STATISTICS, Value, document, read, table_of
 from points import SEQLENS
 
 from dash_attn.schedule import ForwardNumerics
@@ -25,26 +24,36 @@ one run on an H200 in sustained mode (November 2026). It must be built from sour
 Point = tuple[int, str, int]
 
 
+FASTEST: Mapping[str, tuple[str, Sequence[str]]] = {
+    "any": ("sustained", ("fa4", "cudnn", "fa3")),
+    "fa4": ("sustained", ("fa4",)),
+    "single": ("single", ("fa4", "cudnn")),
+}
+"""Ratios of the grid by name: timing, and the peers of which the fastest counts."""
+
+
 def forward_values() -> Iterator[tuple[str, Value]]:
     yield "grid-table", grid_table
     yield "sets-of-today", _sets_of_today
-    yield "single-behind", lambda: str(sum(x < 1 for x in _single()))
-    yield "single-least", lambda: f"{min(_single()):.2f}"
-    yield "single-mean", lambda: f"{statistics.geometric_mean(_single()):.2f}"
-    for name, peers in (("any", ("fa4", "cudnn", "fa3")), ("fa4", ("fa4",))):
-        yield f"{name}-mean", lambda peers=peers: f"{statistics.geometric_mean(_ratios(peers).values()):.2f}"
-        yield f"{name}-least", lambda peers=peers: f"{min(_ratios(peers).values()):.2f}"
-        yield f"{name}-behind", lambda peers=peers: str(sum(x < 1 for x in _ratios(peers).values()))
+    for name in FASTEST:
+        for statistic in STATISTICS:
+            yield f"{name}-{statistic}", partial(_statistic, name, statistic)
     for of, pick in (("least", min), ("most", max)):
         yield f"grouped-{of}", partial(_grouped, pick)
 
 
-def _grid() -> dict[Point, dict[str, float]]:
-    """TFLOP/s in sustained mode by point and contender."""
+def by_point(set_: str, timing: str, figure: str) -> dict[Point, dict[str, float]]:
+    """A figure of every contender, at the points of a set that has the grid's."""
     found: dict[Point, dict[str, float]] = {}
     for row in read("h200-forward.json"):
-        if (row["set"], row["timing"]) == ("grid", "sustained"):
-            found.setdefault((row["head_dim"], row["mask"], row["seqlen"]), {})[row["impl"]] = row["tflops"]
+        if (row["set"], row["timing"]) == (set_, timing):
+            found.setdefault((row["head_dim"], row["mask"], row["seqlen"]), {})[row["impl"]] = row[figure]
+    return found
+
+
+def _grid(timing: str = "sustained") -> dict[Point, dict[str, float]]:
+    """TFLOP/s by point and contender, with what enters by ratio."""
+    found = by_point("grid", timing, "tflops")
     for (head_dim, mask, seqlen), speeds in found.items():
         speeds["fa3"] = speeds["fa4"] * FA3_TO_FA4[head_dim, mask][SEQLENS.index(seqlen)]
     return found
@@ -57,25 +66,20 @@ def _sets_of_today() -> str:
     return str(sum(header["numerics"] == today for header in headers.values()))
 
 
-def _single() -> list[float]:
-    """Of the grid in single calls: our speed / that of the faster of FlashAttention-4 and cuDNN."""
-    found: dict[Point, dict[str, float]] = {}
-    for row in read("h200-forward.json"):
-        if (row["set"], row["timing"]) == ("grid", "single"):
-            found.setdefault((row["head_dim"], row["mask"], row["seqlen"]), {})[row["impl"]] = row["tflops"]
-    return [x["dash_attn"] / max(x["fa4"], x["cudnn"]) for x in found.values()]
-
-
-def _ratios(peers: Sequence[str]) -> dict[Point, float]:
+def _ratio(speeds: Mapping[str, float], peers: Sequence[str]) -> float:
     """Our speed / that of the fastest of these."""
-    return {point: x["dash_attn"] / max(x[peer] for peer in peers) for point, x in _grid().items()}
+    return speeds["dash_attn"] / max(speeds[peer] for peer in peers)
+
+
+def _statistic(name: str, statistic: str) -> str:
+    timing, peers = FASTEST[name]
+    return STATISTICS[statistic]([_ratio(speeds, peers) for speeds in _grid(timing).values()])
 
 
 def grid_table() -> str:
     lines = [
         [head_dim, mask, f"{seqlen:,}", *(f"{x[name]:.0f}" for name in ("dash_attn", "fa4", "cudnn", "fa3")),
-         f"{_ratios(('fa4',))[head_dim, mask, seqlen]:.2f}",
-         f"{_ratios(('fa4', 'cudnn', 'fa3'))[head_dim, mask, seqlen]:.2f}"]
+         *(f"{_ratio(x, FASTEST[name][1]):.2f}" for name in ("fa4", "any"))]
         for (head_dim, mask, seqlen), x in _grid().items()
     ]  # fmt: skip
     head = [

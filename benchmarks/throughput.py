@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-from documents import Value, read, table_of
+from documents import STATISTICS, Value, read, table_of
 from ranking import plan_of
 from summary import (
     ANY_PEER,
@@ -21,8 +21,6 @@ from summary import (
     by_point,
     fastest,
     first_ms,
-    geometric_mean,
-    least,
     ours,
     ratios_of,
     reached,
@@ -51,14 +49,6 @@ SELECTIONS: Mapping[str, Callable[[Row], bool]] = {
     ),
 }
 """Points of the throughput benchmark, chosen by the fields of POINT."""
-STATISTICS: Mapping[str, Callable[[Sequence[float]], str]] = {
-    "mean": lambda values: f"{geometric_mean(values):.2f}",
-    "least": lambda values: f"{least(values):.2f}",
-    "most": lambda values: f"{max(values):.2f}",
-    "behind": lambda values: str(sum(value < 1 for value in values)),
-    "points": lambda values: str(len(values)),
-}
-"""Of the ratios at these points; "behind" counts those at which ours is slower."""
 
 
 def grid_rows() -> list[Row]:

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from documents import STATISTICS, Value, read, table_of
-from forward_values import FA3_TO_FA4, Point
+from documents import STATISTICS, Value, table_of
+from forward_values import FA3_TO_FA4, Point, by_point
 from points import SEQLENS
 from summary import OTHER_BUILDS_TFLOPS
 
@@ -50,10 +50,7 @@ def total_values() -> Iterator[tuple[str, Value]]:
 
 def _points(timing: str) -> dict[Point, dict[str, float]]:
     """Milliseconds by point and by what was timed, with what enters by ratio."""
-    found: dict[Point, dict[str, float]] = {}
-    for row in read("h200-forward.json"):
-        if (row["set"], row["timing"]) == ("total", timing):
-            found.setdefault((row["head_dim"], row["mask"], row["seqlen"]), {})[row["impl"]] = row["ms"]
+    found = by_point("total", timing, "ms")
     for (head_dim, mask, seqlen), ms in found.items():
         at = SEQLENS.index(seqlen)
         if "fa4 forward" in ms:

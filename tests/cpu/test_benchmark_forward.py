@@ -152,7 +152,7 @@ def total_rows(ours_ms: float, **more: float) -> list[dict[str, Any]]:
 
 def values(module: ModuleType, name: str, rows: list[dict[str, Any]]) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "read", lambda file: rows)
+        patch.setattr("documents.document", lambda name: {"rows": rows})
         return {key: value() for key, value in getattr(module, name)()}
 
 

@@ -89,8 +89,12 @@ class Keys(NamedTuple):
     starts: tuple[int, ...] | None
 
 
-def forward_shapes(problem: Problem, packed: bool, keys: Keys) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of q and of k where keys are placed; of q () if it cannot be dense."""
+def forward_shapes(
+    problem: Problem, packed: bool, keys: Keys | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of q and of k, () of what cannot be dense: no tensor fits then. ``packed``: q is."""
+    if keys is None:
+        return tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
     lengths = problem.lengths[:, 0]
     q: tuple[int, ...] = (int(lengths.sum()), problem.heads, problem.head_dim)
     if not packed:

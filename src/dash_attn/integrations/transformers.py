@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..api import flash_attn_func, flash_attn_varlen_func
 from ..errors import InputError, UnavailableError
+from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
 from . import OLDEST_TRANSFORMERS
 from .padding import Packing, packing_of
@@ -247,7 +248,7 @@ def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, 
 
 def _forward_only(*tensors: Tensor) -> bool:
     """No gradient is wanted, and no transform of torch.func is at work."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if needs_grad(*tensors):
         return False
     return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
 

@@ -21,6 +21,7 @@ __all__ = [
     "Differentiable",
     "attend",
     "call_directly",
+    "needs_grad",
     "refuse_gradients",
     "with_gradients",
     "without_gradients",
@@ -70,7 +71,7 @@ def call_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def attend(call: Attending, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The forward with autograd, without operators."""
-    if _needs_grad(q, k, v):
+    if needs_grad(q, k, v):
         out, lse = _Attention.apply(call, q, k, v)  # type: ignore[no-untyped-call]
         return out, lse
     return call.forward(q, k, v)
@@ -86,7 +87,7 @@ def with_gradients(
     """
     if torch._C._are_functorch_transforms_active():
         return _attended(_TransformedAttention, functions, q, k, v, rest)
-    if _needs_grad(q, k, v):
+    if needs_grad(q, k, v):
         return _attended(_OperatorAttention, functions, q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return functions.forward(q, k, v, *rest)
@@ -94,7 +95,7 @@ def with_gradients(
 
 def without_second_derivative(backward: Callable[..., Gradients], *arguments: Any) -> Gradients:
     """The autograd of a backward operator."""
-    if _needs_grad(*arguments[:6]):
+    if needs_grad(*arguments[:6]):
         return _once(_Gradients, backward, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return backward(*arguments)
@@ -111,13 +112,14 @@ def without_gradients(
 
 def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise InputError where a gradient is wanted of a forward with ``seqused_k``, or a transform of it."""
-    if _needs_grad(q, k, v):
+    if needs_grad(q, k, v):
         raise InputError(NO_BACKWARD)
     if torch._C._are_functorch_transforms_active():
         raise InputError("seqused_k is not supported under the transforms of torch.func")
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
+def needs_grad(*tensors: Tensor) -> bool:
+    """Whether a derivative of what is made of these is wanted."""
     if forward_ad._current_level >= 0:
         return True  # the functions below have no forward derivative and say so
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -158,7 +160,7 @@ class _Attention(torch.autograd.Function):
         if torch._C._functorch.is_batchedtensor(dout) or torch._C._functorch.is_legacy_batchedtensor(dout):
             _no_vmap()  # is_grads_batched=True: what follows would read it as one gradient
         tensors = Tensors(dout, *ctx.saved_tensors)
-        if _needs_grad(*tensors):
+        if needs_grad(*tensors):
             grads = _once(_Gradients, lambda *six: ctx.call.backward(Tensors(*six)), tensors)
         else:
             grads = ctx.call.backward(tensors)

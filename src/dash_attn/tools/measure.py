@@ -8,7 +8,6 @@ from ..backends.base import Tensors, backend_for
 from ..backends.sm90 import launch
 from ..backends.sm90.forward.traced import traced_forward
 from ..errors import InputError
-from ..machine import WORKERS
 from ..model import H200, H200_WORKERS, ForwardCosts, ForwardTimeline, Timeline, simulate, simulate_forward
 from ..model.roofline import CLOCK_GHZ
 from ..model.trace import measured_forward, measured_timeline
@@ -52,7 +51,7 @@ def simulated_and_measured_forward(problem: Problem) -> tuple[ForwardTimeline, F
         raise InputError(reason)
     traced = traced_forward(problem, _random_inputs(problem), runs=RUNS)
     measured = measured_forward(traced.plan, traced.trace.cpu().numpy(), CLOCK_GHZ)
-    return simulate_forward(traced.plan, ForwardCosts.h200(problem.head_dim), WORKERS), measured
+    return simulate_forward(traced.plan, ForwardCosts.h200(problem.head_dim), H200_WORKERS), measured
 
 
 def _random_inputs(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -11,16 +11,7 @@ from torch import Tensor
 from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import (
-    Backend,
-    Gradients,
-    Keys,
-    Prepared,
-    Tensors,
-    forward_shapes,
-    refuse_backward,
-    tensor_shapes,
-)
+from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
 from . import executor
 from .forward import forward
 
@@ -36,12 +27,12 @@ class _Prepared(Prepared):
         return ForwardNumerics.of(self.problem).fingerprint
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        if self._keys is not None:
-            self._check(q, k, v, forward_shapes(self.problem, self.packed, self._keys))
-            k, v = (self._used(x, self._keys) for x in (k, v))
-        elif q.ndim == 4:
+        keys = self._keys
+        if keys is not None or q.ndim == 4:
             # The executor sees packed rows, where one sequence of 200 rows looks like two of 100.
-            self._check(q, k, v, tensor_shapes(self.problem).get(4, ((), (), ()))[:2])
+            self._check(q, k, v, forward_shapes(self.problem, self.packed and keys is not None, keys))
+        if keys is not None:
+            k, v = (self._used(x, keys) for x in (k, v))
         if q.ndim == 3:
             return forward(self.problem, q, k, v, softmax_scale)
         batch, seqlen_q, heads, _ = q.shape

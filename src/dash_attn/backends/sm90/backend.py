@@ -13,16 +13,7 @@ from torch import Tensor
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import (
-    Backend,
-    Gradients,
-    Keys,
-    Prepared,
-    Tensors,
-    forward_shapes,
-    refuse_backward,
-    tensor_shapes,
-)
+from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
 from .forward.launch import Forward
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
@@ -34,11 +25,7 @@ class _Prepared(Prepared):
     def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
         self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
         self._forward = Forward(problem, device, keys=keys)
-        if keys is None:
-            # None of dense tensors where sequences are not equally long: no tensor fits then.
-            self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
-        else:
-            self._shapes = forward_shapes(problem, packed, keys)
+        self._shapes = forward_shapes(problem, packed, keys)
 
     @property
     def forward_fingerprint(self) -> str:
