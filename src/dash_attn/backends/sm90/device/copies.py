@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..arguments import Copy
@@ -12,10 +12,24 @@ MAX_INT32 = (1 << 31) - 1
 
 
 @cute.jit
-def copy_of(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
-    """Copies of (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says."""
+def copy_of(
+    op: cutlass.Constexpr,
+    tensor,
+    layout,
+    rows: cutlass.Constexpr[int],
+    used: cutlass.Constexpr[bool] = False,
+) -> Copy:
+    """Copies of (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says.
+
+    used: as `plan_view.tma_used_rows` says: a dense tensor ends at the used rows, too.
+    """
     batch_stride, row_stride, head_stride, _ = tensor.stride
-    row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
+    row_extent, batches, shifts, first = tensor.shape[1], tensor.shape[0], Int32(1), tensor.iterator
+    if const_expr(used):
+        shifts, before = row_extent + 1, Int64(row_extent) * row_stride
+        if batches == 1:
+            before = Int64(0)
+        first = first + cute.assume(-before, divby=8)
     if tensor.shape[0] == 1:
         row_extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
         batch_stride = (1 << 34) - row_stride
@@ -23,24 +37,6 @@ def copy_of(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int])
     head_dim = tensor.shape[3]
     shape = (row_extent, head_dim, tensor.shape[2], batches, shifts)
     stride = (row_stride, 1, head_stride, batch_stride, row_stride)
-    view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-    return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, head_dim)))
-
-
-@cute.jit
-def copy_of_keys(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
-    """As `copy_of`, seen as `plan_view.tma_used_rows` says: a dense tensor ends at the used rows, too."""
-    batch_stride, row_stride, head_stride, _ = tensor.stride
-    extent = tensor.shape[1]
-    batches, shifts, before = tensor.shape[0], extent + 1, cutlass.Int64(extent) * row_stride
-    if tensor.shape[0] == 1:
-        extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
-        batch_stride, before = (1 << 34) - row_stride, cutlass.Int64(0)
-    batch_stride = cute.assume(batch_stride, divby=8)
-    head_dim = tensor.shape[3]
-    shape = (extent, head_dim, tensor.shape[2], batches, shifts)
-    stride = (row_stride, 1, head_stride, batch_stride, row_stride)
-    first = tensor.iterator + cute.assume(-before, divby=8)
     view = cute.make_tensor(first, cute.make_layout(shape, stride=stride))
     return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, head_dim)))
 

@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
-from ..device.copies import copy_of, copy_of_keys
+from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
 from .arguments import Copies, Launch, Layouts, Memory, Products, Record, Shared, Tensors, Workspace
@@ -84,8 +84,8 @@ class Forward:
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(
             q=copy_of(fetch, tensors.q, layouts.q, ROWS),
-            k=copy_of_keys(fetch, tensors.k, layouts.kv, c.tile_n),
-            v=copy_of_keys(fetch, tensors.v, layouts.kv, c.tile_n),
+            k=copy_of(fetch, tensors.k, layouts.kv, c.tile_n, used=True),
+            v=copy_of(fetch, tensors.v, layouts.kv, c.tile_n, used=True),
             out=copy_of(store, tensors.out, layouts.q, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
