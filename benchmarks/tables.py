@@ -17,7 +17,7 @@ from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
 from other_values import other_values
-from ranking import plan_of, ranked
+from ranking import plan_of, ranked, sums_as
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
 from total_values import total_values
@@ -98,7 +98,7 @@ def demo_policy() -> str:
     wanted = document("h200-demo.json")["fingerprint"]
     problem = _demo_problem()
     for name, kind in POLICIES.items():
-        if name != "shift" and build_plan(problem, kind()).fingerprint == wanted:
+        if name != "shift" and sums_as({"fingerprint": wanted}, build_plan(problem, kind())):
             return f"`{name}`"
     raise ValueError(f"no policy has the demo's fingerprint {wanted}")
 
@@ -142,7 +142,7 @@ def ranking_values() -> Iterator[tuple[str, Value]]:
 
 def plans_of_today() -> str:
     """Of the plans that were ranked, how many have the fingerprint that was measured."""
-    return str(sum(plan_of(row).fingerprint == row["fingerprint"] for row in ranked(grid_rows())))
+    return str(sum(sums_as(row, plan_of(row)) for row in ranked(grid_rows())))
 
 
 def ranking_table() -> str:

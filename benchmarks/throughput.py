@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from documents import STATISTICS, Value, read, table_of
-from ranking import plan_of
+from ranking import plan_of, sums_as
 from summary import (
     ANY_PEER,
     ORDER,
@@ -108,7 +108,7 @@ def _of_auto(field: str, pick: Callable[[Sequence[float]], float]) -> str:
 def _is_auto_today(row: Row) -> bool:
     """Whether ``policy="auto"`` still sums in the order that this row was measured with."""
     problem = plan_of(row).problem
-    return build_plan(problem, *choose_policy(problem)).fingerprint == row["fingerprint"]
+    return sums_as(row, build_plan(problem, *choose_policy(problem)))
 
 
 def _spreads() -> list[float]:

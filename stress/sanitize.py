@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dash_attn.backends.base import tensor_shapes
+from dash_attn.backends.base import Keys, tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import Config, program, variants
@@ -140,7 +141,7 @@ def launch_all(chosen: dict[str, Config]) -> None:
     for name, config in chosen.items():
         if isinstance(config, ForwardConfig):
             for label, problem, blocks in forward_problems(config):
-                launch_forward(config, problem, blocks)
+                launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
                 print(f"launched {name}, {label}", flush=True)
             continue
         for label, plan in plans(config):
@@ -220,10 +221,14 @@ def forward_problems(config: ForwardConfig) -> Iterator[tuple[str, Problem, int 
         dense(FULL, seqlen_q=1, seqlen_k=FORWARD_SEGMENT + 400, seqlen=None, batch=1, **like),
         None,
     )
+    yield "a cache", dense(CAUSAL, seqlen_q=130, seqlen_k=300, seqlen=None, **like), None
 
 
-def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None) -> None:
-    """One forward with random inputs, waited for. What it leaves unwritten is NaN."""
+def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, behind: int) -> None:
+    """One forward with random inputs, waited for. What it leaves unwritten is NaN.
+
+    ``behind``: rows of k and v behind the used ones of each sequence, all of them NaN.
+    """
     empty, empty_like = torch.empty, torch.empty_like
 
     def fill(x: Tensor) -> Tensor:
@@ -238,7 +243,11 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None) 
         mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
     ):
-        forward, trace = Forward(problem, q.device, blocks=blocks, config=config), None
+        keys = None
+        if behind:
+            k, v = (F.pad(x, (0, 0, 0, 0, 0, behind), value=torch.nan) for x in (k, v))
+            keys = Keys(tuple(k.shape), None)
+        forward, trace = Forward(problem, q.device, keys=keys, blocks=blocks, config=config), None
         if config.trace:
             trace = empty_trace(forward.plan(), q.device)
         out, lse = forward(q, k, v, problem.head_dim**-0.5, trace)

@@ -62,8 +62,9 @@ def golden_plans() -> dict[str, Plan]:
 def auto_problems(times: int = 1) -> dict[str, Problem]:
     """Problems by name that show what ``policy="auto"`` runs: ``cpu/test_golden.py`` says what of it.
 
-    They are as small as that allows: full rings of 16 with every stride, long sequences under a causal mask,
-    and kv heads whose q heads are dealt to several head groups.
+    They are as small as that allows: full rings of 16 with every stride and with starts of their own, long
+    sequences under a causal mask, kv heads whose q heads are dealt to several head groups or to one, and
+    forwards of several segments, with one worker for all of them and with a fold.
 
     Args:
         times: so many times the heads, for tests whose workers should get in each other's way.
@@ -88,6 +89,15 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
         ),
         "auto-d64-causal-mqa": Problem.dense(heads=8, kv_heads=1, seqlen=1500, head_dim=64, mask=causal),
         "auto-d128-causal-gqa": Problem.dense(heads=16, kv_heads=2, seqlen=700, mask=causal),
+        "auto-d128-causal-gqa-whole": Problem.dense(heads=4, kv_heads=1, seqlen=900, mask=causal),
+        "auto-d128-causal-gqa-long": Problem.dense(heads=4, kv_heads=1, seqlen=16_640, mask=causal),
+        "auto-d128-full-rings-apart": Problem.dense(seqlen=5000, mask=full),
+        "auto-d64-full-rings-apart": Problem.dense(
+            seqlen_q=9000, seqlen_k=17_000, head_dim=64, mask=full, dtype="float16"
+        ),
+        "auto-d64-causal-few-queries": Problem.dense(
+            heads=2, seqlen_q=3, seqlen_k=17_000, head_dim=64, mask=causal
+        ),
     }
     return {
         name: replace(p, heads=times * p.heads, kv_heads=times * p.kv_heads) for name, p in problems.items()

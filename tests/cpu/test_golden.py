@@ -7,7 +7,9 @@ import json
 import pytest
 import torch
 
-from dash_attn.schedule import Plan
+from dash_attn.machine import WORKERS
+from dash_attn.schedule import Plan, build_forward_plan
+from dash_attn.schedule.constants import FORWARD_SEGMENT
 from golden_cases import GOLDEN, HASHED, auto_problems, completed, golden_inputs, golden_plans, identities
 
 torch.set_num_threads(1)
@@ -90,8 +92,27 @@ def test_head_groups(mask: str, head_dim: int) -> None:
         if (plan.problem.mask.name, plan.problem.head_dim) == (mask, head_dim) and plan.problem.group > 1
     ]
     assert any(1 < groups < group for groups, group in found)
-    if (mask, head_dim) == ("full", 128):
+    if head_dim == 128:
         assert any(groups == group for groups, group in found)
+    if (mask, head_dim) == ("causal", 128):
+        assert any(groups == 1 for groups, group in found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rings_that_start_apart(head_dim: int) -> None:
+    """Where a sequence has more q tiles than a ring spans."""
+    firsts = [
+        {plan.pattern(0).runs_of(kv)[0].q_first for kv in range(0, plan.pattern(0).grid.kv_tiles, 16)}
+        for plan in AUTO.values()
+        if plan.problem.mask.is_full and plan.problem.head_dim == head_dim and plan.min_workers == 16
+    ]
+    assert any(len(starts) > 1 for starts in firsts)
+
+
+def test_forwards_of_several_segments() -> None:
+    """One worker after the other, and several at once with a fold."""
+    long = [p for p in auto_problems().values() if p.lengths[:, 1].max() > FORWARD_SEGMENT]
+    assert {build_forward_plan(p, 128, WORKERS).places > 0 for p in long} == {True, False}
 
 
 def test_more_heads_leave_the_numerics_alone() -> None:

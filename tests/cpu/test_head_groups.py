@@ -63,9 +63,9 @@ def test_default_looks_at_the_sequence_and_the_group_alone() -> None:
     grid = SequenceGrid(4096, 4096, 64, 128, Mask.causal())
     several = Problem.varlen([300, 4096, 4096], heads=64, kv_heads=8, mask=Mask.causal())
     plan = build_plan(several, Descending())
-    assert plan.pattern(1).head_groups == default_head_groups(8, grid) == 2
-    assert plan.group_first.tolist() == [0, 16, 32, 48]
-    assert plan.q_heads(1, 5) == range(20, 24)
+    assert plan.pattern(1).head_groups == default_head_groups(8, grid) == 4
+    assert plan.group_first.tolist() == [0, 32, 64, 96]
+    assert plan.q_heads(1, 5) == range(10, 12)
 
 
 @pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(100, 0)])

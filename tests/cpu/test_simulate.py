@@ -241,7 +241,8 @@ def test_the_order_of_sequences_in_a_batch_does_not_matter(mask: Mask, kv_heads:
         )
     assert used[0] == used[1] == used[2]
     assert claims[0] == claims[1] == claims[2]
-    assert placed[0] == used[0] <= 1.01 * placed[2]
+    # In the model windows lose a little: the longest sequence may overlap with the others either way.
+    assert placed[0] == used[0] <= (1.01 if mask.left is None else 1.1) * placed[2]
     if mask.is_full:  # the longest sequence came last
         assert used[0] < 0.9 * placed[2]
 

@@ -11,6 +11,7 @@ __all__ = [
     "AUTO_MAX_STRIDE",
     "AUTO_MIN_STRIDE",
     "AUTO_RING",
+    "FEW_TASKS",
     "FORWARD_KEEP",
     "FORWARD_ROOM",
     "FORWARD_SEGMENT",
@@ -18,14 +19,18 @@ __all__ = [
     "FORWARD_VERSION",
     "FULL_HEADS",
     "FULL_HEADS_SHORT",
+    "FULL_MOST_ITEMS",
     "HEADS",
+    "HEADS_LONG",
     "LONG_FROM",
+    "LONG_ROWS",
     "MOST_ITEMS",
     "NUMERICS_VERSION",
     "SHORT",
+    "SMALL_GROUP",
 ]
 
-NUMERICS_VERSION = 2
+NUMERICS_VERSION = 3
 
 AUTO_RING, AUTO_MIN_STRIDE, AUTO_MAX_STRIDE = 16, 2, 4
 """Rings of "auto" under the full mask: kv tiles per ring, and q tiles between two members. Few members find
@@ -35,14 +40,19 @@ hand-over takes as long as a task. With more than four, long heads leave L2."""
 LONG_FROM = 6144
 """Keys of the shortest sequence that ``by_length`` sums in descending order."""
 
-HEADS = 4
-"""q heads per item where the mask cuts: more would make the longest item too long."""
+HEADS, HEADS_LONG, LONG_ROWS = 2, 1, 8192
+"""q heads per item where the mask cuts, and from so many rows per kv tile and q head on: more would make the
+longest item too long for a GPU that has few heads."""
+
+FEW_TASKS, SMALL_GROUP = 9, 4
+"""With so few tasks per kv tile and q head, an item owns a group of at most SMALL_GROUP q heads as a whole: sums
+of several head groups would take longer to store and add than the tasks gain."""
 
 FULL_HEADS, FULL_HEADS_SHORT, SHORT = 1, 2, 64
 """q heads per item under a full mask, from SHORT q tiles on and below. The items of a ring stand on all q
 tiles at once. With several heads each, what they read and add to does not fit L2."""
 
-MOST_ITEMS = 2048
+MOST_ITEMS, FULL_MOST_ITEMS = 1024, 2048
 """Items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
 
 FORWARD_VERSION = 3

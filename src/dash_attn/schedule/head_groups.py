@@ -9,7 +9,18 @@ looks at one sequence and at the number of q heads per kv head, never at the bat
 from __future__ import annotations
 
 from ..problem import TileGrid
-from .constants import FULL_HEADS, FULL_HEADS_SHORT, HEADS, MOST_ITEMS, SHORT
+from .constants import (
+    FEW_TASKS,
+    FULL_HEADS,
+    FULL_HEADS_SHORT,
+    FULL_MOST_ITEMS,
+    HEADS,
+    HEADS_LONG,
+    LONG_ROWS,
+    MOST_ITEMS,
+    SHORT,
+    SMALL_GROUP,
+)
 
 __all__ = ["default_head_groups", "group_heads"]
 
@@ -17,19 +28,23 @@ __all__ = ["default_head_groups", "group_heads"]
 def default_head_groups(group: int, grid: TileGrid) -> int:
     """Head groups of a kv head with ``group`` q heads.
 
-    The constants were measured on an H200 (docs/design.md).
+    The constants were measured on an H200 (docs/experiments/head-groups.md).
 
     >>> from dash_attn.problem import Mask
-    >>> grids = TileGrid.of([(512, 512), (4096, 4096), (65536, 65536)], 64, 128, Mask.causal())
-    >>> [default_head_groups(32, grid) for grid in grids]
-    [8, 8, 4]
+    >>> grids = TileGrid.of([(512, 512), (4096, 4096), (16384, 16384), (65536, 65536)], 64, 128, Mask.causal())
+    >>> [(default_head_groups(4, grid), default_head_groups(32, grid)) for grid in grids]
+    [(1, 16), (2, 16), (4, 8), (2, 2)]
     """
     if not grid.tasks:
         return 1
-    heads = HEADS
+    tasks, most = grid.tasks / grid.kv_tiles, MOST_ITEMS
     if grid.is_full:
-        heads = FULL_HEADS_SHORT if grid.q_tiles < SHORT else FULL_HEADS
-    heads = max(heads, -(-group * grid.kv_tiles // MOST_ITEMS))
+        heads, most = FULL_HEADS_SHORT if grid.q_tiles < SHORT else FULL_HEADS, FULL_MOST_ITEMS
+    elif tasks <= FEW_TASKS and group <= SMALL_GROUP:
+        heads = group
+    else:
+        heads = HEADS if tasks * grid.tile_m < LONG_ROWS else HEADS_LONG
+    heads = max(heads, -(-group * grid.kv_tiles // most))
     return -(-group // min(heads, group))
 
 

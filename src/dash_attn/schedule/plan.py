@@ -311,9 +311,13 @@ class Plan:
         It covers the tile shape, head dimension, dtype, mask, q heads a kv head, and the head groups and
         runs of every distinct pattern. Two plans with one fingerprint produce the same bytes on one backend.
         """
+        return self.fingerprint_under(NUMERICS_VERSION)
+
+    def fingerprint_under(self, version: int) -> str:
+        """The fingerprint of these numerics under another ``NUMERICS_VERSION``: for records of older versions."""
         p = self.problem
         digest = hashlib.sha256()
-        facts = (NUMERICS_VERSION, p.tile_m, p.tile_n, p.head_dim, p.dtype, p.mask.name, p.group)
+        facts = (version, p.tile_m, p.tile_n, p.head_dim, p.dtype, p.mask.name, p.group)
         digest.update(repr(facts).encode())
         for shape in sorted(self.patterns):
             pattern = self.patterns[shape]

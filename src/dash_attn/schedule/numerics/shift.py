@@ -20,11 +20,15 @@ __all__ = ["Shift"]
 class Shift(Policy):
     """The items of a ring start at different q tiles and go round, so that no two ever meet.
 
-    A ring is ``ring`` neighbouring kv tiles; the last ring may be smaller. Member ``k`` starts at q
-    tile ``k * stride`` and visits all q tiles upwards, going round once; a q tile is summed in the
-    order in which the members reach it, ring after ring. Members of one ring must be resident
+    A ring is ``ring`` neighbouring kv tiles; the last ring may be smaller. Member ``k`` starts ``k * stride``
+    q tiles after the first member and visits all q tiles upwards, going round once; a q tile is summed in
+    the order in which the members reach it, ring after ring. Members of one ring must be resident
     together (``min_workers`` is the ring size), and ``stride`` q tiles lie between two contributions
     to the same dQ tile: that is the slack that hides a hand-over.
+
+    The first member of a head's first ring starts at q tile 0. A later ring starts behind the last member of
+    the one before it, at the first q tile that all members of that one have left: so it can follow closely,
+    and few heads keep many workers busy.
 
     Args:
         ring: kv tiles of a ring at most, by default all of a head: the paper's schedule. A ring never
@@ -95,21 +99,23 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
         most = grid.q_tiles // members
         return most if self.max_stride is None else min(most, self.max_stride)
 
-    def _rings(self, grid: TileGrid) -> list[tuple[int, IntArray]]:
-        """(first kv tile, start of each member) of every ring."""
+    def _rings(self, grid: TileGrid) -> list[tuple[int, int, IntArray]]:
+        """Of every ring: its first kv tile, where that starts, and how far behind it each member starts."""
         if not grid.tasks:
             return []
-        rings = []
+        rings, start = [], 0
         size = self._ring(grid)
         for first in range(0, grid.kv_tiles, size):
             members = np.arange(min(size, grid.kv_tiles - first), dtype=np.int64)
-            rings.append((first, members * self._stride(grid, len(members))))
+            stride = self._stride(grid, len(members))
+            rings.append((first, start, members * stride))
+            start = (start + size * stride) % grid.q_tiles
         return rings
 
     def visits(self, grid: TileGrid) -> list[list[Visit]]:
         n = grid.q_tiles
-        starts = [start for _, ring in self._rings(grid) for start in ring.tolist()]
-        visits: list[list[Visit]] = [[(s, 1, n - s), (0, 1, s)] if s else [(0, 1, n)] for s in starts]
+        starts = [q for _, start, ring in self._rings(grid) for q in ((start + ring) % n).tolist()]
+        visits: list[list[Visit]] = [[(q, 1, n - q), (0, 1, q)] if q else [(0, 1, n)] for q in starts]
         return visits or [[] for _ in range(grid.kv_tiles)]
 
     def ring_of(self, grid: TileGrid) -> IntArray:
@@ -120,8 +126,8 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
     def summation(self, grid: TileGrid) -> Sequence[SummationGroup]:
         q = np.arange(grid.q_tiles, dtype=np.int64)
         groups = []
-        for first, starts in self._rings(grid):
+        for first, start, ring in self._rings(grid):
             # The member that started at or just before q reaches it first, then those behind it.
-            lead = first + np.searchsorted(starts, q, side="right") - 1
-            groups.append(SummationGroup(first, first + len(starts) - 1, step=-1, lead=lead))
+            lead = first + np.searchsorted(ring, (q - start) % grid.q_tiles, side="right") - 1
+            groups.append(SummationGroup(first, first + len(ring) - 1, step=-1, lead=lead))
         return groups

@@ -22,7 +22,7 @@ __all__ = ["Rings"]
 class Rings(Placement):
     """As many heads together as keep a GPU busy with their first rings, and of those ring after ring.
 
-    The second ring of a head has nothing to add before its first one has been round.
+    The second ring of a head follows the first one without waiting, once that has been round.
     """
 
     name: ClassVar[str] = "rings"

@@ -1,0 +1,165 @@
+"""Time forward and backward of shapes outside the DASH paper's grid, beside FlashAttention-4.
+
+Cases are in shape_cases.py: queries behind many keys, few heads, windows, packed batches, patches, long and
+tiny problems, fp16. Timing is sustained, as in forward.py. ``joules`` is the energy of a call of the
+backward, from the driver's counter over ``--seconds`` of calls.
+
+    python benchmarks/shapes.py --seconds 1 --output benchmarks/results/h200-shapes.json
+    python benchmarks/shapes.py --only groups window
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from card import driver
+from energy import joules
+from forward import LONG_S, once, sustained
+from forward_calls import Call, inputs
+from forward_points import Point
+from record import Row, versions
+from shape_cases import cases
+
+import dash_attn
+from dash_attn.backends.base import backend_for
+from dash_attn.peers import fa4
+from dash_attn.peers.registry import Inputs
+from dash_attn.schedule import build_plan, choose_policy
+from dash_attn.tools.bench import require_hopper
+from dash_attn.tools.bench.run import call_of
+
+BLOCK_S = 0.012
+ROUNDS, LONG_ROUNDS = 5, 3
+
+Kind = tuple[str, str, bool]
+"""Pass, implementation, whether it is deterministic."""
+
+
+def contenders(x: Inputs) -> dict[Kind, Call]:
+    """What is timed of a case. A peer that cannot do it is left out, with a line."""
+    ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
+    plan = build_plan(x.problem, choose_policy(x.problem))
+    calls: dict[Kind, Call] = {
+        ("forward", "dash_attn", True): lambda: ours.forward(x.q, x.k, x.v, x.scale),
+        ("backward", "dash_attn", True): call_of(plan, x, ordered=True)(),
+        ("backward", "dash_attn", False): call_of(plan, x, ordered=False)(),
+    }
+    if not (why := fa4.why_not()):
+        mask, lengths = x.problem.mask, x.lengths
+        calls["forward", "fa4", True] = lambda: fa4.forward(x.q, x.k, x.v, x.scale, mask, lengths)
+        calls["backward", "fa4", True] = fa4.backward(x, deterministic=True)
+        calls["backward", "fa4", False] = fa4.backward(x, deterministic=False)
+    else:
+        print(f"fa4 is left out: {why}", file=sys.stderr)
+    return {kind: call for kind, call in calls.items() if _works(kind, call)}
+
+
+def _works(kind: Kind, call: Call) -> bool:
+    """Call it once, which compiles it. Ours must work."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:
+        if kind[1] == "dash_attn":
+            raise
+        lines = str(error).strip().splitlines() or [""]
+        print(f"{kind} is left out: {type(error).__name__}: {lines[0]}"[:300], file=sys.stderr)
+        return False
+    return True
+
+
+def rows(name: str, point: Point, rounds: int, seconds: float) -> list[Row]:
+    """Of one case."""
+    torch.manual_seed(0)
+    calls = contenders(inputs(point, torch.device("cuda")))
+    took = {kind: min(once(call), once(call)) for kind, call in calls.items()}
+    slow = max(took.values()) >= LONG_S
+    counts = {kind: 1 if slow else max(3, int(BLOCK_S / s)) for kind, s in took.items()}
+    times = sustained(calls, counts, min(rounds, LONG_ROUNDS) if slow else rounds)
+    found = []
+    for kind, all_ms in times.items():
+        ms = statistics.median(all_ms)
+        row = {"set": point.set, "case": name, "pass": kind[0], "impl": kind[1], "deterministic": kind[2],
+               "ms": round(ms, 5), "spread": round((max(all_ms) - min(all_ms)) / ms, 4)}  # fmt: skip
+        if seconds and kind[0] == "backward":
+            row["joules"] = round(joules(calls[kind], seconds, ms / 1e3), 6)
+        found.append(row)
+    return found
+
+
+def ratios(found: Sequence[Row]) -> dict[str, float]:
+    """Our speed as a multiple of others', of what was measured of a case."""
+    ms = {(row["pass"], row["impl"], row["deterministic"]): row["ms"] for row in found}
+    ours = {"forward": ms["forward", "dash_attn", True], "backward": ms["backward", "dash_attn", True]}
+    names = {
+        "forward": ("forward", "fa4", True),
+        "no order": ("backward", "dash_attn", False),
+        "fa4 det": ("backward", "fa4", True),
+        "fa4": ("backward", "fa4", False),
+    }
+    return {name: ms[kind] / ours[kind[0]] for name, kind in names.items() if kind in ms}
+
+
+def report(found: Sequence[Row]) -> str:
+    """Geometric mean and least of every ratio."""
+    by_case: dict[str, list[Row]] = {}
+    for row in found:
+        by_case.setdefault(row["case"], []).append(row)
+    all_ratios = [ratios(of_case) for of_case in by_case.values()]
+    lines = [f"{len(by_case)} cases"]
+    for name in ("forward", "no order", "fa4 det", "fa4"):
+        if of_name := [r[name] for r in all_ratios if name in r]:
+            mean = math.exp(statistics.fmean(map(math.log, of_name)))
+            lines.append(f"{name}: geometric mean {mean:.3f}, least {min(of_name):.3f}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write header and rows as JSON")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
+    parser.add_argument("--share", default="0/1", metavar="I/N", help="every Nth case only, from I on")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
+    parser.add_argument("--seconds", type=float, default=0.0, help="of calls for the energy, default none")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds must be >= 1, got {args.rounds}")
+    require_hopper()
+    facts = header(args.rounds, args.seconds)
+    found: list[Row] = []
+    first, of = map(int, args.share.split("/"))
+    chosen = [(name, point) for name, point in cases() if any(only in name for only in args.only)]
+    for name, point in chosen[first::of]:
+        new = rows(name, point, args.rounds, args.seconds)
+        found += new
+        said = "  ".join(f"{what} {ratio:.2f}" for what, ratio in ratios(new).items())
+        ms = next(r["ms"] for r in new if r["pass"] == "backward" and r["impl"] == "dash_attn")
+        print(f"{name:58} {ms:8.3f} ms  {said}", flush=True)
+        torch.cuda.empty_cache()
+        if args.output:  # after every case: a run that is cut short leaves what it has
+            lines = ",\n".join(json.dumps(row) for row in found)
+            args.output.write_text(f'{{"header": {json.dumps(facts)},\n"rows": [\n{lines}]}}\n')
+    print(report(found))
+
+
+def header(rounds: int, seconds: float) -> dict[str, Any]:
+    return {
+        "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
+        "versions": versions("torch", "flash-attn-4", "nvidia-cutlass-dsl"), "timing": "sustained",
+        "rounds": rounds, "seconds": seconds, "command": shlex.join(["python", *sys.argv]),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
