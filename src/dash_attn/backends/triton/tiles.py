@@ -42,7 +42,7 @@ class Shapes(NamedTuple):
 
 
 # By padded head dim. A change of a row changes bits.
-TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (64, 32)}
+TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (32, 32)}
 """(tile_m, tile_n) of plans. With 16 bits a contribution to dQ is one step: ``dq.keys`` is tile_n."""
 
 _SIXTEEN_BITS = {
