@@ -1,12 +1,12 @@
-"""The Triton kernels, run by Triton's interpreter: ``test_triton.py`` starts this file in processes of its own.
+"""The Triton kernels, run by Triton's interpreter; ``test_triton.py`` starts this file in processes.
 
-The interpreter must be chosen before Triton is loaded, and other tests of a process may have loaded it. By hand:
+The interpreter must be chosen before Triton is loaded, which other tests of a process may have done. By hand:
 
     TRITON_INTERPRET=1 .venv/bin/pytest tests/cpu/triton_interpreted.py
 
-The interpreter multiplies bfloat16 wrongly: these tests are of float16 and float32, and bfloat16 is for a GPU.
-Its sums are NumPy's, so bytes here show what programs read and in which order they add, and not what a compiler
-makes of it.
+It multiplies bfloat16 wrongly: these tests are of float16 and float32, and bfloat16 is for a GPU. Its sums
+are NumPy's, so bytes here show what programs read and in which order they add, and not what a compiler makes
+of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dash_attn.backends.base import Keys, Tensors
 from dash_attn.backends.cpu import dq_partials, fold_partials
+from dash_attn.backends.cpu import forward as reference
 from dash_attn.backends.triton import launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.tables import backward_tables
@@ -158,24 +159,18 @@ def test_positions() -> None:
 
 @pytest.mark.parametrize("dtype", BOUND)
 def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several segments, and scores that rise late: the same maxima, so only products and sums round elsewhere."""
+    """Several segments, and scores that rise late. Only products and sums may round elsewhere."""
     few_keys(monkeypatch, 128)
     problem = problem_of((40, 300), mask=Mask.causal(), head_dim=16, dtype=dtype, heads=1)
     _, q, k, v = packed_tensors(problem)
     for growth in ((0.1, 6.0), (6.0, 0.1)):
         grown = (k * torch.linspace(*growth, 300)[:, None, None]).to(k.dtype)
         numerics = replace(forward_numerics(problem), segment=128)
-        wanted = launch_reference(problem, q, grown, v, numerics)
+        wanted = reference(problem, q, grown, v, SCALE, numerics=numerics)
         found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCALE)
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
         unit = torch.finfo(getattr(torch, dtype)).eps
         assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
-
-
-def launch_reference(problem: Problem, q: Tensor, k: Tensor, v: Tensor, numerics: Any) -> Any:
-    from dash_attn.backends.cpu import forward as reference
-
-    return reference(problem, q, k, v, SCALE, numerics=numerics)
 
 
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(60, 0)], ids=lambda mask: mask.name)
@@ -217,7 +212,7 @@ def test_another_segment_gives_other_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_hidden_may_be_anything(bad: float) -> None:
-    """In q and k of the sequence, in v behind the last key that any row of a q tile sees, and in neighbours."""
+    """In neighbours, in k of the sequence, and in v where no row of the q tile sees it."""
     problem = problem_of(70, 100, 70, mask=Mask.causal(), heads=1)
     _, q, k, v = packed_tensors(problem)
     prepared = BACKEND.prepare(problem, CPU, packed=True)
@@ -267,7 +262,7 @@ def test_used_keys(packed: bool) -> None:
 
 # The order of the plan
 
-LONG = problem_of(400, mask=Mask.causal(), heads=2, kv_heads=1)
+LONG = problem_of(200, mask=Mask.causal(), head_dim=72, heads=2, kv_heads=1)
 """Four q tiles and four kv tiles."""
 
 
@@ -295,10 +290,10 @@ def test_the_order_of_sums_is_that_of_the_plan(long_tensors: list[Tensor]) -> No
 
 
 def test_dq_is_the_sum_of_contributions_in_ticket_order() -> None:
-    """With contributions so different in size that any other order is far off: 1, 2^24 and -2^24."""
+    """Contributions are so different in size that another order is far off."""
     problem = problem_of((1, 384), head_dim=8, heads=1, kv_heads=1)
     q, k, v, dout = (torch.zeros(n, 1, 8) for n in (1, 384, 384, 1))
-    # All scores are 0, so P is 1/384, and dS is (dO V - delta) / 384: 3, 2^25 and -2^25 in one key of each tile.
+    # All scores are 0, so P is 1/384, and dS is (dO V - delta) / 384. One key per tile has 3, 2^25, -2^25.
     dout[0, 0, 0] = 1
     for tile, size in enumerate((3.0, 2.0**25, -(2.0**25))):
         v[128 * tile, 0, 0] = size
@@ -316,8 +311,6 @@ def test_dq_is_the_sum_of_contributions_in_ticket_order() -> None:
 
 
 def executed_partials(plan: Plan, tensors: list[Tensor]) -> list[Tensor]:
-    from dash_attn.backends.cpu import forward as reference
-
     dout, q, k, v = tensors
     out, lse = reference(plan, q, k, v, SCALE)
     return dq_partials(plan, Tensors(dout, q, k, v, out, lse), SCALE)[0, 0, 0]

@@ -106,6 +106,8 @@ class Backward:
         grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
         dout, q, k, v, out = (_aligned(x) for x in tensors[:5])
         lse = tensors.lse.contiguous()
+        if lse.data_ptr() % 16:  # the compiler would make another variant for it
+            lse = lse.clone()
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         problem = self.problem
         scales = softmax_scale, softmax_scale * _LOG2E

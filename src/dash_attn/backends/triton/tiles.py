@@ -57,7 +57,7 @@ _FP32 = {
     32: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
     64: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
     128: Shapes(Shape(32, 32, 8, 1), Shape(32, 32, 8, 1), Shape(32, 32, 8, 1)),
-    256: Shapes(Shape(32, 32, 8, 1), Shape(16, 16, 4, 1), Shape(16, 16, 4, 1)),
+    256: Shapes(Shape(32, 16, 8, 1), Shape(16, 16, 4, 1), Shape(16, 16, 4, 1)),
 }
 
 
