@@ -11,6 +11,7 @@ of it.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -171,6 +172,45 @@ def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
         unit = torch.finfo(getattr(torch, dtype)).eps
         assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
+
+
+def test_the_order_of_tiles_is_that_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, where no sum within a tile is rounded: one key per kv tile counts, scores are integers."""
+    few_keys(monkeypatch, 256)
+    problem = problem_of((48, 1024), head_dim=16, heads=1)
+    numerics = replace(forward_numerics(problem), segment=256)
+    generator = torch.Generator().manual_seed(3)
+    _, q, k, v = packed_tensors(problem)
+    q = torch.randint(-1, 2, q.shape, generator=generator).float()
+    k = torch.zeros_like(k)
+    q[..., 0], k[..., 0] = 1, -500
+    counts = slice(3, None, numerics.tile)
+    k[counts] = torch.randint(-3, 4, k[counts].shape, generator=generator).float()
+    scale = math.log(2.0)  # scores are in base 2
+    wanted = reference(problem, q, k, v, scale, numerics=numerics)
+    found = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, scale)
+    assert_same_bytes(found[0], wanted[0], "out")
+    other = reference(problem, q, k, v, scale, numerics=replace(numerics, segment=512))
+    assert not same_bytes(other[0], wanted[0]), "the example shows nothing"
+
+
+def test_maxima_rise_as_in_the_reference() -> None:
+    """P of float16 is rounded elsewhere with other maxima. Another order within a product seldom shows."""
+    problem = problem_of((60, 300), mask=Mask.window(150, 0), head_dim=16, dtype="float16", heads=1)
+    numerics = forward_numerics(problem)
+    _, q, k, v = packed_tensors(problem)
+    k = (k * torch.linspace(3.0, 0.5, 300)[:, None, None]).to(k.dtype)  # scores rise along the tiles' order
+    wanted, _ = reference(problem, q, k, v, SCALE, numerics=numerics)
+    found, _ = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+
+    def differing(x: Tensor) -> float:
+        return float((x != wanted).float().mean())
+
+    assert differing(found) < 0.002
+    others: list[dict[str, Any]] = [{"keep": 0.0}, {"keep": 4.0}, {"room": 0}, {"room": 4}]
+    for numbers in others:
+        other = replace(numerics, **numbers)
+        assert differing(reference(problem, q, k, v, SCALE, numerics=other)[0]) > 0.01, numbers
 
 
 @pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(60, 0)], ids=lambda mask: mask.name)
