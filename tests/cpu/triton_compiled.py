@@ -17,10 +17,12 @@ from triton.compiler import ASTSource
 from dash_attn.backends.cuda.cubin import resources_of_cubin
 from dash_attn.backends.triton.backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
 from dash_attn.backends.triton.forward_kernel import forward_kernel
-from dash_attn.backends.triton.tiles import TILES, shapes_of
+from dash_attn.backends.triton.tiles import TILES, padded, shapes_of
 
-SHARED = {80: 101_376, 90: 232_448}
+SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes that a block may use. Code for sm_80 also runs on sm_86 and sm_89, which have less than an A100."""
+
+HEAD_DIMS = (*TILES, 80, 192)
 
 MOST_LOCAL = 640
 """Bytes of local memory per thread: registers that do not fit. None would be better."""
@@ -30,15 +32,15 @@ CASES = [
     pytest.param(arch, dtype, head_dim, marks=() if (arch, dtype) == (80, "bfloat16") else pytest.mark.slow)
     for arch in SHARED
     for dtype in TYPES
-    for head_dim in TILES
+    for head_dim in HEAD_DIMS
 ]
 
 
 def sources(head_dim: int, dtype: str) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them."""
     forward, dkdv, dq = shapes_of(head_dim, dtype)
-    tile_m, tile_n = TILES[head_dim]
-    head = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim}
+    tile_m, tile_n = TILES[padded(head_dim)]
+    head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
     numbers = {"ROWS": forward.rows, "TILE": forward.keys, "SEGMENT": 8192, "KEEP": 5.0, "ROOM": 5}
     return {
