@@ -39,6 +39,7 @@ LAYERS = {
     "backends": BELOW_BACKENDS,
     "backends/cpu": {*BELOW_BACKENDS, "backends"},
     "backends/sm90": {*BELOW_BACKENDS, "backends", "backends/cuda"},
+    "backends/triton": {*BELOW_BACKENDS, "backends", "backends/cuda"},
     "spec": {"problem"},
     "ops": {*BELOW_BACKENDS, "backends", "spec"},
     "arguments": {*BELOW_BACKENDS, "backends", "ops", "spec"},
@@ -114,6 +115,12 @@ def test_imports_go_one_way(path: Path) -> None:
 def test_only_the_hopper_backend_imports_cutlass(path: Path) -> None:
     if SOURCE / "backends" / "sm90" not in path.parents:
         assert not {"cutlass"} & imported_libraries(path)
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+def test_only_the_triton_backend_imports_triton(path: Path) -> None:
+    if SOURCE / "backends" / "triton" not in path.parents:
+        assert not {"triton"} & imported_libraries(path)
 
 
 @pytest.mark.parametrize("folder", ["schedule", "model"])

@@ -1,0 +1,149 @@
+"""The Triton backend: what it covers, and its prepared calls. Preparing the first call loads Triton."""
+
+from __future__ import annotations
+
+import os
+import random
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...errors import PlanMismatchError, UnavailableError
+from ...problem import Problem, default_tiles
+from ...schedule import Plan
+from ..base import (
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    as_current,
+    forward_shapes,
+    refuse_backward,
+    tensor_shapes,
+)
+from .tiles import DTYPES, HEAD_DIMS, TILES, forward_numerics, padded
+
+if TYPE_CHECKING:
+    from .launch import Backward
+
+__all__ = ["BACKEND"]
+
+OLDEST = (8, 0)
+"""The oldest compute capability; older GPUs multiply no bfloat16."""
+
+
+class _Prepared(Prepared):
+    def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
+        if reason := _why_unavailable(device):
+            raise UnavailableError(reason)
+        from .launch import Backward, Forward
+
+        self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
+        self._forward = Forward(problem, device, packed, keys)
+        self._backward: Backward | None = Backward(problem, device, packed) if keys is None else None
+        self._shapes: tuple[tuple[int, ...], ...]
+        if keys is None:
+            # None of dense tensors where sequences are not equally long: no tensor fits then.
+            self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))
+        else:
+            self._shapes = (*forward_shapes(problem, packed, keys), ())
+
+    @property
+    def forward_fingerprint(self) -> str:
+        return forward_numerics(self.problem).fingerprint
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        of_q, of_k, _ = self._shapes
+        self._check({"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)})
+        with as_current(self.device):
+            return self._forward(q, k, v, softmax_scale)
+
+    def backward(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        softmax_scale: float,
+        *,
+        ordered: bool = True,
+        disorder: random.Random | None = None,
+    ) -> Gradients:
+        """See :meth:`Prepared.backward`. Giving up the order gains nothing here: only ``disorder`` does."""
+        refuse_backward(self._keys)
+        assert self._backward is not None
+        tiles = plan.problem.tile_m, plan.problem.tile_n
+        if tiles != BACKEND.tiles(plan.problem.head_dim):
+            raise PlanMismatchError(
+                f"the plan has tiles {tiles}, the kernels have {BACKEND.tiles(plan.problem.head_dim)}"
+            )
+        if plan.problem != self.problem:
+            raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
+        _ = plan.min_workers  # an error unless it was proven; how many there are is no matter here
+        of_q, of_k, of_lse = self._shapes
+        shapes = (of_q, of_q, of_k, of_k, of_q, of_lse)
+        self._check(dict(zip(Tensors._fields, zip(tensors, shapes))))
+        with as_current(self.device):
+            return self._backward(plan, tensors, softmax_scale, disorder)
+
+    def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+        """Kernels take lengths and types from the problem: others would be read beyond their ends."""
+        for name, (x, shape) in given.items():
+            dtype = torch.float32 if name == "lse" else getattr(torch, self.problem.dtype)
+            if x.shape != shape or x.dtype != dtype:
+                raise PlanMismatchError(
+                    f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; the problem is for "
+                    f"{shape or 'packed tensors'} and {dtype}"
+                )
+
+
+def _interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, slowly: for tests. It must be set before Triton is loaded."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _why_unavailable(device: torch.device) -> str:
+    """Why no kernel runs on a device, empty if they do."""
+    if find_spec("triton") is None:
+        return (
+            "the triton backend needs Triton, which PyTorch's builds for GPUs bring along: pip install triton"
+        )
+    if device.type == "cuda":
+        return ""
+    if device.type == "cpu" and _interpreted():
+        return ""
+    return f"the triton backend does not run on {device}; on a CPU, only for tests, with TRITON_INTERPRET=1"
+
+
+class _Triton(Backend):
+    name: ClassVar[str] = "triton"
+
+    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+        if reason := _why_unavailable(device):
+            return reason
+        if device.type == "cuda" and torch.version.hip is None:
+            capability = torch.cuda.get_device_capability(device)
+            if capability < OLDEST:
+                return (
+                    f"{device} is sm_{capability[0]}{capability[1]}; the triton backend needs sm_80 or newer"
+                )
+        if problem.dtype not in DTYPES:
+            return f"dtype {problem.dtype} is not supported by triton; supported: {', '.join(DTYPES)}"
+        if problem.head_dim not in HEAD_DIMS:
+            return (
+                f"head_dim {problem.head_dim} is not supported by triton; supported: multiples of "
+                f"{HEAD_DIMS.step} up to {HEAD_DIMS[-1]}"
+            )
+        return ""
+
+    def tiles(self, head_dim: int) -> tuple[int, int]:
+        return TILES[padded(head_dim)] if head_dim in HEAD_DIMS else default_tiles(head_dim)
+
+    def prepare(
+        self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
+    ) -> Prepared:
+        return _Prepared(problem, device, packed, keys)
+
+
+BACKEND = _Triton()

@@ -1,0 +1,230 @@
+"""The kernels of the backward. Each program adds in the order that its record states, and waits for nobody.
+
+``prepare_kernel``  per (q tile, q head): delta = rowsum(dO * O), and the log-sum-exp in base 2
+``dkdv_kernel``     per item of the plan: dK and dV, over its visits, each for all q heads of its head group
+``fold_kernel``     per kv tile whose q heads are dealt to several head groups: adds their sums, ascending
+``dq_kernel``       per (q tile, q head): its contributions to dQ, in the order of their tickets
+
+Scores are computed in both main kernels. Strides of heads, rows and batches are in units of 8 elements.
+"""
+
+import triton
+import triton.language as tl
+
+from .parts import load_rows, row_interval, sequence_of
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "out_batch", "out_row", "out_head", "do_batch", "do_row", "do_head", "lse_batch", "lse_head", "tiles",
+    ]
+)  # fmt: skip
+def prepare_kernel(
+    out, dout, lse, delta, lse2, table,
+    out_batch, out_row, out_head, do_batch, do_row, do_head, lse_batch, lse_head, tiles,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The log-sum-exp of rows that see nothing becomes 0, so that no infinity is subtracted."""
+    pid = tl.program_id(0)
+    head = (pid // tiles).to(tl.int64)
+    record = table + (pid % tiles) * 16
+    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+    rows = tl.load(record + 7) * ROWS + tl.arange(0, ROWS)
+    there = rows < seqlen_q
+    out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
+    do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
+    o_tile = load_rows(out_base, out_row, rows, there, HEAD_DIM, BLOCK_D).to(tl.float32)
+    do_tile = load_rows(do_base, do_row, rows, there, HEAD_DIM, BLOCK_D).to(tl.float32)
+    at = batch_q * lse_batch + head * lse_head + start_q + rows
+    tl.store(delta + at, tl.sum(o_tile * do_tile, 1), mask=there)
+    natural = tl.load(lse + at, mask=there, other=0.0)
+    tl.store(lse2 + at, tl.where(natural == float("-inf"), 0.0, natural * LOG2E), mask=there)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
+        "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "lse_batch", "lse_head",
+        "group", "left", "right",
+    ]
+)  # fmt: skip
+def dkdv_kernel(
+    q, k, v, dout, lse2, delta, dk, dv, sums, table, visits,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    do_batch, do_row, do_head, dk_batch, dk_row, dk_head, lse_batch, lse_head,
+    group, left, right, scale, scale2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
+
+    An item is shared by TILE_N / KEYS programs, for its keys share no sum. A q tile is taken in TILE_M / ROWS
+    steps.
+    """
+    PARTS: tl.constexpr = TILE_N // KEYS
+    STEPS: tl.constexpr = TILE_M // ROWS
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    record = table + (pid // PARTS).to(tl.int64) * 16
+    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+    visit_first = tl.load(record + 8)
+    visit_count = tl.load(record + 9)
+    head_first = tl.load(record + 10)
+    heads = tl.load(record + 11)
+    slot = tl.load(record + 12).to(tl.int64)
+    kv_head = (head_first // group).to(tl.int64)
+    keys = tl.load(record + 7) * TILE_N + part * KEYS + tl.arange(0, KEYS)
+    key_there = keys < seqlen_k
+    k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + kv_head * k_head * 8
+    v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + kv_head * v_head * 8
+    k_tile = load_rows(k_base, k_row, keys, key_there, HEAD_DIM, BLOCK_D)
+    v_tile = load_rows(v_base, v_row, keys, key_there, HEAD_DIM, BLOCK_D)
+    q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8
+    do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8
+    row_base = batch_q * lse_batch + start_q
+
+    dk_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    dv_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    for visit in range(visit_first, visit_first + visit_count):
+        q_first = tl.load(visits + visit * 3)
+        q_step = tl.load(visits + visit * 3 + 1)
+        count = tl.load(visits + visit * 3 + 2)
+        for step in range(count * heads * STEPS):
+            task = step // STEPS
+            head = (head_first + task % heads).to(tl.int64)
+            top = (q_first + q_step * (task // heads)) * TILE_M + step % STEPS * ROWS
+            rows = top + tl.arange(0, ROWS)
+            there = rows < seqlen_q
+            q_tile = load_rows(q_base + head * q_head * 8, q_row, rows, there, HEAD_DIM, BLOCK_D)
+            do_tile = load_rows(do_base + head * do_head * 8, do_row, rows, there, HEAD_DIM, BLOCK_D)
+            at = row_base + head * lse_head + rows
+            lse_here = tl.load(lse2 + at, mask=there, other=0.0)
+            delta_here = tl.load(delta + at, mask=there, other=0.0)
+            first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
+            seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
+            s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale2
+            p = tl.where(seen, tl.exp2(s - lse_here[None, :]), 0.0)
+            dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+            ds = tl.where(seen, p * (dp - delta_here[None, :]), 0.0)
+            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+
+    dims = tl.arange(0, BLOCK_D)
+    if slot < 0:
+        begin = batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
+        where = begin + keys.to(tl.int64)[:, None] * dk_row * 8 + dims[None, :]
+        mask = key_there[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(dk + where, (dk_tile * scale).to(dk.dtype.element_ty), mask=mask)
+        tl.store(dv + where, dv_tile.to(dv.dtype.element_ty), mask=mask)
+    else:
+        inner = (part * KEYS + tl.arange(0, KEYS))[:, None] * BLOCK_D + dims[None, :]
+        place = sums + slot * (2 * TILE_N * BLOCK_D) + inner
+        tl.store(place, dk_tile)
+        tl.store(place + TILE_N * BLOCK_D, dv_tile)
+
+
+@triton.jit(do_not_specialize=["dk_batch", "dk_row", "dk_head"])
+def fold_kernel(
+    sums, dk, dv, table, dk_batch, dk_row, dk_head, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a kv tile from the sums of its head groups."""
+    PARTS: tl.constexpr = TILE_N // KEYS
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    record = table + (pid // PARTS).to(tl.int64) * 16
+    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+    kv_head = tl.load(record + 10).to(tl.int64)
+    groups = tl.load(record + 11)
+    slot = tl.load(record + 12).to(tl.int64)
+    step = tl.load(record + 13).to(tl.int64)
+    keys = tl.load(record + 7) * TILE_N + part * KEYS + tl.arange(0, KEYS)
+    dims = tl.arange(0, BLOCK_D)
+    inner = (part * KEYS + tl.arange(0, KEYS))[:, None] * BLOCK_D + dims[None, :]
+    base = sums + slot * (2 * TILE_N * BLOCK_D)
+    dk_tile = tl.load(base + inner)
+    dv_tile = tl.load(base + TILE_N * BLOCK_D + inner)
+    for _ in range(1, groups):
+        base += step * (2 * TILE_N * BLOCK_D)
+        dk_tile += tl.load(base + inner)
+        dv_tile += tl.load(base + TILE_N * BLOCK_D + inner)
+    base_k = batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
+    where = base_k + keys.to(tl.int64)[:, None] * dk_row * 8 + dims[None, :]
+    mask = (keys < seqlen_k)[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(dk + where, (dk_tile * scale).to(dk.dtype.element_ty), mask=mask)
+    tl.store(dv + where, dv_tile.to(dv.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
+        "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
+        "tiles", "group", "left", "right",
+    ]
+)  # fmt: skip
+def dq_kernel(
+    q, k, v, dout, lse2, delta, dq, table, stretches,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
+    tiles, group, left, right, scale, scale2, nothing,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+):  # fmt: skip
+    """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
+
+    A q tile is shared by TILE_M / ROWS programs, and a contribution is one product in TILE_N / KEYS steps.
+
+    ``nothing`` is 0, and the compiler must not know it: it would make one product of all contributions where
+    each is one, which is then added.
+    """
+    PARTS: tl.constexpr = TILE_M // ROWS
+    STEPS: tl.constexpr = TILE_N // KEYS
+    pid = tl.program_id(0)
+    part = pid % PARTS
+    head = (pid // PARTS // tiles).to(tl.int64)
+    record = table + (pid // PARTS % tiles) * 16
+    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+    stretch_first = tl.load(record + 8)
+    stretch_count = tl.load(record + 9)
+    rows = tl.load(record + 7) * TILE_M + part * ROWS + tl.arange(0, ROWS)
+    there = rows < seqlen_q
+    q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8 + head * q_head * 8
+    do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
+    k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
+    v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
+    q_tile = load_rows(q_base, q_row, rows, there, HEAD_DIM, BLOCK_D)
+    do_tile = load_rows(do_base, do_row, rows, there, HEAD_DIM, BLOCK_D)
+    at = batch_q * lse_batch + head * lse_head + start_q + rows
+    lse_here = tl.load(lse2 + at, mask=there, other=0.0)
+    delta_here = tl.load(delta + at, mask=there, other=0.0)
+    first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
+
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    empty = tl.zeros((ROWS, BLOCK_D), tl.float32) + nothing
+    for stretch in range(stretch_first, stretch_first + stretch_count):
+        kv_first = tl.load(stretches + stretch * 3)
+        kv_step = tl.load(stretches + stretch * 3 + 1)
+        count = tl.load(stretches + stretch * 3 + 2)
+        for task in range(count):
+            contribution = empty
+            for step in range(STEPS):
+                begin = (kv_first + kv_step * task) * TILE_N + step * KEYS
+                keys = begin + tl.arange(0, KEYS)
+                key_there = keys < seqlen_k
+                k_tile = load_rows(k_base, k_row, keys, key_there, HEAD_DIM, BLOCK_D)
+                v_tile = load_rows(v_base, v_row, keys, key_there, HEAD_DIM, BLOCK_D)
+                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
+                p = tl.where(seen, tl.exp2(s - lse_here[:, None]), 0.0)
+                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+                ds = tl.where(seen, p * (dp - delta_here[:, None]), 0.0)
+                contribution = tl.dot(ds.to(k_tile.dtype), k_tile, contribution, input_precision="ieee")
+            acc += contribution
+
+    dims = tl.arange(0, BLOCK_D)
+    dq_base = dq + batch_q * dq_batch * 8 + start_q * dq_row * 8 + head * dq_head * 8
+    where = dq_base + rows.to(tl.int64)[:, None] * dq_row * 8 + dims[None, :]
+    mask = there[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(where, (acc * scale).to(dq.dtype.element_ty), mask=mask)

@@ -1,0 +1,93 @@
+"""The kernel of the forward: one program per (q tile, q head), by the numerics of ``schedule/forward.py``.
+
+There is one variant per head dim and dtype. Masks, lengths, layouts and head counts are values, never
+constants of the compiler: with them it might round elsewhere, and a row's bits would follow its company.
+"""
+
+import triton
+import triton.language as tl
+
+from .parts import load_rows, row_interval, sequence_of
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
+        "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    q, k, v, out, lse, table,
+    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
+    out_batch, out_row, out_head, lse_batch, lse_head,
+    tiles, group, left, right, scale2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e)."""
+    pid = tl.program_id(0)
+    head = (pid // tiles).to(tl.int64)
+    record = table + (pid % tiles) * 16
+    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+    top = tl.load(record + 7) * ROWS
+    rows = top + tl.arange(0, ROWS)
+    there = rows < seqlen_q
+    q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8 + head * q_head * 8
+    k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
+    v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
+    q_tile = load_rows(q_base, q_row, rows, there, HEAD_DIM, BLOCK_D)
+    first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
+    # What the tile's rows see together. Keys beyond it are not read: they might be NaN.
+    lowest = tl.min(first, 0)
+    highest = tl.max(last, 0)
+
+    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    for segment in range(lowest // SEGMENT, (highest + SEGMENT) // SEGMENT):
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        total_here = tl.zeros((ROWS,), tl.float32)
+        here = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        low = tl.maximum(lowest, segment * SEGMENT) // TILE
+        high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
+        for back in range(high - low + 1):
+            begin = (high - back) * TILE
+            keys = begin + tl.arange(0, TILE)
+            wanted = (keys >= lowest) & (keys <= highest)
+            k_tile = load_rows(k_base, k_row, keys, wanted, HEAD_DIM, BLOCK_D)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
+            seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+            s = tl.where(seen, s, float("-inf"))
+            found = tl.max(s, 1)
+            # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
+            count = tl.minimum(last, begin + TILE - 1) - tl.maximum(first, begin) + 1
+            room = tl.zeros((ROWS,), tl.float32)
+            for power in tl.static_range(1, ROOM + 1):
+                room += tl.where(count < (1 << power), 1.0, 0.0)
+            raised = tl.where(m == float("-inf"), found + room, found)
+            new = tl.where(found > m + KEEP, raised, m)
+            shift = tl.where(new == float("-inf"), 0.0, new)
+            decay = tl.exp2(m - shift)
+            p = tl.exp2(s - shift[:, None])
+            total_here = total_here * decay + tl.sum(p, 1)
+            v_tile = load_rows(v_base, v_row, keys, wanted, HEAD_DIM, BLOCK_D)
+            here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
+            m = new
+        both = tl.maximum(maximum, m)
+        shift = tl.where(both == float("-inf"), 0.0, both)
+        before = tl.exp2(maximum - shift)
+        after = tl.exp2(m - shift)
+        total = total * before + total_here * after
+        acc = acc * before[:, None] + here * after[:, None]
+        maximum = both
+
+    lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2
+    tl.store(lse + batch_q * lse_batch + head * lse_head + start_q + rows, lse_tile, mask=there)
+    # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
+    acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None]) + 0.0
+    dims = tl.arange(0, BLOCK_D)
+    out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
+    where = out_base + rows.to(tl.int64)[:, None] * out_row * 8 + dims[None, :]
+    tl.store(where, acc.to(out.dtype.element_ty), mask=there[:, None] & (dims < HEAD_DIM)[None, :])

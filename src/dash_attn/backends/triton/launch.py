@@ -1,0 +1,182 @@
+"""Launching the kernels: tables on the device, strides, workspace."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...problem import Problem
+from ...schedule import Plan
+from ..base import Gradients, Keys, Tensors
+from ..cuda.upload import Upload
+from .backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
+from .forward_kernel import forward_kernel
+from .tables import WORDS, backward_tables, forward_table
+from .tiles import Shape, forward_numerics, padded, shapes_of
+
+__all__ = ["Backward", "Forward"]
+
+UNIT = 8
+"""Elements: what strides are counted in."""
+
+_LOG2E = math.log2(math.e)
+
+
+class _OnDevice:
+    """int32 tables on a device."""
+
+    def __init__(self, what: object, tables: Sequence[NDArray[Any]], device: torch.device) -> None:
+        flat = [table.reshape(-1) for table in tables]
+        self._upload: Upload | None = None
+        self._here: list[Tensor] = []
+        if device.type == "cuda":
+            self._upload = Upload(what, flat, device)
+        else:
+            self._here = [torch.from_numpy(table) for table in flat]
+
+    def use(self) -> list[Tensor]:
+        """The tables, for work that is next on the current stream."""
+        return self._here if self._upload is None else self._upload.use()
+
+
+class Forward:
+    """The forward of a problem on a device."""
+
+    def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
+        self.problem, self._device, self._placed = problem, device, (packed, keys)
+        self._numerics = forward_numerics(problem)
+        self._shape = shapes_of(problem.head_dim, problem.dtype).forward
+        self._table: _OnDevice | None = None
+        self._tiles = 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        problem, shape, numerics = self.problem, self._shape, self._numerics
+        if self._table is None:
+            table = forward_table(problem, *self._placed, shape.rows)
+            self._tiles, self._table = len(table), _OnDevice(problem, [table], self._device)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        *batch, rows, heads, _ = q.shape
+        lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
+        if not q.numel():
+            return out, lse
+        q, k, v = (_aligned(x) for x in (q, k, v))
+        forward_kernel[(self._tiles * heads,)](
+            q, k, v, out, lse, *self._table.use(),
+            *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
+            self._tiles, problem.group, *problem.mask.sides, softmax_scale * _LOG2E,
+            HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim), ROWS=shape.rows,
+            TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep, ROOM=numerics.room,
+            **_options(shape),
+        )  # fmt: skip
+        return out, lse
+
+
+class _Tables(NamedTuple):
+    """A plan on a device, and the counts of its programs."""
+
+    place: _OnDevice
+    items: int
+    q_tiles: int
+    folds: int
+    sums: int
+
+
+class Backward:
+    """The backward of a problem on a device. It keeps the tables of plans while these live."""
+
+    def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
+        self.problem, self._device, self._packed = problem, device, packed
+        self._shapes = shapes_of(problem.head_dim, problem.dtype)
+        self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
+
+    def __call__(
+        self, plan: Plan, tensors: Tensors, softmax_scale: float, disorder: random.Random | None
+    ) -> Gradients:
+        """The gradients, by a plan of the problem."""
+        tables = self._tables(plan, disorder)
+        items, visits, q_tiles, stretches, folds = tables.place.use()
+        grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
+        dout, q, k, v, out = (_aligned(x) for x in tensors[:5])
+        lse = tensors.lse.contiguous()
+        if lse.data_ptr() % 16:  # the compiler would make another variant for it
+            lse = lse.clone()
+        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+        problem = self.problem
+        scales = softmax_scale, softmax_scale * _LOG2E
+        head = {"HEAD_DIM": problem.head_dim, "BLOCK_D": padded(problem.head_dim)}
+        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n}
+        read = (q, k, v, dout, lse2, delta)
+        strides = [s for x in (q, k, v, dout) for s in _strides(x)]
+        if tables.q_tiles:
+            prepare_kernel[(tables.q_tiles * problem.heads,)](
+                out, dout, lse, delta, lse2, q_tiles, *_strides(out), *_strides(dout), *_lse_strides(lse),
+                tables.q_tiles, ROWS=problem.tile_m, **head, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+            shape = self._shapes.dq
+            dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
+                *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
+                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0,
+                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
+            )  # fmt: skip
+        if tables.items:
+            shape = self._shapes.dkdv
+            parts, size = problem.tile_n // shape.keys, problem.tile_n * head["BLOCK_D"]
+            sums = torch.empty(2 * tables.sums * size, dtype=torch.float32, device=q.device)
+            dkdv_kernel[(tables.items * parts,)](
+                *read, grads.dk, grads.dv, sums, items, visits,
+                *strides, *_strides(grads.dk), *_lse_strides(lse),
+                problem.group, *problem.mask.sides, *scales,
+                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
+            )  # fmt: skip
+            if tables.folds:
+                fold_kernel[(tables.folds * parts,)](
+                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), softmax_scale,
+                    KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
+                )  # fmt: skip
+        return grads
+
+    def _tables(self, plan: Plan, disorder: random.Random | None) -> _Tables:
+        if disorder is None and (known := self._known.get(plan)) is not None:
+            return known
+        found = backward_tables(plan, self._packed, disorder)
+        place = _OnDevice(plan, found[:5], self._device)
+        made = _Tables(place, len(found.items), len(found.q_tiles), len(found.folds), found.sums)
+        if disorder is None:
+            self._known[plan] = made
+        return made
+
+
+def _options(shape: Shape) -> dict[str, Any]:
+    """Sums stay sums and products products: what one loop would fuse another might not."""
+    return {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x itself if its rows are contiguous, with strides in UNITs and a base of 16 bytes; otherwise a copy."""
+    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % UNIT == 0 and s >= 0 for s in strides):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Of batch, row and head in UNITs; 0 where there is one or none."""
+    steps = [stride // UNIT if size > 1 else 0 for stride, size in zip(x.stride()[:-1], x.shape)]
+    return (0, *steps)[-3:]
+
+
+def _lse_strides(lse: Tensor) -> tuple[int, int]:
+    """Of batch and head, of a contiguous lse."""
+    heads, rows = lse.shape[-2:]
+    return heads * rows, rows
+
+
+assert WORDS == 16, "the kernels know it"

@@ -1,0 +1,48 @@
+"""What the kernels share: records of the tables, which columns rows see, rows of a head."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_of(record):
+    """The first words of a record (``tables.py``); those that are multiplied by strides as int64."""
+    batch_q = tl.load(record).to(tl.int64)
+    start_q = tl.load(record + 1).to(tl.int64)
+    batch_k = tl.load(record + 2).to(tl.int64)
+    start_k = tl.load(record + 3).to(tl.int64)
+    return (
+        batch_q,
+        start_q,
+        batch_k,
+        start_k,
+        tl.load(record + 4),
+        tl.load(record + 5),
+        tl.load(record + 6),
+    )
+
+
+@triton.jit
+def row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right):
+    """First and last column that each row sees, -1 for the last one of rows that do not exist.
+
+    ``left`` and ``right``: sides of the band, negative where unbounded.
+    """
+    first = tl.where(left < 0, 0, tl.maximum(rows + diagonal - left, 0))
+    last = tl.where(right < 0, seqlen_k - 1, tl.minimum(rows + diagonal + right, seqlen_k - 1))
+    last = tl.where(rows < seqlen_q, tl.maximum(last, -1), -1)
+    return first, last
+
+
+@triton.jit
+def load_rows(base, row_stride, rows, there, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of one head, (rows, BLOCK_D): zeros where there is none, and behind the head's elements.
+
+    ``row_stride`` is in units of 8 elements, so that the compiler knows that rows are aligned.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    where = base + rows.to(tl.int64)[:, None] * row_stride * 8 + dims[None, :]
+    mask = there[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    return tl.load(where, mask=mask, other=0.0)

@@ -1,0 +1,232 @@
+"""From a plan to what the kernels read: int32 records per program, and the order of what each program adds.
+
+A record has WORDS words: batch and first row of q, batch and first row of k, both lengths, the column aligned
+with row 0; then the tile, where its stretches begin in their table and how many there are, the first q head
+(or the kv head) and how many (or how many head groups), its place among the sums of dK and dV (-1: none) and
+the distance to that of the next head group.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...problem import IntArray, Problem
+from ...schedule import Plan
+from ...schedule.batch import first_of_each
+from ...schedule.plan import HeadPattern
+from ..base import Keys
+
+__all__ = [
+    "WORDS",
+    "BackwardTables",
+    "Stretches",
+    "backward_tables",
+    "forward_table",
+    "stretches_of",
+    "visits_of",
+]
+
+WORDS = 16
+_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP = range(7, 14)
+
+Words = NDArray[np.int32]
+
+
+class Stretches(NamedTuple):
+    """Affine stretches of tiles, tile by tile.
+
+    Attributes:
+        table: (stretches, 3), rows (first, step, count).
+        first: stretches before those of each tile, and of all; shape (tiles + 1,).
+    """
+
+    table: Words
+    first: IntArray
+
+
+class BackwardTables(NamedTuple):
+    """Of a plan.
+
+    Attributes:
+        items: records of the items, in the order of the plan.
+        visits: the stretches of q tiles that items visit.
+        q_tiles: records of the q tiles, those with most contributions first.
+        stretches: the stretches of kv tiles that are added to dQ.
+        folds: records of the kv tiles whose q heads are dealt to several head groups.
+        sums: places of sums of dK and dV.
+    """
+
+    items: Words
+    visits: Words
+    q_tiles: Words
+    stretches: Words
+    folds: Words
+    sums: int
+
+
+def forward_table(problem: Problem, packed: bool, keys: Keys | None, rows: int) -> Words:
+    """A record per q tile of ``rows`` rows, those that see most keys first."""
+    tiles = -(-problem.lengths[:, 0] // rows)
+    records, _ = _of_tiles(_sequences(problem, packed, keys), tiles)
+    grids, top = problem.grids, records[:, _TILE].astype(np.int64) * rows
+    seen = np.zeros(len(records), dtype=np.int64)
+    at = first_of_each(tiles)
+    for index, shape in enumerate(problem.shapes):
+        mine = slice(at[index], at[index + 1])
+        first, _ = grids[shape].columns(top[mine])
+        _, last = grids[shape].columns(np.minimum(top[mine] + rows, shape[0]) - 1)
+        seen[mine] = last - first
+    return records[np.argsort(-seen, kind="stable")]
+
+
+def backward_tables(plan: Plan, packed: bool, disorder: random.Random | None = None) -> BackwardTables:
+    """The tables of a plan. With ``disorder`` it draws in which order contributions to dQ are added."""
+    batch, problem = plan.batch, plan.problem
+    sequences = _sequences(problem, packed, None)
+    visits = _joined([visits_of(p) for p in batch.distinct], batch.pattern_of)
+    stretches = _joined([stretches_of(p, disorder) for p in batch.distinct], batch.pattern_of)
+    records, sequence = _of_tiles(sequences, batch.q_tiles)
+    _point(records, stretches, sequence, records[:, _TILE])
+    order = np.argsort(-records[:, _COUNT], kind="stable")
+    return BackwardTables(
+        _items(plan, sequences, visits),
+        visits.table,
+        records[order],
+        stretches.table,
+        _folds(plan, sequences),
+        int(plan.group_sum_first[-1]),
+    )
+
+
+def visits_of(pattern: HeadPattern) -> Stretches:
+    """The q tiles of each kv tile, in the order of its item: its runs without their tickets.
+
+    >>> from dash_attn.problem import Mask, Problem
+    >>> from dash_attn.schedule import SPT, build_plan
+    >>> plan = build_plan(Problem.dense(seqlen=512, head_dim=64, mask=Mask.causal()), SPT())
+    >>> visits_of(plan.pattern(0)).table.tolist()
+    [[0, 1, 4], [1, 1, 3], [2, 1, 2], [3, 1, 1]]
+    """
+    runs = pattern.runs
+    first, step, count = runs[:, 0], runs[:, 1], runs[:, 2]
+    begins = np.ones(len(runs), dtype=bool)
+    begins[1:] = (step[1:] != step[:-1]) | (first[1:] != first[:-1] + step[:-1] * count[:-1])
+    begins[pattern.offsets[:-1][pattern.run_counts > 0]] = True
+    at = np.flatnonzero(begins)
+    counts = np.add.reduceat(count, at) if len(at) else count
+    table = np.stack([first[at], step[at], counts], 1)
+    return Stretches(table.astype(np.int32), np.searchsorted(at, pattern.offsets))
+
+
+def stretches_of(pattern: HeadPattern, disorder: random.Random | None = None) -> Stretches:
+    """The kv tiles of each q tile, in the order of their tickets.
+
+    >>> from dash_attn.problem import Mask, Problem
+    >>> from dash_attn.schedule import SPT, build_plan
+    >>> plan = build_plan(Problem.dense(seqlen=512, head_dim=64, mask=Mask.causal()), SPT())
+    >>> stretches_of(plan.pattern(0)).table.tolist()
+    [[0, 0, 1], [1, -1, 2], [2, -1, 3], [3, -1, 4]]
+    """
+    first = first_of_each(pattern.grid.contributions)
+    order = np.empty(first[-1], dtype=np.int32)
+    for kv in range(pattern.grid.kv_tiles):
+        q, ticket = pattern.tasks_of(kv)
+        order[first[q] + ticket] = kv
+    if disorder is not None:
+        for begin, end in zip(first[:-1].tolist(), first[1:].tolist()):
+            tiles = order[begin:end].tolist()
+            disorder.shuffle(tiles)
+            order[begin:end] = tiles
+    # No kv tile stands twice in an order: after a step of 1 there is none of -1.
+    begins = np.ones(len(order), dtype=bool)
+    begins[1:] = np.abs(np.diff(order)) != 1
+    begins[first[:-1][pattern.grid.contributions > 0]] = True
+    at = np.flatnonzero(begins)
+    counts = np.diff(at, append=len(order))
+    steps = np.where(counts > 1, order[np.minimum(at + 1, len(order) - 1)] - order[at], 0)
+    return Stretches(np.stack([order[at], steps, counts], 1).astype(np.int32), np.searchsorted(at, first))
+
+
+class _Joined(NamedTuple):
+    """Stretches of all patterns behind one another; ``places`` is where those of each sequence begin."""
+
+    table: Words
+    first: IntArray
+    counts: IntArray
+    places: IntArray
+
+
+def _joined(each: list[Stretches], pattern_of: IntArray) -> _Joined:
+    begin = first_of_each(np.array([len(one.table) for one in each], dtype=np.int64))
+    places = first_of_each(np.array([len(one.first) - 1 for one in each], dtype=np.int64))
+    first = np.concatenate([one.first[:-1] + at for one, at in zip(each, begin)])
+    count = np.concatenate([np.diff(one.first) for one in each])
+    return _Joined(np.concatenate([one.table for one in each]), first, count, places[pattern_of])
+
+
+def _point(records: Words, stretches: _Joined, sequence: IntArray, tile: NDArray[np.integer]) -> None:
+    """Write where the stretches of each record's tile are."""
+    at = stretches.places[sequence] + tile
+    records[:, _FIRST], records[:, _COUNT] = stretches.first[at], stretches.counts[at]
+
+
+def _sequences(problem: Problem, packed: bool, keys: Keys | None) -> Words:
+    """The first words of the records of each sequence."""
+    lengths = problem.lengths
+    records = np.zeros((len(lengths), WORDS), dtype=np.int32)
+    index = np.arange(len(lengths))
+    if packed:
+        records[:, 1] = first_of_each(lengths[:, 0])[:-1]
+    else:
+        records[:, 0] = index
+    if keys is not None and keys.starts is not None:
+        records[:, 3] = keys.starts
+    elif keys is not None or not packed:
+        records[:, 2] = index
+    else:
+        records[:, 3] = first_of_each(lengths[:, 1])[:-1]
+    records[:, 4:6] = lengths
+    records[:, 6] = lengths[:, 1] - lengths[:, 0] if problem.q_starts is None else problem.q_starts
+    return records
+
+
+def _of_tiles(sequences: Words, tiles: IntArray) -> tuple[Words, IntArray]:
+    """A record per tile of each sequence, and its sequence."""
+    sequence = np.repeat(np.arange(len(tiles)), tiles)
+    records: Words = sequences[sequence]
+    records[:, _TILE] = np.arange(len(sequence)) - first_of_each(tiles)[sequence]
+    return records, sequence
+
+
+def _items(plan: Plan, sequences: Words, visits: _Joined) -> Words:
+    """A record per item, in the order of the plan."""
+    batch, group = plan.batch, plan.problem.group
+    sequence, head_group, kv = plan.items.astype(np.int64).T
+    records: Words = sequences[sequence]
+    records[:, _TILE] = kv
+    _point(records, visits, sequence, kv)
+    groups = batch.head_groups[sequence]
+    kv_head, part = head_group // groups, head_group % groups
+    first, end = group * part // groups, group * (part + 1) // groups
+    records[:, _HEAD], records[:, _HEADS] = kv_head * group + first, end - first
+    slot = plan.group_sum_first[sequence] + head_group * batch.kv_tiles[sequence] + kv
+    records[:, _SLOT] = np.where(groups > 1, slot, -1)
+    return records
+
+
+def _folds(plan: Plan, sequences: Words) -> Words:
+    """A record per kv tile and kv head of the sequences with several head groups."""
+    batch, heads = plan.batch, plan.problem.kv_heads
+    tiles = np.where(batch.head_groups > 1, batch.kv_tiles, 0)
+    records, sequence = _of_tiles(sequences, heads * tiles)
+    at = records[:, _TILE].astype(np.int64)
+    kv_head, kv = at // np.maximum(tiles[sequence], 1), at % np.maximum(tiles[sequence], 1)
+    groups = batch.head_groups[sequence]
+    records[:, _TILE], records[:, _HEAD], records[:, _HEADS] = kv, kv_head, groups
+    records[:, _SLOT] = plan.group_sum_first[sequence] + kv_head * groups * tiles[sequence] + kv
+    records[:, _STEP] = tiles[sequence]
+    return records

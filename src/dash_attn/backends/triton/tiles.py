@@ -1,0 +1,81 @@
+"""What each head dim runs with: the one table. It is part of the numerics; nothing is measured at run time.
+
+Head dims between those of the table use the row of the next one, with zeros behind their elements: products
+take powers of two. Larger heads have smaller tiles: most GPUs have 99 KB of shared memory per block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...problem import Problem
+from ...schedule import ForwardNumerics
+
+__all__ = ["DTYPES", "HEAD_DIMS", "TILES", "Shape", "Shapes", "forward_numerics", "padded", "shapes_of"]
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+HEAD_DIMS = range(8, 257, 8)
+
+
+class Shape(NamedTuple):
+    """Of a kernel.
+
+    Attributes:
+        rows, keys: what a product takes of a q tile and of a kv tile.
+        warps: per program.
+        stages: tiles in flight.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Shapes(NamedTuple):
+    """Of the kernels of a head dim and dtype."""
+
+    forward: Shape
+    dkdv: Shape
+    dq: Shape
+
+
+# By padded head dim. A change of a row changes bits.
+TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (32, 32)}
+"""(tile_m, tile_n) of plans. With 16 bits a contribution to dQ is one step: ``dq.keys`` is tile_n."""
+
+_SIXTEEN_BITS = {
+    16: Shapes(Shape(64, 128, 4, 2), Shape(64, 128, 8, 2), Shape(64, 128, 8, 2)),
+    32: Shapes(Shape(64, 128, 4, 2), Shape(64, 128, 8, 2), Shape(64, 128, 8, 2)),
+    64: Shapes(Shape(64, 128, 4, 2), Shape(64, 128, 8, 2), Shape(64, 128, 8, 2)),
+    128: Shapes(Shape(64, 64, 4, 2), Shape(64, 64, 8, 2), Shape(64, 64, 8, 2)),
+    256: Shapes(Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 32, 8, 2)),
+}
+_FP32 = {
+    16: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
+    32: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
+    64: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
+    128: Shapes(Shape(32, 32, 8, 1), Shape(32, 32, 8, 1), Shape(32, 32, 8, 1)),
+    256: Shapes(Shape(32, 16, 8, 1), Shape(16, 16, 4, 1), Shape(16, 16, 4, 1)),
+}
+
+
+def padded(head_dim: int) -> int:
+    """Elements of a head with the zeros behind it.
+
+    >>> [padded(head_dim) for head_dim in (8, 64, 80, 256)]
+    [16, 64, 128, 256]
+    """
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def shapes_of(head_dim: int, dtype: str) -> Shapes:
+    """Those of a head dim of ``HEAD_DIMS`` and a dtype of ``DTYPES``."""
+    return (_FP32 if dtype == "float32" else _SIXTEEN_BITS)[padded(head_dim)]
+
+
+def forward_numerics(problem: Problem) -> ForwardNumerics:
+    """Those of a problem; they look at its head dim and dtype alone."""
+    keys = shapes_of(problem.head_dim, problem.dtype).forward.keys
+    return ForwardNumerics(problem.head_dim, problem.dtype, tile=keys)

@@ -1,0 +1,113 @@
+"""The Triton backend without a GPU: what it refuses, its kernels in an interpreter, and that they compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from dash_attn.backends.triton import backend as backend_module
+from dash_attn.backends.triton.backend import BACKEND
+from dash_attn.backends.triton.tiles import DTYPES, HEAD_DIMS, TILES, forward_numerics, padded, shapes_of
+from dash_attn.errors import UnavailableError
+from dash_attn.problem import Problem, default_tiles
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+PARTS = ("head_dims or masks", "bytes or order", "not (head_dims or masks or bytes or order)")
+
+
+def run_file(name: str, *options: str, **environment: str) -> None:
+    """A file of tests in a process of its own."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", f"tests/cpu/{name}", *options]
+    kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+
+
+@with_triton
+@pytest.mark.parametrize("part", PARTS)
+def test_interpreted(part: str) -> None:
+    run_file("triton_interpreted.py", "-k", part, TRITON_INTERPRET="1")
+
+
+@with_triton
+def test_compiled(tmp_path: Path) -> None:
+    run_file("triton_compiled.py", "-m", "not slow", TRITON_CACHE_DIR=str(tmp_path))
+
+
+@with_triton
+@pytest.mark.slow
+def test_every_variant_compiles(tmp_path: Path) -> None:
+    run_file("triton_compiled.py", "-m", "slow", TRITON_CACHE_DIR=str(tmp_path))
+
+
+def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: None)
+    problem = Problem.dense(seqlen=10, head_dim=64)
+    assert "pip install triton" in BACKEND.why_not(problem, CPU, packed=False)
+    with pytest.raises(UnavailableError, match="pip install triton"):
+        BACKEND.prepare(problem, CPU, packed=False)
+
+
+def test_what_it_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: object())
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    problem = Problem.dense(seqlen=10, head_dim=64)
+    assert "does not run on cpu" in BACKEND.why_not(problem, CPU, packed=False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert BACKEND.why_not(problem, CPU, packed=False) == ""
+    cases = {
+        "dtype float64 is not supported": Problem.dense(seqlen=10, head_dim=64, dtype="float64"),
+        "head_dim 12 is not supported": Problem.dense(seqlen=10, head_dim=12),
+        "head_dim 264 is not supported": Problem.dense(seqlen=10, head_dim=264),
+    }
+    for reason, refused in cases.items():
+        assert reason in BACKEND.why_not(refused, CPU, packed=False)
+
+
+def test_on_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: object())
+    device, problem = torch.device("cuda", 0), Problem.dense(seqlen=10, head_dim=80)
+    for capability, reason in (
+        ((7, 5), "sm_75; the triton backend needs sm_80"),
+        ((8, 0), ""),
+        ((12, 0), ""),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        found = BACKEND.why_not(problem, device, packed=False)
+        assert found.endswith(reason) if not reason else reason in found
+        assert bool(found) == bool(reason)
+
+
+def test_importing_it_loads_no_triton() -> None:
+    program = "import sys, dash_attn.backends.triton.backend; print('triton' in sys.modules)"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == "False", found.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_shapes_divide_tiles(head_dim: int, dtype: str) -> None:
+    tile_m, tile_n = BACKEND.tiles(head_dim)
+    assert (tile_m, tile_n) == TILES[padded(head_dim)]
+    forward, dkdv, dq = shapes_of(head_dim, dtype)
+    for shape in (dkdv, dq):
+        assert tile_m % shape.rows == tile_n % shape.keys == 0
+    assert min(*forward[:2], *dkdv[:2], *dq[:2]) >= 16  # what a product takes at least
+    assert dtype == "float32" or dq.keys == tile_n
+    numerics = forward_numerics(Problem.dense(seqlen=10, head_dim=head_dim, dtype=dtype))
+    assert numerics.tile == forward.keys
+
+
+def test_tiles_of_other_head_dims_are_any() -> None:
+    assert BACKEND.tiles(12) == default_tiles(12)

@@ -1,0 +1,108 @@
+"""The Triton kernels compile for GPUs that are not there; ``test_triton.py`` starts this file in a process.
+
+Triton's compiler ends the process where it fails, and cannot compile what was loaded for its interpreter.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from dash_attn.backends.cuda.cubin import resources_of_cubin
+from dash_attn.backends.triton.backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
+from dash_attn.backends.triton.forward_kernel import forward_kernel
+from dash_attn.backends.triton.tiles import TILES, padded, shapes_of
+
+SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that a block may use. Code for sm_80 also runs on sm_86 and sm_89, which have less than an A100."""
+
+HEAD_DIMS = (*TILES, 80, 192)
+
+MOST_LOCAL = 640
+"""Bytes of local memory per thread: registers that do not fit. None would be better."""
+
+TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+CASES = [
+    pytest.param(arch, dtype, head_dim, marks=() if (arch, dtype) == (80, "bfloat16") else pytest.mark.slow)
+    for arch in SHARED
+    for dtype in TYPES
+    for head_dim in HEAD_DIMS
+]
+
+
+def sources(head_dim: int, dtype: str) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
+    """Kernel, constants, warps and stages by name, as ``launch.py`` has them."""
+    forward, dkdv, dq = shapes_of(head_dim, dtype)
+    tile_m, tile_n = TILES[padded(head_dim)]
+    head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
+    tile = {"TILE_M": tile_m, "TILE_N": tile_n}
+    numbers = {"ROWS": forward.rows, "TILE": forward.keys, "SEGMENT": 8192, "KEEP": 5.0, "ROOM": 5}
+    return {
+        "forward": (forward_kernel, head | numbers, *forward[2:]),
+        "dkdv": (dkdv_kernel, head | tile | {"ROWS": dkdv.rows, "KEYS": dkdv.keys}, *dkdv[2:]),
+        "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
+        "fold": (fold_kernel, head | {"KEYS": dkdv.keys, "TILE_N": tile_n}, 4, 3),
+        "prepare": (prepare_kernel, head | {"ROWS": tile_m}, 4, 3),
+    }
+
+
+@cache
+def compiled(name: str, arch: int, dtype: str, head_dim: int) -> Any:
+    kernel, constants, warps, stages = sources(head_dim, dtype)[name]
+    signature, aligned = {}, {}
+    for at, argument in enumerate(kernel.arg_names):
+        kind = _type_of(argument, dtype)
+        signature[argument] = "constexpr" if argument in constants else kind
+        if kind.startswith("*"):
+            aligned[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def _type_of(argument: str, dtype: str) -> str:
+    if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
+        return TYPES[dtype]
+    if argument in ("lse", "lse2", "delta", "sums"):
+        return "*fp32"
+    if argument in ("table", "visits", "stretches"):
+        return "*i32"
+    return "fp32" if argument in ("scale", "scale2", "nothing") else "i32"
+
+
+@pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
+def test_kernels_fit(arch: int, dtype: str, head_dim: int) -> None:
+    for name in sources(head_dim, dtype):
+        found = compiled(name, arch, dtype, head_dim)
+        assert found.metadata.shared <= SHARED[arch], name
+        (kernel,) = resources_of_cubin(found.asm["cubin"])
+        assert kernel.stack <= MOST_LOCAL, name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_contribution_to_dq_is_a_product_of_its_own(dtype: str) -> None:
+    """The compiler makes one product of a product and a sum, where the product begins with zeros."""
+    shape = shapes_of(64, dtype).dq
+    tile = f"tensor<{shape.rows}x64xf32>"
+    text = compiled("dq", 80, dtype, 64).asm["ttir"]
+    loop = text[text.index("scf.for") :]
+    assert len(re.findall(rf"arith\.addf .* : {tile}", loop)) == 1
+    assert loop.count("tt.dot ") == 3
+
+
+def test_no_sum_is_fused_with_a_product() -> None:
+    """But in products of matrices, and in log2, which asks for it."""
+    for name in ("forward", "dkdv", "dq"):
+        text = compiled(name, 80, "bfloat16", 64).asm["ptx"]
+        assert "mma.sync" in text, name
+        if name == "forward":
+            log2 = text.rindex("mma.sync")
+            assert "fma." in text[log2:]
+            text = text[:log2]
+        assert "fma." not in text, name

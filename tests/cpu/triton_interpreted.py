@@ -1,0 +1,417 @@
+"""The Triton kernels, run by Triton's interpreter; ``test_triton.py`` starts this file in processes.
+
+The interpreter must be chosen before Triton is loaded, which other tests of a process may have done. By hand:
+
+    TRITON_INTERPRET=1 .venv/bin/pytest tests/cpu/triton_interpreted.py
+
+It multiplies bfloat16 wrongly: these tests are of float16 and float32, and bfloat16 is for a GPU. Its sums
+are NumPy's, so bytes here show what programs read and in which order they add, and not what a compiler makes
+of it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import SCALE, executed, expected, packed_tensors, shuffled_placement, split
+from torch import Tensor
+
+from dash_attn.backends.base import Keys, Tensors
+from dash_attn.backends.cpu import dq_partials, fold_partials
+from dash_attn.backends.cpu import forward as reference
+from dash_attn.backends.triton import launch
+from dash_attn.backends.triton.backend import BACKEND
+from dash_attn.backends.triton.tables import backward_tables
+from dash_attn.backends.triton.tiles import TILES, forward_numerics
+from dash_attn.errors import InputError, PlacementError, PlanMismatchError
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift, build_plan, prove
+from dash_attn.testing import assert_same_bytes, same_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in rows that see nothing
+
+CPU = torch.device("cpu")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+BOUND = {"float32": 2e-6, "float16": 2e-3}
+
+
+def problem_of(
+    *lengths: int | tuple[int, int],
+    mask: Mask | None = None,
+    head_dim: int = 16,
+    dtype: str = "float32",
+    heads: int = 2,
+    kv_heads: int = 1,
+) -> Problem:
+    tile_m, tile_n = BACKEND.tiles(head_dim)
+    return Problem.varlen(
+        lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mask=mask, dtype=dtype, tile_m=tile_m,
+        tile_n=tile_n,
+    )  # fmt: skip
+
+
+def run(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv."""
+    dout, q, k, v = tensors
+    prepared = BACKEND.prepare(plan.problem, CPU, packed=q.ndim == 3)
+    out, lse = prepared.forward(q, k, v, SCALE)
+    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **how)
+    return {"out": out, "lse": lse, **grads._asdict()}
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Of one packed sequence."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    problem = problem_of(
+        (len(q), len(k)), mask=mask, head_dim=q.shape[2], dtype=dtype, heads=q.shape[1], kv_heads=k.shape[1]
+    )
+    return BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+
+
+def assert_accurate(problem: Problem, tensors: list[Tensor], found: dict[str, Tensor]) -> None:
+    for name, exact in expected(problem, tensors).items():
+        got = found[name].double()
+        assert got.shape == exact.shape
+        nothing = exact == -torch.inf
+        assert torch.equal(got == -torch.inf, nothing)
+        error, size = (got - exact)[~nothing].abs(), exact[~nothing].abs()
+        if error.numel():
+            assert error.max() <= BOUND[problem.dtype] * max(size.max(), 1.0), name
+
+
+def few_keys(monkeypatch: pytest.MonkeyPatch, segment: int) -> None:
+    """Short segments, so that short sequences have several."""
+    monkeypatch.setattr(launch, "forward_numerics", lambda p: replace(forward_numerics(p), segment=segment))
+
+
+# Numbers
+
+MASKS = [Mask.full(), Mask.causal(), Mask.window(40, 0), Mask.window(9, 30)]
+LENGTHS = ((70, 70), (0, 30), (40, 0), (33, 150), (150, 33))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+def test_masks_and_lengths(mask: Mask) -> None:
+    """Also rows without keys, keys without rows, and sequences without either."""
+    problem = problem_of(*LENGTHS, (0, 0), mask=mask)
+    tensors = packed_tensors(problem)
+    plan = build_plan(problem, Descending())
+    found = run(plan, tensors)
+    assert_accurate(problem, tensors, found)
+    blind = found["lse"][0] == -torch.inf
+    assert blind[70:110].all()  # of the sequence without keys
+    for name in ("out", "dq"):
+        assert not found[name][blind].any()
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 96, 128, 200])
+def test_head_dims(head_dim: int, dtype: str) -> None:
+    problem = problem_of((70, 90), mask=Mask.causal(), head_dim=head_dim, dtype=dtype, heads=1)
+    tensors = packed_tensors(problem)
+    tensors[1] = tensors[1] / head_dim**0.5  # the scale of these tests is for small head dims
+    found = run(build_plan(problem, SPT()), tensors)
+    assert {found[name].dtype for name in NAMES if name != "lse"} == {getattr(torch, dtype)}
+    assert_accurate(problem, tensors, found)
+
+
+@pytest.mark.parametrize("head_groups", [1, 2, 3])
+def test_head_groups(head_groups: int) -> None:
+    problem = problem_of((50, 70), (30, 10), heads=6, kv_heads=2)
+    tensors = packed_tensors(problem)
+    plan = build_plan(problem, Descending(), head_groups=head_groups)
+    assert {pattern.head_groups for pattern in plan.patterns.values()} == {head_groups}
+    assert_accurate(problem, tensors, run(plan, tensors))
+
+
+def test_dense_batches_and_strides() -> None:
+    """(batch, seqlen, heads, head_dim), also transposed, and with strides that the kernels cannot read."""
+    problem = problem_of((40, 60), (40, 60), mask=Mask.causal(), heads=2, kv_heads=1)
+    plan, packed = build_plan(problem, SPT()), packed_tensors(problem)
+    wanted = run(plan, packed)
+    dense = [x.unflatten(0, (2, -1)) for x in packed]
+    transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in dense]
+    odd = [torch.cat([x, x[..., :1]], -1)[..., :-1] for x in dense]
+    for tensors in (dense, transposed, odd):
+        found = run(plan, tensors)
+        for name in ("out", "dq", "dk", "dv"):
+            assert_same_bytes(found[name].flatten(0, 1), wanted[name], name)
+        assert_same_bytes(found["lse"].transpose(0, 1).flatten(1), wanted["lse"], "lse")
+
+
+def test_positions() -> None:
+    """A slice of the rows of a longer sequence."""
+    whole = problem_of(90, mask=Mask.window(30, 0))
+    tensors = packed_tensors(whole)
+    plan = build_plan(replace(whole, sequences=((30, 90),), q_starts=(20,)), Descending())
+    part = [x[20:50] for x in tensors[:2]] + tensors[2:]
+    found, wanted = run(plan, part), executed(plan, part)
+    for name in NAMES:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-5)
+
+
+# The forward's numerics
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several segments, and scores that rise late. Only products and sums may round elsewhere."""
+    few_keys(monkeypatch, 128)
+    problem = problem_of((40, 300), mask=Mask.causal(), head_dim=16, dtype=dtype, heads=1)
+    _, q, k, v = packed_tensors(problem)
+    for growth in ((0.1, 6.0), (6.0, 0.1)):
+        grown = (k * torch.linspace(*growth, 300)[:, None, None]).to(k.dtype)
+        numerics = replace(forward_numerics(problem), segment=128)
+        wanted = reference(problem, q, grown, v, SCALE, numerics=numerics)
+        found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCALE)
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
+        unit = torch.finfo(getattr(torch, dtype)).eps
+        assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
+
+
+def test_the_order_of_tiles_is_that_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, where no sum within a tile is rounded: one key per kv tile counts, scores are integers."""
+    few_keys(monkeypatch, 256)
+    problem = problem_of((48, 1024), head_dim=16, heads=1)
+    numerics = replace(forward_numerics(problem), segment=256)
+    generator = torch.Generator().manual_seed(3)
+    _, q, k, v = packed_tensors(problem)
+    q = torch.randint(-1, 2, q.shape, generator=generator).float()
+    k = torch.zeros_like(k)
+    q[..., 0], k[..., 0] = 1, -500
+    counts = slice(3, None, numerics.tile)
+    k[counts] = torch.randint(-3, 4, k[counts].shape, generator=generator).float()
+    scale = math.log(2.0)  # scores are in base 2
+    wanted = reference(problem, q, k, v, scale, numerics=numerics)
+    found = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, scale)
+    assert_same_bytes(found[0], wanted[0], "out")
+    other = reference(problem, q, k, v, scale, numerics=replace(numerics, segment=512))
+    assert not same_bytes(other[0], wanted[0]), "the example shows nothing"
+
+
+def test_maxima_rise_as_in_the_reference() -> None:
+    """P of float16 is rounded elsewhere with other maxima. Another order within a product seldom shows."""
+    problem = problem_of((60, 300), mask=Mask.window(150, 0), head_dim=16, dtype="float16", heads=1)
+    numerics = forward_numerics(problem)
+    _, q, k, v = packed_tensors(problem)
+    k = (k * torch.linspace(3.0, 0.5, 300)[:, None, None]).to(k.dtype)  # scores rise along the tiles' order
+    wanted, _ = reference(problem, q, k, v, SCALE, numerics=numerics)
+    found, _ = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+
+    def differing(x: Tensor) -> float:
+        return float((x != wanted).float().mean())
+
+    assert differing(found) < 0.002
+    others: list[dict[str, Any]] = [{"keep": 0.0}, {"keep": 4.0}, {"room": 0}, {"room": 4}]
+    for numbers in others:
+        other = replace(numerics, **numbers)
+        assert differing(reference(problem, q, k, v, SCALE, numerics=other)[0]) > 0.01, numbers
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(60, 0)], ids=lambda mask: mask.name)
+@pytest.mark.parametrize("dtype", BOUND)
+def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(
+    dtype: str, mask: Mask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_keys(monkeypatch, 128)
+    length = 280
+    _, q, k, v = packed_tensors(problem_of(length, head_dim=8, dtype=dtype, heads=1, kv_heads=1))
+    whole = forward(q, k, v, mask)
+
+    def check(found: tuple[Tensor, Tensor], rows: slice) -> None:
+        assert_same_bytes(found[0], whole[0][rows], "out")
+        assert_same_bytes(found[1], whole[1][:, rows].contiguous(), "lse")
+
+    check(forward(q[:150], k[:150], v[:150], mask), slice(150))  # a prefix
+    check(forward(q[117:270], k[:270], v[:270], mask), slice(117, 270))  # a chunk behind it
+    for one in (3, 129, 279):
+        alone = slice(one, one + 1)
+        check(forward(q[alone], k[: one + 1], v[: one + 1], mask), alone)  # a step of decoding
+        if mask.is_causal:
+            check(forward(q[alone], k[: one + 1], v[: one + 1], Mask.full()), alone)
+    group = torch.cat([-q, q], 1)
+    found = forward(group, k, v, mask)
+    check((found[0][:, 1:], found[1][1:]), slice(None))
+    problem = problem_of(50, length, mask=mask, head_dim=8, dtype=dtype, heads=1, kv_heads=1)
+    pair = [torch.cat([x[200:250], x]) for x in (q, k, v)]
+    out, lse = BACKEND.prepare(problem, CPU, packed=True).forward(*pair, SCALE)
+    check((out[50:], lse[:, 50:].contiguous()), slice(None))
+
+
+def test_another_segment_gives_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, q, k, v = packed_tensors(problem_of((10, 280), head_dim=8))
+    one = forward(q, k, v, Mask.full())
+    few_keys(monkeypatch, 128)
+    assert not same_bytes(forward(q, k, v, Mask.full())[0], one[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_hidden_may_be_anything(bad: float) -> None:
+    """In neighbours, in k of the sequence, and in v where no row of the q tile sees it."""
+    problem = problem_of(70, 100, 70, mask=Mask.causal(), heads=1)
+    _, q, k, v = packed_tensors(problem)
+    prepared = BACKEND.prepare(problem, CPU, packed=True)
+    out, lse = prepared.forward(q, k, v, SCALE)
+    spoilt = [x.clone() for x in (q, k, v)]
+    for x in spoilt:
+        x[70:170] = bad
+    found, other = prepared.forward(*spoilt, SCALE)
+    for rows in (slice(70), slice(170, 240)):
+        assert_same_bytes(found[rows], out[rows], "out")
+        assert_same_bytes(other[:, rows].contiguous(), lse[:, rows].contiguous(), "lse")
+    spoilt = [q, k.clone(), v.clone()]
+    spoilt[1][120] = bad
+    spoilt[2][140] = bad
+    found, _ = prepared.forward(*spoilt, SCALE)
+    assert_same_bytes(found[70:120], out[70:120], "out")
+    assert not found[140:170].isfinite().any()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_used_keys(packed: bool) -> None:
+    """The first keys of a cache, dense or packed, with NaN behind them."""
+    problem = problem_of((3, 40), (3, 0), (3, 70), mask=Mask.causal())
+    _, q, k, v = packed_tensors(problem)
+    wanted = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+    places = [80, 80, 80] if packed else [90, 90, 90]
+    caches = [torch.full((3, places[0], *k.shape[1:]), torch.nan) for _ in "kv"]
+    for x, cache in zip((k, v), caches):
+        for place, part in zip(cache, x.split([40, 0, 70])):
+            place[: len(part)] = part
+    starts = (0, 80, 160) if packed else None
+    if packed:
+        caches = [cache.flatten(0, 1) for cache in caches]
+    keys = Keys(tuple(caches[0].shape), starts)
+    prepared = BACKEND.prepare(problem, CPU, packed=True, keys=keys)
+    found = prepared.forward(q, *caches, SCALE)
+    assert_same_bytes(found[0], wanted[0], "out")
+    assert_same_bytes(found[1], wanted[1], "lse")
+    dense = BACKEND.prepare(problem, CPU, packed=False, keys=keys).forward(
+        q.unflatten(0, (3, 3)), *caches, SCALE
+    )
+    assert_same_bytes(dense[0].flatten(0, 1), wanted[0], "out")
+    plan = build_plan(problem, FA3())
+    with pytest.raises(InputError, match="seqused_k"):
+        prepared.backward(plan, Tensors(q, q, k, v, q, wanted[1]), SCALE)
+
+
+# The order of the plan
+
+LONG = problem_of(200, mask=Mask.causal(), head_dim=72, heads=2, kv_heads=1)
+"""Four q tiles and four kv tiles."""
+
+
+@pytest.fixture(scope="module")
+def long_tensors() -> list[Tensor]:
+    return packed_tensors(LONG)
+
+
+def test_the_order_of_sums_is_that_of_the_plan(long_tensors: list[Tensor]) -> None:
+    """Another order gives other bytes of dQ; another placement and another run do not."""
+    found = run(build_plan(LONG, SPT()), long_tensors)
+    assert_accurate(LONG, long_tensors, found)
+    shuffled = prove(shuffled_placement(build_plan(LONG, SPT()), 5))
+    again = run(shuffled, long_tensors)
+    for name in NAMES:
+        assert_same_bytes(again[name], found[name], name)
+    # fa3 visits the same q tiles in the same order, and sums dQ from the other end.
+    other = run(build_plan(LONG, FA3()), long_tensors)
+    assert not same_bytes(other["dq"], found["dq"])
+    for name in ("dk", "dv"):
+        assert_same_bytes(other[name], found[name], name)
+    disordered = run(shuffled, long_tensors, disorder=random.Random(1))
+    assert not same_bytes(disordered["dq"], found["dq"])
+    assert_same_bytes(disordered["dk"], found["dk"], "dk")
+
+
+def test_dq_is_the_sum_of_contributions_in_ticket_order() -> None:
+    """Contributions are so different in size that another order is far off."""
+    problem = problem_of((1, 384), head_dim=8, heads=1, kv_heads=1)
+    q, k, v, dout = (torch.zeros(n, 1, 8) for n in (1, 384, 384, 1))
+    # All scores are 0, so P is 1/384, and dS is (dO V - delta) / 384. One key per tile has 3, 2^25, -2^25.
+    dout[0, 0, 0] = 1
+    for tile, size in enumerate((3.0, 2.0**25, -(2.0**25))):
+        v[128 * tile, 0, 0] = size
+        k[128 * tile, 0, 1] = 1.0
+    tensors = [dout, q, k, v]
+    results = {}
+    for policy in (FA3(), SPT()):
+        plan = build_plan(problem, policy)
+        partials = executed_partials(plan, tensors)
+        wanted = fold_partials(partials, SCALE, torch.float32)
+        found = run(plan, tensors)["dq"]
+        results[policy.name] = found[0, 0, 1]
+        torch.testing.assert_close(found[:, 0], wanted, rtol=1e-6, atol=0)
+    assert results["fa3"] != results["spt"]
+
+
+def executed_partials(plan: Plan, tensors: list[Tensor]) -> list[Tensor]:
+    dout, q, k, v = tensors
+    out, lse = reference(plan, q, k, v, SCALE)
+    return dq_partials(plan, Tensors(dout, q, k, v, out, lse), SCALE)[0, 0, 0]
+
+
+def test_a_sequence_has_the_same_bytes_alone() -> None:
+    problem = problem_of(70, 150, mask=Mask.causal())
+    tensors = packed_tensors(problem)
+    found = run(build_plan(problem, SPT()), tensors)
+    for index, (part, begin) in enumerate(zip(split(problem, tensors), (0, 70))):
+        length = problem.sequences[index][0]
+        alone = run(build_plan(problem_of(length, mask=Mask.causal()), SPT()), part)
+        for name in ("out", "dq", "dk", "dv"):
+            assert_same_bytes(found[name][begin : begin + length], alone[name], name)
+
+
+@pytest.mark.parametrize("policy", [Shift(2), SymmetricShift(), SPT(), FA3(), Descending()], ids=str)
+@pytest.mark.parametrize("head_dim", sorted(TILES))
+def test_tables_say_what_the_plan_says(policy: Any, head_dim: int) -> None:
+    mask = Mask.full() if isinstance(policy, Shift) else Mask.causal()
+    problem = problem_of(700, 130, 0, mask=mask, head_dim=head_dim, heads=6, kv_heads=2)
+    plan = build_plan(problem, policy, head_groups=2)
+    tables = backward_tables(plan, packed=True)
+    seen = set()
+    for record in tables.items.tolist():
+        sequence = [0, 700, 830].index(record[1]) if record[4] else 2
+        stretch = tables.visits[record[8] : record[8] + record[9]].tolist()
+        q_tiles = [first + step * k for first, step, count in stretch for k in range(count)]
+        assert q_tiles == plan.pattern(sequence).tasks_of(record[7])[0].tolist()
+        heads = range(record[10], record[10] + record[11])
+        seen.add((sequence, heads, record[7]))
+    wanted = {(s, plan.q_heads(s, group), kv) for s, group, kv in plan.items.tolist()}
+    assert seen == wanted
+    assert len({record[12] for record in tables.items.tolist()}) == len(plan.items)
+    assert tables.sums == len(plan.items) == 2 * len(tables.folds)
+    for record in tables.q_tiles.tolist():
+        sequence = [0, 700].index(record[1])
+        stretch = tables.stretches[record[8] : record[8] + record[9]].tolist()
+        order = [first + step * k for first, step, count in stretch for k in range(count)]
+        assert order == plan.pattern(sequence).summation_orders()[record[7]]
+
+
+# What is refused
+
+
+def test_what_is_refused() -> None:
+    problem = problem_of(30)
+    dout, q, k, v = packed_tensors(problem)
+    prepared = BACKEND.prepare(problem, CPU, packed=True)
+    out, lse = prepared.forward(q, k, v, SCALE)
+    tensors = Tensors(dout, q, k, v, out, lse)
+    with pytest.raises(PlanMismatchError, match="tiles"):
+        prepared.backward(build_plan(replace(problem, tile_m=64), SPT()), tensors, SCALE)
+    with pytest.raises(PlanMismatchError, match="the plan is for"):
+        prepared.backward(build_plan(problem_of(31), SPT()), tensors, SCALE)
+    with pytest.raises(PlanMismatchError, match="lse has shape"):
+        prepared.backward(build_plan(problem, SPT()), tensors._replace(lse=lse[:1]), SCALE)
+    plan = build_plan(problem, SPT())
+    with pytest.raises(PlacementError, match="verified"):
+        prepared.backward(plan.with_items(plan.items), tensors, SCALE)
+    with pytest.raises(PlanMismatchError, match="q has shape"):
+        prepared.forward(q[1:], k, v, SCALE)
+    with pytest.raises(PlanMismatchError, match="v has shape .* dtype torch.float64"):
+        prepared.forward(q, k, v.double(), SCALE)
