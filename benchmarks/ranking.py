@@ -59,7 +59,7 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
 
 
 def sums_as(row: dict[str, Any], plan: Plan) -> bool:
-    """Whether a plan sums in the order that a row was measured with; its fingerprint may be of an older version."""
+    """Whether a plan sums in the order that a row was measured with, maybe under an older version."""
     return row["fingerprint"] in (plan.fingerprint_under(v) for v in range(1, NUMERICS_VERSION + 1))
 
 

@@ -23,15 +23,16 @@ from .arguments import (
     Packing,
     Used,
     Window,
+    check_backend,
     check_call,
     check_flag,
     check_flash_options,
     check_no_positional,
 )
-from .backends.base import Backend, Gradients, Prepared, Tensors, as_current, backend_for
+from .backends.base import Backend, Gradients, Prepared, Tensors, as_current, backend_for, backends_for
 from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, dense_call, packed_call, prepared_once, used_call
+from .ops.calls import DTYPE_NAMES, Call, dense_call, not_covered, packed_call, prepared_once, used_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
@@ -59,7 +60,7 @@ class Support:
     Attributes:
         ok: True if the function accepts these arguments.
         reason: the message of the error it raises otherwise, empty if ok.
-        backend: what would run it ("cpu" or "sm90"), None if not ok.
+        backend: what would run it ("cpu", "sm90" or "triton"), None if not ok.
     """
 
     ok: bool
@@ -80,6 +81,7 @@ def attention(
     softmax_scale: float | None = None,
     policy: str | Numerics | Schedule = "auto",
     return_lse: bool = False,
+    backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
@@ -93,6 +95,8 @@ def attention(
         policy: "auto", a policy's name, or a Policy. It decides in which order gradients are summed:
             another policy may give other bytes, all of them equally accurate.
         return_lse: return the log-sum-exp too. It carries no gradient.
+        backend: "auto", "cpu", "sm90" (Hopper) or "triton". "auto" is "cpu" for CPU tensors. On a GPU it is
+            "sm90" where that covers the call, else "triton". Another backend gives other bytes.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
@@ -114,7 +118,8 @@ def attention(
         >>> out.shape == q.grad.shape == q.shape
         True
     """
-    return _run_dense(q, k, v, Asked(causal, window, softmax_scale, policy), return_lse)
+    asked = Asked(causal, window, softmax_scale, policy, backend=backend)
+    return _run_dense(q, k, v, asked, return_lse)
 
 
 def flash_attn_func(
@@ -128,6 +133,7 @@ def flash_attn_func(
     deterministic: bool = True,
     return_lse: bool = False,
     policy: str | Numerics | Schedule = "auto",
+    backend: str = "auto",
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -146,7 +152,7 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy: as in :func:`attention`.
+        policy, backend: as in :func:`attention`.
         flash_options: FlashAttention's other arguments (``dropout_p``, ``softcap``, ``alibi_slopes``,
             ``block_table``, ``learnable_sink``, ...) with values that ask for nothing.
 
@@ -167,7 +173,8 @@ def flash_attn_func(
     """
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
-    return _run_dense(q, k, v, Asked(causal, window_size, softmax_scale, policy, deterministic), return_lse)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend)
+    return _run_dense(q, k, v, asked, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -186,6 +193,7 @@ def flash_attn_varlen_func(
     deterministic: bool = True,
     return_lse: bool = False,
     policy: str | Numerics | Schedule = "auto",
+    backend: str = "auto",
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -214,7 +222,7 @@ def flash_attn_varlen_func(
             keys) is an error.
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
-        softmax_scale, causal, window_size, deterministic, return_lse, policy, flash_options: as in
+        softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, flash_options: as in
             :func:`flash_attn_func`; lse is (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
@@ -248,7 +256,7 @@ def flash_attn_varlen_func(
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend)
     return _run_packed(q, k, v, packing, asked, return_lse)
 
 
@@ -269,6 +277,7 @@ def is_supported(
     deterministic: bool = True,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    backend: str = "auto",
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -288,13 +297,13 @@ def is_supported(
             packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         else:
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
-        asked = Asked(causal, _one_window(window, window_size), softmax_scale, policy, deterministic)
+        window = _one_window(window, window_size)
+        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend)
         checked = check_call(q, k, v, packing, asked)
-        if not _is_empty(checked):
-            _find(checked)
+        found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
         return Support(False, str(error))
-    return Support(True, backend=backend_for(q.device).name)
+    return Support(True, backend=found.name)
 
 
 def plan_for(
@@ -308,6 +317,7 @@ def plan_for(
     window: Window = None,
     window_size: Window = None,
     policy: str | Numerics | Schedule = "auto",
+    backend: str = "auto",
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
@@ -319,7 +329,7 @@ def plan_for(
     >>> plan_for(q, q, q, causal=True)
     Plan(spt, 8 items, 20 tasks)
     """
-    asked = Asked(causal, _one_window(window, window_size), policy=policy)
+    asked = Asked(causal, _one_window(window, window_size), policy=policy, backend=backend)
     return _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked).plan
 
 
@@ -347,6 +357,7 @@ def fingerprints(
     window: Window = None,
     window_size: Window = None,
     policy: str | Numerics | Schedule = "auto",
+    backend: str = "auto",
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -357,7 +368,7 @@ def fingerprints(
     >>> [len(name) for name in fingerprints(q, q, q, causal=True)]
     [64, 64]
     """
-    asked = Asked(causal, _one_window(window, window_size), policy=policy)
+    asked = Asked(causal, _one_window(window, window_size), policy=policy, backend=backend)
     call = _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint)
 
@@ -370,31 +381,41 @@ def apply_plan(
     softmax_scale: float,
     *,
     disorder: random.Random | None = None,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
     Args:
-        plan: a proven plan whose tiles are those of the device's backend.
+        plan: a proven plan whose tiles are those of the backend.
         q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim).
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
-        disorder: sums dQ in no fixed order instead: a negative control. On the CPU it draws the order.
+        disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
+        backend: as in :func:`attention`.
 
     Raises:
-        InputError: the backend does not cover the plan's problem.
+        InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
-    backend, packed = backend_for(q.device), q.ndim == 3
-    if reason := backend.why_not(plan.problem, q.device, packed):
-        raise InputError(reason)
+    packed = q.ndim == 3
+    chosen = _covering(plan, q.device, packed, check_backend(backend))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if DTYPE_NAMES.get(x.dtype) != plan.problem.dtype or x.device != q.device:
             raise PlanMismatchError(
                 f"{name} has dtype {x.dtype} and is on {x.device}; "
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
-    prepared = prepared_once(plan.problem, q.device, packed)
+    prepared = prepared_once(chosen, plan.problem, q.device, packed)
     return attend(_Planned(prepared, plan, softmax_scale, disorder), q, k, v)
+
+
+def _covering(plan: Plan, device: torch.device, packed: bool, asked: str) -> Backend:
+    reasons = {}
+    for backend in backends_for(device, asked):
+        reasons[backend.name] = backend.why_not(plan.problem, device, packed)
+        if not reasons[backend.name]:
+            return backend
+    raise InputError(not_covered(reasons))
 
 
 class _Planned(NamedTuple):

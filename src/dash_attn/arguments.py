@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends.base import check_device
+from .backends.base import BACKENDS, check_device
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
@@ -25,6 +25,7 @@ __all__ = [
     "Packing",
     "Used",
     "Window",
+    "check_backend",
     "check_call",
     "check_flag",
     "check_flash_options",
@@ -102,6 +103,7 @@ class Asked(NamedTuple):
     softmax_scale: float | None = None
     policy: str | Numerics | Schedule = "auto"
     deterministic: bool = True
+    backend: str = "auto"
 
 
 class CheckedCall(NamedTuple):
@@ -147,14 +149,21 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, 
     left, right = _sides(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
-        _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered
-    )
+        _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
+        check_backend(asked.backend),
+    )  # fmt: skip
     return CheckedCall(q, k, v, spec, packing)
 
 
 def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def check_backend(value: object) -> str:
+    if not isinstance(value, str) or value not in ("auto", *BACKENDS):
+        raise InputError(f"backend must be auto, {', '.join(BACKENDS)}, got {value!r}")
     return value
 
 

@@ -22,9 +22,10 @@ class AttentionSpec(NamedTuple):
         left, right: columns that a row sees before and after its own position, -1: all.
         policy: "auto", or the name of a schedule (:class:`dash_attn.schedule.Schedule`).
         ordered: False permits sums of dQ in no fixed order.
+        backend: "auto", or the name of one (:mod:`dash_attn.backends.base`).
 
     >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()
-    ('causal', 'float softmax_scale, int left, int right, str policy, bool ordered')
+    ('causal', 'float softmax_scale, int left, int right, str policy, bool ordered, str backend')
     """
 
     softmax_scale: float
@@ -32,6 +33,7 @@ class AttentionSpec(NamedTuple):
     right: int = -1
     policy: str = "auto"
     ordered: bool = True
+    backend: str = "auto"
 
     @property
     def mask(self) -> Mask:

@@ -343,13 +343,13 @@ def test_a_trace_needs_a_gpu(
 @pytest.mark.parametrize(
     ("flags", "capability", "message"),
     [
-        ("--seqlen 512 --head-dim 96", (9, 0), "head_dim 96 is not supported on a GPU; supported: 64, 128"),
+        ("--seqlen 512 --head-dim 96", (9, 0), "head_dim 96 is not supported by sm90; supported: 64, 128"),
         (
             "--seqlen 512 --dtype float32",
             (9, 0),
-            "dtype float32 is not supported on a GPU; supported: bfloat16",
+            "dtype float32 is not supported by sm90; supported: bfloat16",
         ),
-        ("--seqlen 512", (8, 0), "cuda:0 is sm_80; the kernels are for Hopper, sm_90"),
+        ("--seqlen 512", (8, 0), "cuda:0 is sm_80; the sm90 kernels are for Hopper"),
     ],
 )
 def test_a_trace_of_what_the_forward_does_not_cover(

@@ -20,7 +20,7 @@ def test_this_machine(capsys):
     facts = doctor.examine()
     assert set(facts["packages"]) == set(doctor.PACKAGES)
     assert facts["packages"]["torch"] == version("torch")
-    assert facts["supported_on_cpu"] == dict.fromkeys(doctor.CALLS, "yes")
+    assert facts["backend_cpu"] == dict.fromkeys(doctor.CALLS, "yes")
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in [*facts, *doctor.CALLS])
@@ -38,8 +38,12 @@ class _Properties:
 @pytest.mark.parametrize(
     ("capability", "missing", "expected"),
     [
-        ((8, 0), (), "no: the kernels are for Hopper, sm_90 (Test GPU, sm_80, 108 SMs; "),
-        ((9, 0), ("apache-tvm-ffi",), "no: apache-tvm-ffi missing: pip install 'dash-attn[cuda]' (Test GPU"),
+        ((8, 0), (), "yes, by triton: the sm90 kernels are for Hopper (Test GPU, sm_80, 108 SMs; "),
+        (
+            (9, 0),
+            ("apache-tvm-ffi",),
+            "backend='triton' only: apache-tvm-ffi missing: pip install 'dash-attn[cuda]' (Test GPU",
+        ),
         ((9, 0), (), "yes: Test GPU, sm_80, 108 SMs; Test GPU"),
     ],
 )
@@ -59,7 +63,7 @@ def test_without_torch(monkeypatch):
 
 def test_unsupported_calls_say_why(monkeypatch):
     monkeypatch.setitem(doctor.CALLS, "head_dim 96", {"kv_heads": 3})
-    reason = doctor.examine()["supported_on_cpu"]["head_dim 96"]
+    reason = doctor.examine()["backend_cpu"]["head_dim 96"]
     assert reason == "no: heads (4) must be a multiple of kv_heads (3)"
 
 

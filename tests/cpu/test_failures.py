@@ -77,7 +77,7 @@ def test_an_unsupported_gpu_is_named(
     monkeypatch.setattr(backend, "_capability", lambda device: capability)
     problem = Problem.dense(seqlen=256, heads=2, head_dim=64)
     reason = BACKEND.why_not(problem, torch.device("cuda", 1), False)
-    assert reason == f"cuda:1 is {name}; the kernels are for Hopper, sm_90"
+    assert reason == f"cuda:1 is {name}; the sm90 kernels are for Hopper"
 
 
 class Allocator:

@@ -81,7 +81,7 @@ def test_explicit_positions_are_refused_with_the_reason(monkeypatch: pytest.Monk
     monkeypatch.setattr(backend, "_capability", lambda device: (9, 0))
     shifted = Problem(((128, 256),), 1, 1, 64, Mask.causal(), q_starts=(0,))
     reason = BACKEND.why_not(shifted, torch.device("cuda"), False)
-    assert reason == "q_starts (0,) are not supported on a GPU: rows are aligned bottom-right"
+    assert reason == "q_starts (0,) are not supported by sm90: rows are aligned bottom-right"
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46, 2.4e38])

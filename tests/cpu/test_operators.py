@@ -15,9 +15,10 @@ import dash_attn
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.ops.operators import DENSE, VARLEN
 from dash_attn.schedule import Shift
+from dash_attn.spec import AttentionSpec
 from dash_attn.testing import assert_same_bytes
 
-OPTIONS = (0.3, -1, 0, "auto", True)
+OPTIONS = AttentionSpec(0.3, -1, 0)
 ENDS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
 
 

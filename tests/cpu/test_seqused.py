@@ -18,6 +18,7 @@ from dash_attn.errors import InputError, PlanMismatchError
 from dash_attn.ops.operators import USED
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, build_forward_plan, build_plan
+from dash_attn.spec import AttentionSpec
 from dash_attn.testing import assert_same_bytes
 
 BAD = (float("nan"), float("inf"), -float("inf"))
@@ -218,7 +219,7 @@ def test_backends_refuse_other_tensors_and_backwards():
 def test_opcheck(packed):
     ends = (ENDS_Q, ENDS_K) if packed else (None, None)
     tensors = (FLAT_Q, FLAT_K, FLAT_K) if packed else (Q, CACHE, CACHE)
-    opcheck(USED, (*tensors, *ends, LENGTHS, 0.1, -1, 0, "auto", True, -1, -1))
+    opcheck(USED, (*tensors, *ends, LENGTHS, *AttentionSpec(0.1, -1, 0), -1, -1))
 
 
 def test_compiled_calls_have_the_same_bytes():

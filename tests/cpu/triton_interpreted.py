@@ -21,6 +21,7 @@ import torch
 from attention_cases import SCALE, executed, expected, packed_tensors, shuffled_placement, split
 from torch import Tensor
 
+import dash_attn
 from dash_attn.backends.base import Keys, Tensors
 from dash_attn.backends.cpu import dq_partials, fold_partials
 from dash_attn.backends.cpu import forward as reference
@@ -415,3 +416,26 @@ def test_what_is_refused() -> None:
         prepared.forward(q[1:], k, v, SCALE)
     with pytest.raises(PlanMismatchError, match="v has shape .* dtype torch.float64"):
         prepared.forward(q, k, v.double(), SCALE)
+
+
+def test_public_functions() -> None:
+    """By ``backend="triton"``: the same bytes as the prepared call, with the tiles and the name of Triton."""
+    problem = problem_of((90, 90), (20, 130), mask=Mask.causal(), head_dim=40)
+    dout, q, k, v = packed_tensors(problem)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ends = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*problem.sequences)]
+    how: dict[str, Any] = {"causal": True, "softmax_scale": SCALE, "backend": "triton"}
+    out, lse = dash_attn.flash_attn_varlen_func(*leaves, *ends, return_lse=True, **how)
+    grads = torch.autograd.grad(out, leaves, dout)
+    plan = dash_attn.plan_for(*leaves, *ends, causal=True, backend="triton")
+    assert (plan.problem.tile_m, plan.problem.tile_n) == BACKEND.tiles(40)
+    found = run(plan, [x.detach() for x in (dout, q, k, v)])
+    for name, got in zip(NAMES, (out, lse, *grads)):
+        assert_same_bytes(got, found[name], name)
+    assert dash_attn.is_supported(*leaves, *ends, backend="triton").backend == "triton"
+    assert dash_attn.is_supported(*leaves, *ends).backend == "cpu"
+    mine, cpu = (
+        dash_attn.fingerprints(*leaves, *ends, causal=True, backend=name) for name in ("triton", "cpu")
+    )
+    assert mine.forward != cpu.forward
+    assert mine.backward == plan.fingerprint

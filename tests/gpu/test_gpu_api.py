@@ -17,6 +17,7 @@ from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.errors import InputError
 from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
+from dash_attn.spec import AttentionSpec
 from dash_attn.testing import same_bytes
 from gpu_cases import has_fa4
 
@@ -69,7 +70,7 @@ def all_same(results: list[Tensor], others: list[Tensor]) -> bool:
 def test_opcheck(layout):
     tensors = inputs(layout)
     functions, ends = (VARLEN, [cu(*ENDS)] * 2) if layout == "packed" else (DENSE, [])
-    rest = (*ends, 0.1, -1, 0, "auto", True, *((500, -1) if layout == "packed" else ()))
+    rest = (*ends, *AttentionSpec(0.1, -1, 0), *((500, -1) if layout == "packed" else ()))
     opcheck(functions.forward, (*tensors, *rest))
     out, lse = functions.forward(*tensors, *rest)
     saved = [x.detach() for x in (torch.ones_like(out), *tensors, out, lse)]

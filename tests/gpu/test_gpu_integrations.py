@@ -272,8 +272,8 @@ def test_verify(capsys, line):
 def test_doctor():
     facts = doctor.examine()
     assert facts["gpu"].startswith("yes")
-    assert facts["supported_on_gpu"]["variable lengths"] == "yes"
-    assert "float32" in facts["supported_on_gpu"]["fp32"]
+    assert facts["backend_sm90"]["variable lengths"] == facts["backend_triton"]["fp32"] == "yes"
+    assert "float32" in facts["backend_sm90"]["fp32"]
 
 
 def test_the_demo_repeats_and_its_control_drifts():

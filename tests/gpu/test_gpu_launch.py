@@ -292,11 +292,16 @@ def test_two_streams_at_once():
 
 def test_support_names_the_reason():
     q = torch.zeros(1, 8, 4, 64, device="cuda")
-    assert "dtype float32 is not supported on a GPU" in dash_attn.is_supported(q, q, q).reason
-    with pytest.raises(InputError, match="dtype float32"):
-        dash_attn.attention(q, q, q)
+    assert "dtype float32 is not supported by sm90" in dash_attn.is_supported(q, q, q, backend="sm90").reason
+    assert dash_attn.is_supported(q, q, q).backend == "triton"
+    with pytest.raises(InputError, match="dtype float32 is not supported by sm90"):
+        dash_attn.attention(q, q, q, backend="sm90")
+    with pytest.raises(InputError, match=r"sm90: dtype float64 .*; triton: dtype float64 is not supported"):
+        dash_attn.attention(*3 * [q.double()])
+    with pytest.raises(InputError, match="the cpu backend does not run on cuda:0"):
+        dash_attn.attention(q, q, q, backend="cpu")
     q = torch.zeros(1, 8, 4, 96, device="cuda", dtype=torch.bfloat16)
-    assert "head_dim 96 is not supported on a GPU" in dash_attn.is_supported(q, q, q).reason
+    assert "head_dim 96 is not supported by sm90" in dash_attn.is_supported(q, q, q, backend="sm90").reason
     q = torch.zeros(1, 8, 4, 64, device="cuda", dtype=torch.bfloat16)
     assert dash_attn.is_supported(q, q, q).backend == "sm90"
 

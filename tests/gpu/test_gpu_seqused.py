@@ -14,6 +14,7 @@ from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.backends.cuda.upload import loadable
 from dash_attn.errors import InputError
 from dash_attn.ops.operators import USED
+from dash_attn.spec import AttentionSpec
 from dash_attn.testing import same_bytes
 
 BAD = (float("nan"), float("inf"), -float("inf"))
@@ -184,7 +185,7 @@ def test_compiled_calls_have_the_same_bytes(mode):
 
 def test_opcheck():
     q, cache = draw(2, 3, 4, 64), draw(2, 300, 2, 64, seed=1)
-    opcheck(USED, (q, cache, cache, None, None, int32(200, 70), 0.1, -1, 0, "auto", True, -1, -1))
+    opcheck(USED, (q, cache, cache, None, None, int32(200, 70), *AttentionSpec(0.1, -1, 0), -1, -1))
 
 
 def test_what_is_refused():

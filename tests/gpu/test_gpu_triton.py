@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+import dash_attn
 from dash_attn.backends.base import Keys, Tensors
 from dash_attn.backends.triton import launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.tiles import forward_numerics
+from dash_attn.integrations import sdpa
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, prove
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -330,3 +334,69 @@ def test_a_captured_graph_replays_the_same_bytes() -> None:
         graph.replay()
         for name, a, b in zip(NAMES, captured, wanted):
             assert_same_bytes(a, b, name)
+
+
+# Through the public functions
+
+
+def leaves_of(
+    seqlen: int, head_dim: int, dtype: torch.dtype, heads: int = 4, kv_heads: int = 2
+) -> tuple[list[Tensor], Tensor]:
+    """q, k, v and the gradient of out, dense."""
+    generator = torch.Generator("cuda").manual_seed(seqlen)
+    sizes = [(2, seqlen, h, head_dim) for h in (heads, kv_heads, kv_heads, heads)]
+    *leaves, dout = (torch.randn(s, generator=generator, device="cuda").to(dtype) for s in sizes)
+    return [x.requires_grad_() for x in leaves], dout
+
+
+def trained(leaves: list[Tensor], dout: Tensor, **how: Any) -> dict[str, Tensor]:
+    out, lse = dash_attn.flash_attn_func(*leaves, causal=True, return_lse=True, **how)
+    return dict(zip(NAMES, (out, lse, *torch.autograd.grad(out, leaves, dout))))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(96, torch.bfloat16), (80, torch.float16), (256, torch.bfloat16), (64, torch.float32)],
+)
+def test_auto_takes_triton_where_sm90_does_not_cover_a_call(head_dim: int, dtype: torch.dtype) -> None:
+    leaves, dout = leaves_of(500, head_dim, dtype)
+    assert dash_attn.is_supported(*leaves, causal=True).backend == "triton"
+    first = trained(leaves, dout)
+    exact = trained([x.detach().double().cpu().requires_grad_() for x in leaves], dout.double().cpu())
+    for name, got in first.items():
+        assert relative_error(got.cpu(), exact[name]) < BOUND[str(dtype).removeprefix("torch.")], name
+    for _ in range(5):
+        for name, got in trained(leaves, dout).items():
+            assert_same_bytes(got, first[name], name)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sm90_and_triton_differ_by_rounding_only(head_dim: int) -> None:
+    leaves, dout = leaves_of(700, head_dim, torch.bfloat16)
+    assert dash_attn.is_supported(*leaves, causal=True).backend == "sm90"
+    mine, other = (trained(leaves, dout, backend=name) for name in ("sm90", "triton"))
+    for name in NAMES:
+        assert relative_error(mine[name], other[name].double()) < 1e-2, name
+    assert not same_bytes(mine["dq"], other["dq"])
+    assert_same_bytes(trained(leaves, dout)["dq"], mine["dq"])
+
+
+def test_compiled_and_checkpointed_calls_have_the_same_bytes() -> None:
+    leaves, dout = leaves_of(300, 96, torch.bfloat16)
+
+    def run(*tensors: Tensor) -> Tensor:
+        return dash_attn.flash_attn_func(*tensors, causal=True)
+
+    expected = torch.autograd.grad(run(*leaves), leaves, dout)
+    for call in (torch.compile(run, fullgraph=True), lambda *x: checkpoint(run, *x, use_reentrant=False)):
+        for got, wanted in zip(torch.autograd.grad(call(*leaves), leaves, dout), expected):
+            assert_same_bytes(got, wanted)
+
+
+def test_sdpa_runs_head_dims_that_sm90_does_not_have() -> None:
+    leaves, dout = leaves_of(200, 96, torch.bfloat16, heads=2)
+    turned = [x.transpose(1, 2) for x in leaves]
+    with sdpa.enabled():
+        out = F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+    assert_same_bytes(out, dash_attn.flash_attn_func(*leaves, causal=True))
+    assert torch.autograd.grad(out, leaves, dout)[0].isfinite().all()

@@ -1,8 +1,8 @@
-"""What a backend must supply, and which backend a device has.
+"""What a backend must supply, and which backends a device has.
 
 A backend says what it covers, with reasons, and which tiles its kernels have. Both are asked before a plan is
 made. It runs the forward of a problem, and the backward of a plan. A new one is a module with a ``BACKEND``
-and a line in ``BACKENDS``.
+and a line in ``BACKENDS``; its name in ``AUTO`` lets it be chosen without being named.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ..problem import Problem
 from ..schedule import Plan
 
 __all__ = [
+    "AUTO",
     "BACKENDS",
     "NOTHING",
     "NO_BACKWARD",
@@ -33,14 +34,19 @@ __all__ = [
     "Tensors",
     "as_current",
     "backend_for",
+    "backend_named",
+    "backends_for",
     "check_device",
     "forward_shapes",
     "refuse_backward",
     "tensor_shapes",
 ]
 
-BACKENDS = {"cpu": ".cpu.backend", "cuda": ".sm90.backend"}
-"""Module of the backend of each type of device. It is imported when the first tensor is there."""
+BACKENDS = {"cpu": ".cpu.backend", "sm90": ".sm90.backend", "triton": ".triton.backend"}
+"""Module of each backend, by its name. It is imported when it is first asked."""
+
+AUTO = {"cpu": ("cpu",), "cuda": ("sm90", "triton")}
+"""What ``backend="auto"`` asks on each type of device, in this order: the first one that covers a problem."""
 
 
 class Tensors(NamedTuple):
@@ -199,8 +205,9 @@ NOTHING = nullcontext()
 
 
 @cache
-def _load(kind: str) -> Backend:
-    backend: Backend = import_module(BACKENDS[kind], __package__).BACKEND
+def backend_named(name: str) -> Backend:
+    """The backend of a name in ``BACKENDS``."""
+    backend: Backend = import_module(BACKENDS[name], __package__).BACKEND
     return backend
 
 
@@ -212,11 +219,24 @@ def check_device(device: torch.device) -> None:
         )
 
 
+def backends_for(device: torch.device, asked: str = "auto") -> list[Backend]:
+    """The backends that may run a call, in the order in which they are asked.
+
+    Args:
+        device: of the tensors.
+        asked: "auto", or the name of one.
+
+    Raises:
+        InputError: the device has none.
+    """
+    check_device(device)
+    return [backend_named(name) for name in (AUTO[device.type] if asked == "auto" else (asked,))]
+
+
 def backend_for(device: torch.device) -> Backend:
-    """The backend of a device.
+    """The backend that is asked first on a device.
 
     Raises:
         InputError: there is none.
     """
-    check_device(device)
-    return _load(device.type)
+    return backends_for(device)[0]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends.base import Gradients, Keys, Prepared, Tensors, as_current, backend_for
+from ..backends.base import Backend, Gradients, Keys, Prepared, Tensors, as_current, backends_for
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
@@ -27,6 +28,7 @@ __all__ = [
     "Packing",
     "Used",
     "dense_call",
+    "not_covered",
     "packed_call",
     "prepared_once",
     "used_call",
@@ -44,30 +46,47 @@ Used = tuple[Tensor | None, Tensor | None, Tensor, int, int]
 """cu_seqlens_q, cu_seqlens_k (None: dense), seqused_k, max_seqlen_q, max_seqlen_k; -1: not given."""
 
 
+class _Shapes(NamedTuple):
+    """What the tensors of a call say.
+
+    Attributes:
+        sequences: (seqlen_q, seqlen_k) of each.
+        sizes: q heads, kv heads, head dim.
+        dtype: of q, k and v.
+    """
+
+    sequences: tuple[tuple[int, int], ...]
+    sizes: tuple[int, int, int]
+    dtype: torch.dtype
+
+
 class Call:
     """What shapes, dtypes, device and spec decide.
 
     Attributes:
         spec: what is asked.
-        problem: the shapes, checked.
-        prepared: the problem on its backend.
+        backend: the first one that covers it.
+        problem: the shapes, checked, with the tiles of the backend.
+        prepared: the problem on the backend.
 
     With ``keys`` it has a forward only.
+
+    Raises:
+        InputError: no backend covers it, or the one that is asked for does not.
+        UnsupportedMaskError: the policy does not cover the mask.
     """
 
     def __init__(
         self,
         spec: AttentionSpec,
-        problem: Problem,
+        shapes: _Shapes,
         device: torch.device,
         packed: bool,
         keys: Keys | None = None,
     ) -> None:
-        backend = backend_for(device)
-        if reason := backend.why_not(problem, device, packed):
-            raise InputError(reason)
-        self.spec, self.problem, self.device = spec, problem, device
-        self.prepared: Prepared = backend.prepare(problem, device, packed, keys)
+        self.backend, self.problem = _covered(spec, shapes, device, packed)
+        self.spec, self.device = spec, device
+        self.prepared: Prepared = self.backend.prepare(self.problem, device, packed, keys)
         self._plan: Plan | None = None
         if spec.policy != "auto" and keys is None:
             _ = self.plan  # a policy that does not cover the mask is an error of the forward
@@ -119,8 +138,8 @@ def _dense(
     shape_q: torch.Size, shape_k: torch.Size, dtype: torch.dtype, device: torch.device, spec: AttentionSpec
 ) -> Call:
     batch, seqlen_q, heads, head_dim = shape_q
-    problem = _problem(((seqlen_q, shape_k[1]),) * batch, (heads, shape_k[2], head_dim), dtype, spec, device)
-    return Call(spec, problem, device, packed=False)
+    sizes = (heads, shape_k[2], head_dim)
+    return Call(spec, _Shapes(((seqlen_q, shape_k[1]),) * batch, sizes, dtype), device, packed=False)
 
 
 def packed_call(q: Tensor, k: Tensor, packing: Packing, spec: AttentionSpec, *, check: bool = True) -> Call:
@@ -146,8 +165,7 @@ def _packed(
     device: torch.device,
     spec: AttentionSpec,
 ) -> Call:
-    problem = _problem(tuple(zip(seqlens_q, seqlens_k)), sizes, dtype, spec, device)
-    return Call(spec, problem, device, packed=True)
+    return Call(spec, _Shapes(tuple(zip(seqlens_q, seqlens_k)), sizes, dtype), device, packed=True)
 
 
 def used_call(q: Tensor, k: Tensor, used: Used, spec: AttentionSpec) -> Call:
@@ -192,7 +210,7 @@ def _used(
     spec: AttentionSpec,
 ) -> Call:
     """``packed``: q is."""
-    return Call(spec, _problem(sequences, sizes, dtype, spec, device), device, packed, keys)
+    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed, keys)
 
 
 def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, check: bool) -> Lengths:
@@ -208,25 +226,37 @@ def _check_longest(side: str, max_seqlen: int, longest: int) -> None:
         raise InputError(f"max_seqlen_{side} is {max_seqlen}, the longest sequence has {longest}")
 
 
-def _problem(
-    sequences: tuple[tuple[int, int], ...],
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    spec: AttentionSpec,
-    device: torch.device,
-) -> Problem:
-    """``sizes``: q heads, kv heads, head dim. Its tiles are those of the device's backend."""
-    tile_m, tile_n = backend_for(device).tiles(sizes[2])
-    try:
-        return Problem(sequences, *sizes, spec.mask, DTYPE_NAMES[dtype], tile_m, tile_n)
-    except ProblemError as error:
-        raise InputError(str(error)) from error
+def _covered(
+    spec: AttentionSpec, shapes: _Shapes, device: torch.device, packed: bool
+) -> tuple[Backend, Problem]:
+    """The first backend that covers a call, and its problem, which has the backend's tiles."""
+    reasons = {}
+    for backend in backends_for(device, spec.backend):
+        try:
+            problem = Problem(
+                shapes.sequences, *shapes.sizes, spec.mask, DTYPE_NAMES[shapes.dtype],
+                *backend.tiles(shapes.sizes[2]),
+            )  # fmt: skip
+        except ProblemError as error:
+            raise InputError(str(error)) from error
+        reason = backend.why_not(problem, device, packed)
+        if not reason:
+            return backend, problem
+        reasons[backend.name] = reason
+    raise InputError(not_covered(reasons))
+
+
+def not_covered(reasons: dict[str, str]) -> str:
+    """Why no backend runs a call, from what each of them says."""
+    if len(reasons) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
 @lru_cache(_CALLS)
-def prepared_once(problem: Problem, device: torch.device, packed: bool) -> Prepared:
-    """A problem on its backend, kept: a later call finds what the first one has put on the device."""
-    return backend_for(device).prepare(problem, device, packed)
+def prepared_once(backend: Backend, problem: Problem, device: torch.device, packed: bool) -> Prepared:
+    """A problem on a backend, kept: a later call finds what the first one has put on the device."""
+    return backend.prepare(problem, device, packed)
 
 
 @lru_cache(_CALLS)

@@ -45,7 +45,7 @@ HEADS, HEADS_LONG, LONG_ROWS = 2, 1, 8192
 longest item too long for a GPU that has few heads."""
 
 FEW_TASKS, SMALL_GROUP = 9, 4
-"""With so few tasks per kv tile and q head, an item owns a group of at most SMALL_GROUP q heads as a whole: sums
+"""With so few tasks per kv tile and q head, an item owns a whole group of at most SMALL_GROUP q heads: sums
 of several head groups would take longer to store and add than the tasks gain."""
 
 FULL_HEADS, FULL_HEADS_SHORT, SHORT = 1, 2, 64

@@ -31,7 +31,8 @@ def default_head_groups(group: int, grid: TileGrid) -> int:
     The constants were measured on an H200 (docs/experiments/head-groups.md).
 
     >>> from dash_attn.problem import Mask
-    >>> grids = TileGrid.of([(512, 512), (4096, 4096), (16384, 16384), (65536, 65536)], 64, 128, Mask.causal())
+    >>> lengths = [(n, n) for n in (512, 4096, 16384, 65536)]
+    >>> grids = TileGrid.of(lengths, 64, 128, Mask.causal())
     >>> [(default_head_groups(4, grid), default_head_groups(32, grid)) for grid in grids]
     [(1, 16), (2, 16), (4, 8), (2, 2)]
     """

@@ -314,7 +314,7 @@ class Plan:
         return self.fingerprint_under(NUMERICS_VERSION)
 
     def fingerprint_under(self, version: int) -> str:
-        """The fingerprint of these numerics under another ``NUMERICS_VERSION``: for records of older versions."""
+        """The fingerprint of these numerics under a ``NUMERICS_VERSION``: for records of older ones."""
         p = self.problem
         digest = hashlib.sha256()
         facts = (version, p.tile_m, p.tile_n, p.head_dim, p.dtype, p.mask.name, p.group)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..backends.base import AUTO
 from ..integrations import OLDEST_TRANSFORMERS
 
 __all__ = ["examine"]
@@ -19,6 +20,7 @@ PACKAGES = (
     "torch",
     "nvidia-cutlass-dsl",
     "apache-tvm-ffi",
+    "triton",
     "flash-attn-4",
     "matplotlib",
     "transformers",
@@ -34,7 +36,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "head_dim 96": {"causal": True, "head_dim": 96},
     "head_dim 256": {"causal": True, "head_dim": 256},
 }
-"""Typical calls: is each of them supported here?"""
+"""Typical calls: which backend supports each of them here?"""
 
 
 def examine() -> dict[str, Any]:
@@ -76,10 +78,14 @@ def _devices() -> dict[str, Any]:
     except ImportError as error:
         return {"cpu": f"no: PyTorch does not load ({error})", "gpu": "no: PyTorch does not load"}
     cpu = f"yes: reference executor, {torch.get_num_threads()} threads"
-    facts = {"cpu": cpu, "gpu": _gpu(torch), "supported_on_cpu": _supported("cpu")}
+    facts: dict[str, Any] = {"cpu": cpu, "gpu": _gpu(torch)}
     if torch.cuda.is_available():
         facts["cuda"] = f"PyTorch is built for {torch.version.cuda}"
-        facts["supported_on_gpu"] = _supported("cuda")
+    facts["backend_cpu"] = _supported("cpu", "cpu")
+    for name in AUTO["cuda"]:
+        facts[f"backend_{name}"] = (
+            _supported("cuda", name) if torch.cuda.is_available() else "no: PyTorch sees no CUDA device"
+        )
     return facts
 
 
@@ -93,23 +99,25 @@ def _gpu(torch: Any) -> str:
         names.append(f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs")
     listed = "; ".join(names)
     if torch.cuda.get_device_capability() != (9, 0):
-        return f"no: the kernels are for Hopper, sm_90 ({listed})"
+        return f"yes, by triton: the sm90 kernels are for Hopper ({listed})"
     missing = [p for p in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if _installed(p) == "missing"]
     if missing:
-        return f"no: {' and '.join(missing)} missing: pip install 'dash-attn[cuda]' ({listed})"
+        how = "pip install 'dash-attn[cuda]'"
+        return f"backend='triton' only: {' and '.join(missing)} missing: {how} ({listed})"
     return f"yes: {listed}"
 
 
-def _supported(device: str) -> dict[str, str]:
+def _supported(device: str, backend: str) -> dict[str, str]:
     """ "yes", or the reason why not, for each of ``CALLS``."""
     try:
-        return {name: _support(device, **call) for name, call in CALLS.items()}
+        return {name: _support(device, backend, **call) for name, call in CALLS.items()}
     except ImportError as error:
         return dict.fromkeys(CALLS, f"no: {error}")
 
 
 def _support(
     device: str,
+    backend: str,
     *,
     causal: bool = False,
     window_size: tuple[int, int] | None = None,
@@ -126,7 +134,7 @@ def _support(
     q, k = (torch.zeros(*rows, heads, head_dim, **like) for heads in (4, kv_heads))
     ends = torch.tensor([0, 100, 256], dtype=torch.int32)
     bounds = (ends, ends) if packed else ()
-    found = is_supported(q, k, k, *bounds, causal=causal, window_size=window_size)
+    found = is_supported(q, k, k, *bounds, causal=causal, window_size=window_size, backend=backend)
     return "yes" if found else f"no: {found.reason}"
 
 

@@ -182,6 +182,7 @@ def shape_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head-dim", type=int, help="default 128")
     group.add_argument("--dtype", choices=DTYPES, help="default bfloat16")
     group.add_argument("--policy", choices=("auto", *POLICIES), help="default auto")
+    group.add_argument("--backend", metavar="NAME", help="cpu, sm90 or triton; default auto")
     group.add_argument("--seed", type=int, help="of the random tensors (default 0)")
 
 

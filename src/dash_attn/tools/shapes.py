@@ -26,6 +26,7 @@ class Shape:
         causal, window: the mask; window is (left, right), -1: unbounded.
         dtype: "bfloat16", "float16", "float32" or "float64".
         policy: "auto" or a policy's name.
+        backend: "auto" or a backend's name.
         seed: of the random tensors.
     """
 
@@ -41,6 +42,7 @@ class Shape:
     window: tuple[int, int] | None = None
     dtype: str = "bfloat16"
     policy: str = "auto"
+    backend: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -149,6 +151,9 @@ class Shape:
 
 MASKS = ("full", "causal")
 
+OLDEST_GPU = (8, 0)
+"""The oldest compute capability that a backend covers."""
+
 KEYS = (*(field.name for field in fields(Shape)), "mask")
 """Keys of a shape in JSON: the fields of :class:`Shape`, and "mask"."""
 
@@ -208,5 +213,5 @@ def chosen_device(name: str | None) -> str:
         raise InputError("--device cuda, but PyTorch sees no CUDA device")
     if name is not None:
         return name
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return "cuda" if hopper else "cpu"
+    covered = torch.cuda.is_available() and torch.cuda.get_device_capability() >= OLDEST_GPU
+    return "cuda" if covered else "cpu"

@@ -83,7 +83,7 @@ class _CPU(Backend):
     name: ClassVar[str] = "cpu"
 
     def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
-        return ""
+        return "" if device.type == "cpu" else f"the cpu backend does not run on {device}"
 
     def tiles(self, head_dim: int) -> tuple[int, int]:
         return default_tiles(head_dim)

@@ -87,17 +87,19 @@ class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
     def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+        if device.type != "cuda":
+            return f"the sm90 backend does not run on {device}"
         major, minor = _capability(device)
         if (major, minor) != (9, 0):
-            return f"{device} is sm_{major}{minor}; the kernels are for Hopper, sm_90"
+            return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
         if problem.dtype not in DTYPES:
-            return f"dtype {problem.dtype} is not supported on a GPU; supported: {', '.join(DTYPES)}"
+            return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(DTYPES)}"
         if (problem.head_dim, problem.head_dim) not in TILES:
             known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
-            return f"head_dim {problem.head_dim} is not supported on a GPU; supported: {known}"
+            return f"head_dim {problem.head_dim} is not supported by sm90; supported: {known}"
         if problem.q_starts is not None:
             return (
-                f"q_starts {problem.q_starts!r:.80} are not supported on a GPU: rows are aligned bottom-right"
+                f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"
             )
         return ""
 

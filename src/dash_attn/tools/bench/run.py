@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...api import plan_for
-from ...backends.base import Tensors, backend_for, tensor_shapes
+from ...backends.base import Tensors, backends_for, tensor_shapes
 from ...errors import InputError, UnavailableError, UnsupportedMaskError
 from ...peers.registry import PEERS, Backward, Inputs
 from ...schedule import Plan
@@ -90,13 +90,17 @@ def require_hopper() -> None:
 
     The CPU backend is a reference: its times say nothing about anything.
     """
-    if not torch.cuda.is_available():
-        raise UnavailableError("a benchmark needs a Hopper GPU (sm_90), and PyTorch sees no CUDA device")
+    _require_gpu()
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         raise UnavailableError(
             f"a benchmark needs a Hopper GPU (sm_90), got {torch.cuda.get_device_name()}, sm_{major}{minor}"
         )
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UnavailableError("a benchmark needs a Hopper GPU (sm_90), and PyTorch sees no CUDA device")
 
 
 def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -> Result:
@@ -110,14 +114,18 @@ def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) ->
     Raises:
         InputError: the shape is not supported on this GPU, or a policy has no such name.
         UnsupportedMaskError: the shape's own policy does not cover its mask.
-        UnavailableError: there is no Hopper GPU.
+        UnavailableError: there is no Hopper GPU, and the shape names no other backend.
     """
-    require_hopper()
+    if shape.backend == "auto":
+        require_hopper()
+    else:
+        _require_gpu()
     plan, inputs = prepare(shape)
-    entries = [_ours(plan, inputs)]
+    entries = [_ours(shape, plan, inputs)]
     entries += [_further(shape, policy, inputs) for policy in settings.policies if policy != shape.policy]
-    unordered = Contender(call_of(plan, inputs, ordered=False))
-    entries.append((Row("dash_attn", f"{plan.policy}, no order", False), unordered))
+    if shape.backend in ("auto", "sm90"):  # the others gain nothing without order
+        unordered = Contender(call_of(plan, inputs, ordered=False))
+        entries.append((Row("dash_attn", f"{plan.policy}, no order", False), unordered))
     for peer in PEERS if settings.peers else ():
         contender = Contender(partial(peer.make, inputs), reason=peer.why_not(inputs))
         entries.append((Row(peer.impl, "", peer.deterministic), contender))
@@ -133,18 +141,19 @@ def prepare(shape: Shape) -> tuple[Plan, Inputs]:
     Raises: see :func:`bench_shape`.
     """
     device = torch.device("cuda", torch.cuda.current_device())
-    backend = backend_for(device)
+    backend = backends_for(device, shape.backend)[0]
     if reason := backend.why_not(shape.problem, device, shape.packed):
         raise InputError(f"{shape}: {reason}")
     (dout, q, k, v), bounds = _tensors(shape, device)
     plan, scale = _plan(shape, shape.policy, q, k, v, bounds), float(shape.head_dim) ** -0.5
-    out, lse = backend.prepare(shape.problem, device, shape.packed).forward(q, k, v, scale)
+    out, lse = backend.prepare(plan.problem, device, shape.packed).forward(q, k, v, scale)
     return plan, Inputs(shape.problem, dout, q, k, v, out, lse, bounds, scale)
 
 
-def call_of(plan: Plan, x: Inputs, ordered: bool) -> Callable[[], Backward]:
-    """Makes the backward of a plan, in its order or in none."""
-    prepared = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
+def call_of(plan: Plan, x: Inputs, ordered: bool, backend: str = "auto") -> Callable[[], Backward]:
+    """Makes the backward of a plan, in its order or in none, by a backend, "auto": the device's first one."""
+    chosen = backends_for(x.q.device, backend)[0]
+    prepared = chosen.prepare(plan.problem, x.q.device, x.packed)
     tensors = Tensors(x.dout, x.q, x.k, x.v, x.out, x.lse)
     call: Backward = partial(prepared.backward, plan, tensors, x.scale, ordered=ordered)
     return lambda: call
@@ -152,7 +161,7 @@ def call_of(plan: Plan, x: Inputs, ordered: bool) -> Callable[[], Backward]:
 
 def _plan(shape: Shape, policy: str, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, ...]) -> Plan:
     how: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "policy": policy}
-    return plan_for(q, k, v, *bounds, **how)
+    return plan_for(q, k, v, *bounds, **how, backend=shape.backend)
 
 
 def _tensors(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -168,15 +177,15 @@ def _tensors(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, ...], tu
 Entry = tuple[Row, Contender]
 
 
-def _ours(plan: Plan, inputs: Inputs) -> Entry:
+def _ours(shape: Shape, plan: Plan, inputs: Inputs) -> Entry:
     row = Row("dash_attn", plan.policy, True, fingerprint=plan.fingerprint)
-    return row, Contender(call_of(plan, inputs, ordered=True))
+    return row, Contender(call_of(plan, inputs, ordered=True, backend=shape.backend))
 
 
 def _further(shape: Shape, policy: str, x: Inputs) -> Entry:
     """A policy that need not cover the mask."""
     try:
-        return _ours(_plan(shape, policy, x.q, x.k, x.v, x.bounds), x)
+        return _ours(shape, _plan(shape, policy, x.q, x.k, x.v, x.bounds), x)
     except UnsupportedMaskError as error:
         return Row("dash_attn", policy, True), Contender(lambda: tuple, reason=str(error))
 

@@ -55,13 +55,15 @@ class Batch:
         how: dict[str, Any] = {"causal": self.shape.causal, "window_size": self.shape.window or (-1, -1)}
         tensors = (self.q, self.k, self.v)
         call = flash_attn_varlen_func if self.shape.packed else flash_attn_func
-        out, lse = call(*tensors, *self.bounds, **how, policy=self.shape.policy, return_lse=True)
+        how |= {"policy": self.shape.policy, "backend": self.shape.backend}
+        out, lse = call(*tensors, *self.bounds, **how, return_lse=True)
         return Results(out.detach(), lse, *torch.autograd.grad(out, tensors, self.dout))
 
     def unordered_dq(self, seed: int) -> Tensor:
         """dQ with its contributions added in no fixed order; on the CPU in one that the seed decides."""
         scale = float(self.shape.head_dim) ** -0.5
-        out, _ = apply_plan(self.plan(), self.q, self.k, self.v, scale, disorder=random.Random(seed))
+        how: dict[str, Any] = {"disorder": random.Random(seed), "backend": self.shape.backend}
+        out, _ = apply_plan(self.plan(), self.q, self.k, self.v, scale, **how)
         return torch.autograd.grad(out, self.q, self.dout)[0]
 
     def plan(self) -> Plan:
@@ -70,6 +72,7 @@ class Batch:
             "causal": self.shape.causal,
             "window": self.shape.window,
             "policy": self.shape.policy,
+            "backend": self.shape.backend,
         }
         return plan_for(self.q, self.k, self.v, *self.bounds, **how)
 

@@ -78,6 +78,7 @@ def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -
     inputs = random_inputs(shape, device)
     batch = Batch(shape, inputs)
     how: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "policy": shape.policy}
+    how["backend"] = shape.backend
     support = is_supported(batch.q, batch.k, batch.v, *batch.bounds, **how)
     if not support:
         raise InputError(f"{shape}: {support.reason}")

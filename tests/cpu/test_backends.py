@@ -1,0 +1,138 @@
+"""Which backend runs a call: what is asked for, or the first one that covers it, and why not others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from dash_attn import (
+    attention,
+    fingerprints,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    is_supported,
+    plan_for,
+)
+from dash_attn.api import apply_plan
+from dash_attn.backends import base
+from dash_attn.backends.base import AUTO, BACKENDS, backend_named, backends_for
+from dash_attn.backends.cpu.backend import _CPU
+from dash_attn.errors import InputError
+from dash_attn.ops import policies
+from dash_attn.problem import Problem
+from dash_attn.testing import assert_same_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 200, heads, 32, generator=generator) for heads in (4, 2, 2)]
+
+
+def test_names_are_those_of_the_backends() -> None:
+    assert {name: backend_named(name).name for name in BACKENDS} == {name: name for name in BACKENDS}
+    assert {name for names in AUTO.values() for name in names} == set(BACKENDS)
+
+
+@pytest.mark.parametrize("wrong", ["gpu", "", None, 1, ["cpu"]])
+def test_a_wrong_name_is_named(tensors: list[Tensor], wrong: object) -> None:
+    message = f"backend must be auto, cpu, sm90, triton, got {wrong!r}"
+    for function in (attention, flash_attn_func, plan_for, fingerprints):
+        with pytest.raises(InputError) as raised:
+            function(*tensors, backend=wrong)
+        assert str(raised.value) == message
+    assert is_supported(*tensors, backend=wrong).reason == message
+    with pytest.raises(InputError) as raised:
+        apply_plan(plan_for(*tensors), *tensors, 1.0, backend=wrong)
+    assert str(raised.value) == message
+
+
+def test_asking_for_what_auto_chooses_changes_nothing(tensors: list[Tensor]) -> None:
+    assert is_supported(*tensors).backend == is_supported(*tensors, backend="cpu").backend == "cpu"
+    assert_same_bytes(attention(*tensors), attention(*tensors, backend="cpu"))
+    assert fingerprints(*tensors) == fingerprints(*tensors, backend="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sm90", "the sm90 backend does not run on cpu"),
+        ("triton", "the triton backend (does not run on cpu|needs Triton).*"),
+    ],
+)
+def test_no_other_backend_than_the_one_asked_for(tensors: list[Tensor], name: str, reason: str) -> None:
+    ends = torch.tensor([0, 200], dtype=torch.int32)
+    packed = [x[0] for x in tensors]
+    with pytest.raises(InputError, match=reason):
+        attention(*tensors, backend=name)
+    with pytest.raises(InputError, match=reason):
+        flash_attn_varlen_func(*packed, ends, ends, backend=name)
+    with pytest.raises(InputError, match=reason):
+        apply_plan(plan_for(*tensors), *tensors, 1.0, backend=name)
+    assert not is_supported(*tensors, backend=name)
+
+
+def test_the_cpu_backend_refuses_other_devices() -> None:
+    problem = Problem.dense(seqlen=10, head_dim=64)
+    reason = backend_named("cpu").why_not(problem, torch.device("cuda", 0), False)
+    assert reason == "the cpu backend does not run on cuda:0"
+
+
+class _Picky(_CPU):
+    """Covers one head dim, with tiles of its own."""
+
+    name: ClassVar[str] = "picky"
+
+    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+        return "" if problem.head_dim == 32 else f"head_dim {problem.head_dim} is not 32"
+
+    def tiles(self, head_dim: int) -> tuple[int, int]:
+        return 32, 64
+
+
+@pytest.fixture
+def picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A backend that auto asks before the CPU's."""
+    monkeypatch.setitem(BACKENDS, "picky", ".picky")
+    monkeypatch.setitem(AUTO, "cpu", ("picky", "cpu"))
+    found = base.import_module
+    module = SimpleNamespace(BACKEND=_Picky())
+    monkeypatch.setattr(
+        base, "import_module", lambda name, package: module if name == ".picky" else found(name, package)
+    )
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    """Calls that were accepted with other backends."""
+    for clear in policies._FORGET:
+        clear()
+
+
+@pytest.mark.usefixtures("picky")
+def test_auto_takes_the_first_one_that_covers_a_call(tensors: list[Tensor]) -> None:
+    wider = [torch.cat([x, x], 3) for x in tensors]
+    assert [backend.name for backend in backends_for(CPU)] == ["picky", "cpu"]
+    assert (is_supported(*tensors).backend, is_supported(*wider).backend) == ("picky", "cpu")
+    assert (plan_for(*tensors).problem.tile_m, plan_for(*wider).problem.tile_m) == (32, 128)
+    assert plan_for(*tensors, backend="cpu").problem.tile_m == 128
+    assert attention(*wider).shape == wider[0].shape
+
+
+@pytest.mark.usefixtures("picky")
+def test_where_none_covers_a_call_each_says_why(
+    monkeypatch: pytest.MonkeyPatch, tensors: list[Tensor]
+) -> None:
+    monkeypatch.setattr(_CPU, "why_not", lambda *_: "no time")
+    wider = [torch.cat([x, x], 3) for x in tensors]
+    assert is_supported(*wider).reason == "picky: head_dim 64 is not 32; cpu: no time"
+    assert is_supported(*wider, backend="cpu").reason == "no time"
