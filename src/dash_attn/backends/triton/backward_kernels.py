@@ -11,7 +11,7 @@ Scores are computed in both main kernels. Strides of heads, rows and batches are
 import triton
 import triton.language as tl
 
-from .parts import load_rows, row_interval, sequence_of
+from .parts import load_rows, row_interval, sequence_of, whole_interval
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -31,12 +31,13 @@ def prepare_kernel(
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
     batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
-    rows = tl.load(record + 7) * ROWS + tl.arange(0, ROWS)
+    top = tl.load(record + 7) * ROWS
+    rows = top + tl.arange(0, ROWS)
     there = rows < seqlen_q
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
-    o_tile = load_rows(out_base, out_row, rows, there, HEAD_DIM, BLOCK_D).to(tl.float32)
-    do_tile = load_rows(do_base, do_row, rows, there, HEAD_DIM, BLOCK_D).to(tl.float32)
+    o_tile = load_rows(out_base, out_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D).to(tl.float32)
+    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D).to(tl.float32)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
     tl.store(delta + at, tl.sum(o_tile * do_tile, 1), mask=there)
     natural = tl.load(lse + at, mask=there, other=0.0)
@@ -75,12 +76,13 @@ def dkdv_kernel(
     heads = tl.load(record + 11)
     slot = tl.load(record + 12).to(tl.int64)
     kv_head = (head_first // group).to(tl.int64)
-    keys = tl.load(record + 7) * TILE_N + part * KEYS + tl.arange(0, KEYS)
+    begin = tl.load(record + 7) * TILE_N + part * KEYS
+    keys = begin + tl.arange(0, KEYS)
     key_there = keys < seqlen_k
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + kv_head * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + kv_head * v_head * 8
-    k_tile = load_rows(k_base, k_row, keys, key_there, HEAD_DIM, BLOCK_D)
-    v_tile = load_rows(v_base, v_row, keys, key_there, HEAD_DIM, BLOCK_D)
+    k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
+    v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
     q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8
     row_base = batch_q * lse_batch + start_q
@@ -97,24 +99,33 @@ def dkdv_kernel(
             top = (q_first + q_step * (task // heads)) * TILE_M + step % STEPS * ROWS
             rows = top + tl.arange(0, ROWS)
             there = rows < seqlen_q
-            q_tile = load_rows(q_base + head * q_head * 8, q_row, rows, there, HEAD_DIM, BLOCK_D)
-            do_tile = load_rows(do_base + head * do_head * 8, do_row, rows, there, HEAD_DIM, BLOCK_D)
+            q_here = q_base + head * q_head * 8
+            do_here = do_base + head * do_head * 8
+            q_tile = load_rows(q_here, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+            do_tile = load_rows(do_here, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
             at = row_base + head * lse_head + rows
             lse_here = tl.load(lse2 + at, mask=there, other=0.0)
             delta_here = tl.load(delta + at, mask=there, other=0.0)
+            all_first, all_last = whole_interval(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+            cut = (begin < all_first) | (begin + KEYS - 1 > all_last)
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
-            seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
             s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale2
-            p = tl.where(seen, tl.exp2(s - lse_here[None, :]), 0.0)
+            p = tl.exp2(s - lse_here[None, :])
+            if cut:
+                seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
+                p = tl.where(seen, p, 0.0)
             dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
             dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-            ds = tl.where(seen, p * (dp - delta_here[None, :]), 0.0)
+            ds = p * (dp - delta_here[None, :])
+            if cut:
+                seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
+                ds = tl.where(seen, ds, 0.0)
             dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
 
     dims = tl.arange(0, BLOCK_D)
     if slot < 0:
-        begin = batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
-        where = begin + keys.to(tl.int64)[:, None] * dk_row * 8 + dims[None, :]
+        base = batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
+        where = base + keys.to(tl.int64)[:, None] * dk_row * 8 + dims[None, :]
         mask = key_there[:, None] & (dims < HEAD_DIM)[None, :]
         tl.store(dk + where, (dk_tile * scale).to(dk.dtype.element_ty), mask=mask)
         tl.store(dv + where, dv_tile.to(dv.dtype.element_ty), mask=mask)
@@ -188,18 +199,20 @@ def dq_kernel(
     batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
     stretch_first = tl.load(record + 8)
     stretch_count = tl.load(record + 9)
-    rows = tl.load(record + 7) * TILE_M + part * ROWS + tl.arange(0, ROWS)
+    top = tl.load(record + 7) * TILE_M + part * ROWS
+    rows = top + tl.arange(0, ROWS)
     there = rows < seqlen_q
     q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8 + head * q_head * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
-    q_tile = load_rows(q_base, q_row, rows, there, HEAD_DIM, BLOCK_D)
-    do_tile = load_rows(do_base, do_row, rows, there, HEAD_DIM, BLOCK_D)
+    q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
     lse_here = tl.load(lse2 + at, mask=there, other=0.0)
     delta_here = tl.load(delta + at, mask=there, other=0.0)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
+    all_first, all_last = whole_interval(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
 
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     empty = tl.zeros((ROWS, BLOCK_D), tl.float32) + nothing
@@ -211,15 +224,16 @@ def dq_kernel(
             contribution = empty
             for step in range(STEPS):
                 begin = (kv_first + kv_step * task) * TILE_N + step * KEYS
-                keys = begin + tl.arange(0, KEYS)
-                key_there = keys < seqlen_k
-                k_tile = load_rows(k_base, k_row, keys, key_there, HEAD_DIM, BLOCK_D)
-                v_tile = load_rows(v_base, v_row, keys, key_there, HEAD_DIM, BLOCK_D)
-                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+                k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
+                v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
-                p = tl.where(seen, tl.exp2(s - lse_here[:, None]), 0.0)
+                p = tl.exp2(s - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-                ds = tl.where(seen, p * (dp - delta_here[:, None]), 0.0)
+                ds = p * (dp - delta_here[:, None])
+                if (begin < all_first) | (begin + KEYS - 1 > all_last):
+                    keys = begin + tl.arange(0, KEYS)
+                    seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+                    ds = tl.where(seen, ds, 0.0)
                 contribution = tl.dot(ds.to(k_tile.dtype), k_tile, contribution, input_precision="ieee")
             acc += contribution
 

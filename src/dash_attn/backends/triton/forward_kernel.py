@@ -7,7 +7,7 @@ constants of the compiler: with them it might round elsewhere, and a row's bits 
 import triton
 import triton.language as tl
 
-from .parts import load_rows, row_interval, sequence_of
+from .parts import load_rows, row_interval, sequence_of, whole_interval
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -37,8 +37,9 @@ def forward_kernel(
     q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8 + head * q_head * 8
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
-    q_tile = load_rows(q_base, q_row, rows, there, HEAD_DIM, BLOCK_D)
+    q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
+    all_first, all_last = whole_interval(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
     # What the tile's rows see together. Keys beyond it are not read: they might be NaN.
     lowest = tl.min(first, 0)
     highest = tl.max(last, 0)
@@ -54,25 +55,29 @@ def forward_kernel(
         high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
         for back in range(high - low + 1):
             begin = (high - back) * TILE
-            keys = begin + tl.arange(0, TILE)
-            wanted = (keys >= lowest) & (keys <= highest)
-            k_tile = load_rows(k_base, k_row, keys, wanted, HEAD_DIM, BLOCK_D)
+            k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
-            seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
-            s = tl.where(seen, s, float("-inf"))
-            found = tl.max(s, 1)
             # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
-            count = tl.minimum(last, begin + TILE - 1) - tl.maximum(first, begin) + 1
             room = tl.zeros((ROWS,), tl.float32)
-            for power in tl.static_range(1, ROOM + 1):
-                room += tl.where(count < (1 << power), 1.0, 0.0)
+            if (begin >= all_first) & (begin + TILE - 1 <= all_last):
+                for power in tl.static_range(1, ROOM + 1):
+                    if TILE < (1 << power):
+                        room += 1.0
+            else:
+                keys = begin + tl.arange(0, TILE)
+                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+                s = tl.where(seen, s, float("-inf"))
+                count = tl.minimum(last, begin + TILE - 1) - tl.maximum(first, begin) + 1
+                for power in tl.static_range(1, ROOM + 1):
+                    room += tl.where(count < (1 << power), 1.0, 0.0)
+            found = tl.max(s, 1)
             raised = tl.where(m == float("-inf"), found + room, found)
             new = tl.where(found > m + KEEP, raised, m)
             shift = tl.where(new == float("-inf"), 0.0, new)
             decay = tl.exp2(m - shift)
             p = tl.exp2(s - shift[:, None])
             total_here = total_here * decay + tl.sum(p, 1)
-            v_tile = load_rows(v_base, v_row, keys, wanted, HEAD_DIM, BLOCK_D)
+            v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
             here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
             m = new
         both = tl.maximum(maximum, m)

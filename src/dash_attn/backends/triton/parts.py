@@ -35,14 +35,28 @@ def row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right):
 
 
 @triton.jit
-def load_rows(base, row_stride, rows, there, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows of one head, (rows, BLOCK_D): zeros where there is none, and behind the head's elements.
+def whole_interval(top, ROWS: tl.constexpr, diagonal, seqlen_q, seqlen_k, left, right):
+    """First and last column that every row of a tile sees, of those that exist: a mask leaves what lies between."""
+    end = tl.minimum(top + ROWS, seqlen_q)
+    first = tl.where(left < 0, 0, tl.maximum(end - 1 + diagonal - left, 0))
+    last = tl.where(right < 0, seqlen_k - 1, tl.minimum(top + diagonal + right, seqlen_k - 1))
+    return first, last
 
-    ``row_stride`` is in units of 8 elements, so that the compiler knows that rows are aligned.
+
+@triton.jit
+def load_rows(
+    base, row_stride, top, first, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Rows from ``top`` on of one head, (ROWS, BLOCK_D): zeros before row ``first``, from row ``end`` on, and
+    behind the head's elements.
+
+    ``row_stride`` is in units of 8 elements, so that the compiler knows that rows are aligned. Only the first
+    row's place takes 64 bits.
     """
+    here = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    where = base + rows.to(tl.int64)[:, None] * row_stride * 8 + dims[None, :]
-    mask = there[:, None]
+    where = base + top.to(tl.int64) * row_stride * 8 + (here[:, None] * (row_stride * 8) + dims[None, :])
+    mask = ((here >= first - top) & (here < end - top))[:, None]
     if HEAD_DIM != BLOCK_D:
         mask = mask & (dims < HEAD_DIM)[None, :]
     return tl.load(where, mask=mask, other=0.0)
