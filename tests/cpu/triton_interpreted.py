@@ -87,7 +87,9 @@ def assert_accurate(problem: Problem, tensors: list[Tensor], found: dict[str, Te
 
 def few_keys(monkeypatch: pytest.MonkeyPatch, segment: int) -> None:
     """Short segments, so that short sequences have several."""
-    monkeypatch.setattr(launch, "forward_numerics", lambda p: replace(forward_numerics(p), segment=segment))
+    monkeypatch.setattr(
+        launch, "forward_numerics", lambda *of: replace(forward_numerics(*of), segment=segment)
+    )
 
 
 # Numbers

@@ -137,7 +137,7 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(
     head_dim: int, mask: Mask, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With short segments, so that there are several: a prefix, a chunk, one row, fewer heads, packed."""
-    monkeypatch.setattr(launch, "forward_numerics", lambda p: replace(forward_numerics(p), segment=512))
+    monkeypatch.setattr(launch, "forward_numerics", lambda *of: replace(forward_numerics(*of), segment=512))
     rng = random.Random(head_dim)
     length = 1500
     case = any_case(problem_of(length, mask=mask, head_dim=head_dim, dtype=dtype))
@@ -167,7 +167,7 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(
 def test_another_segment_gives_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     case = any_case(problem_of(1500))
     whole = rows_of(case, slice(None), 1500, CAUSAL)
-    monkeypatch.setattr(launch, "forward_numerics", lambda p: replace(forward_numerics(p), segment=512))
+    monkeypatch.setattr(launch, "forward_numerics", lambda *of: replace(forward_numerics(*of), segment=512))
     assert not same_bytes(rows_of(case, slice(None), 1500, CAUSAL)[0], whole[0])
 
 

@@ -24,7 +24,7 @@ from ..base import (
     refuse_backward,
     tensor_shapes,
 )
-from .tiles import DTYPES, HEAD_DIMS, TILES, forward_numerics, padded
+from .tiles import DTYPES, HEAD_DIMS, TILES, padded
 
 if TYPE_CHECKING:
     from .launch import Backward
@@ -53,7 +53,7 @@ class _Prepared(Prepared):
 
     @property
     def forward_fingerprint(self) -> str:
-        return forward_numerics(self.problem).fingerprint
+        return self._forward.numerics.fingerprint
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         of_q, of_k, _ = self._shapes

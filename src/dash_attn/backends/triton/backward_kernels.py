@@ -11,7 +11,7 @@ Scores are computed in both main kernels. Strides of heads, rows and batches are
 import triton
 import triton.language as tl
 
-from .parts import load_rows, row_interval, sequence_of, whole_interval
+from .parts import load_rows, row_interval, sequence_of, whole_columns, whole_part, whole_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -44,6 +44,48 @@ def prepare_kernel(
     tl.store(lse2 + at, tl.where(natural == float("-inf"), 0.0, natural * LOG2E), mask=there)
 
 
+@triton.jit
+def add_rows(
+    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, q_row, q_head, do_row, do_head, lse_head,
+    head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
+    CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr,
+):  # fmt: skip
+    """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores."""
+    STEPS: tl.constexpr = TILE_M // ROWS
+    task = task + 0 * end  # a number that the compiler knows could not change in the loop
+    head = head_first
+    step = 0 * end
+    for _ in range((end - task) * heads * STEPS):
+        top = (q_first + q_step * task) * TILE_M + step * ROWS
+        q_here = q_base + head.to(tl.int64) * q_head * 8
+        do_here = do_base + head.to(tl.int64) * do_head * 8
+        q_tile = load_rows(q_here, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+        do_tile = load_rows(do_here, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+        rows = top + tl.arange(0, ROWS)
+        at = head.to(tl.int64) * lse_head + rows
+        lse_here = tl.load(lse2 + at, mask=rows < seqlen_q, other=0.0)
+        delta_here = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale2
+        p = tl.exp2(s - lse_here[None, :])
+        if CUT:
+            first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
+            keys = begin + tl.arange(0, KEYS)
+            seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
+            p = tl.where(seen, p, 0.0)
+        dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        ds = p * (dp - delta_here[None, :])
+        if CUT:
+            ds = tl.where(seen, ds, 0.0)
+        dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+        step = tl.where(step + 1 == STEPS, 0, step + 1)
+        head += tl.where(step == 0, 1, 0)
+        task += tl.where(head == head_first + heads, 1, 0)
+        head = tl.where(head == head_first + heads, head_first, head)
+    return dk_tile, dv_tile
+
+
 @triton.jit(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
@@ -65,7 +107,6 @@ def dkdv_kernel(
     steps.
     """
     PARTS: tl.constexpr = TILE_N // KEYS
-    STEPS: tl.constexpr = TILE_M // ROWS
     pid = tl.program_id(0)
     part = pid % PARTS
     record = table + (pid // PARTS).to(tl.int64) * 16
@@ -89,38 +130,24 @@ def dkdv_kernel(
 
     dk_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    low, high = whole_rows(begin, KEYS, TILE_M, diagonal, seqlen_q, seqlen_k, left, right)
     for visit in range(visit_first, visit_first + visit_count):
         q_first = tl.load(visits + visit * 3)
         q_step = tl.load(visits + visit * 3 + 1)
         count = tl.load(visits + visit * 3 + 2)
-        for step in range(count * heads * STEPS):
-            task = step // STEPS
-            head = (head_first + task % heads).to(tl.int64)
-            top = (q_first + q_step * (task // heads)) * TILE_M + step % STEPS * ROWS
-            rows = top + tl.arange(0, ROWS)
-            there = rows < seqlen_q
-            q_here = q_base + head * q_head * 8
-            do_here = do_base + head * do_head * 8
-            q_tile = load_rows(q_here, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-            do_tile = load_rows(do_here, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-            at = row_base + head * lse_head + rows
-            lse_here = tl.load(lse2 + at, mask=there, other=0.0)
-            delta_here = tl.load(delta + at, mask=there, other=0.0)
-            all_first, all_last = whole_interval(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
-            cut = (begin < all_first) | (begin + KEYS - 1 > all_last)
-            first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
-            s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale2
-            p = tl.exp2(s - lse_here[None, :])
-            if cut:
-                seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
-                p = tl.where(seen, p, 0.0)
-            dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
-            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-            ds = p * (dp - delta_here[None, :])
-            if cut:
-                seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
-                ds = tl.where(seen, ds, 0.0)
-            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+        # What nothing is hidden of has a loop of its own: a branch in the loop would take as long as its
+        # products. Large heads have no registers for three loops.
+        whole, cut = count, count
+        if BLOCK_D <= 128:
+            whole, cut = whole_part(q_first, q_step, count, low, high)
+        ends = (0, whole, cut, count)
+        for third in tl.static_range(3 if BLOCK_D <= 128 else 1):
+            dk_tile, dv_tile = add_rows(
+                dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
+                q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
+                ends[third], ends[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
+                third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
+            )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)
     if slot < 0:
@@ -212,7 +239,7 @@ def dq_kernel(
     lse_here = tl.load(lse2 + at, mask=there, other=0.0)
     delta_here = tl.load(delta + at, mask=there, other=0.0)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
-    all_first, all_last = whole_interval(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+    all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
 
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     empty = tl.zeros((ROWS, BLOCK_D), tl.float32) + nothing

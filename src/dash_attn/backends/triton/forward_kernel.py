@@ -7,7 +7,7 @@ constants of the compiler: with them it might round elsewhere, and a row's bits 
 import triton
 import triton.language as tl
 
-from .parts import load_rows, row_interval, sequence_of, whole_interval
+from .parts import load_rows, row_interval, sequence_of, whole_columns
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -39,7 +39,7 @@ def forward_kernel(
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
     q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
-    all_first, all_last = whole_interval(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+    all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
     # What the tile's rows see together. Keys beyond it are not read: they might be NaN.
     lowest = tl.min(first, 0)
     highest = tl.max(last, 0)
@@ -61,7 +61,7 @@ def forward_kernel(
             room = tl.zeros((ROWS,), tl.float32)
             if (begin >= all_first) & (begin + TILE - 1 <= all_last):
                 for power in tl.static_range(1, ROOM + 1):
-                    if TILE < (1 << power):
+                    if (1 << power) > TILE:
                         room += 1.0
             else:
                 keys = begin + tl.arange(0, TILE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from ..cuda.upload import Upload
 from .backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
 from .forward_kernel import forward_kernel
 from .tables import WORDS, backward_tables, forward_table
-from .tiles import Shape, forward_numerics, padded, shapes_of
+from .tiles import ROOMY, Shape, forward_numerics, padded, shapes_of
 
 __all__ = ["Backward", "Forward"]
 
@@ -27,6 +28,12 @@ UNIT = 8
 """Elements: what strides are counted in."""
 
 _LOG2E = math.log2(math.e)
+
+
+@cache
+def is_roomy(device: torch.device) -> bool:
+    """Whether the table has a row of its own for a device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ROOMY
 
 
 class _OnDevice:
@@ -51,14 +58,14 @@ class Forward:
 
     def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
         self.problem, self._device, self._placed = problem, device, (packed, keys)
-        self._numerics = forward_numerics(problem)
-        self._shape = shapes_of(problem.head_dim, problem.dtype).forward
+        self.numerics = forward_numerics(problem, is_roomy(device))
+        self._shape = shapes_of(problem.head_dim, problem.dtype, is_roomy(device)).forward
         self._table: _OnDevice | None = None
         self._tiles = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        problem, shape, numerics = self.problem, self._shape, self._numerics
+        problem, shape, numerics = self.problem, self._shape, self.numerics
         if self._table is None:
             table = forward_table(problem, *self._placed, shape.rows)
             self._tiles, self._table = len(table), _OnDevice(problem, [table], self._device)
@@ -94,7 +101,7 @@ class Backward:
 
     def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
         self.problem, self._device, self._packed = problem, device, packed
-        self._shapes = shapes_of(problem.head_dim, problem.dtype)
+        self._shapes = shapes_of(problem.head_dim, problem.dtype, is_roomy(device))
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(

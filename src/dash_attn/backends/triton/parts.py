@@ -35,12 +35,34 @@ def row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right):
 
 
 @triton.jit
-def whole_interval(top, ROWS: tl.constexpr, diagonal, seqlen_q, seqlen_k, left, right):
-    """First and last column that every row of a tile sees, of those that exist: a mask leaves what lies between."""
+def whole_columns(top, ROWS: tl.constexpr, diagonal, seqlen_q, seqlen_k, left, right):
+    """First and last column that every row of a tile sees, of those that exist."""
     end = tl.minimum(top + ROWS, seqlen_q)
     first = tl.where(left < 0, 0, tl.maximum(end - 1 + diagonal - left, 0))
     last = tl.where(right < 0, seqlen_k - 1, tl.minimum(top + diagonal + right, seqlen_k - 1))
     return first, last
+
+
+@triton.jit
+def whole_rows(begin, KEYS: tl.constexpr, TILE: tl.constexpr, diagonal, seqlen_q, seqlen_k, left, right):
+    """First and last tile of rows that all see every one of some keys."""
+    lowest = tl.where(right < 0, 0, begin + KEYS - 1 - diagonal - right)
+    highest = tl.where(left < 0, seqlen_q - 1, begin + left - diagonal)
+    first = (tl.maximum(lowest, 0) + TILE - 1) // TILE
+    last = tl.maximum(highest + 1, 0) // TILE - 1
+    last = tl.where(highest >= seqlen_q - 1, (seqlen_q + TILE - 1) // TILE - 1, last)
+    return first, tl.where(begin + KEYS <= seqlen_k, last, -1)
+
+
+@triton.jit
+def whole_part(first, step, count, low, high):
+    """Where in a stretch of ``count`` tiles those between ``low`` and ``high`` begin and end."""
+    begin = tl.where(step < 0, first - high, low - first)
+    end = tl.where(step < 0, first - low, high - first) + 1
+    begin = tl.minimum(tl.maximum(begin, 0), count)
+    end = tl.minimum(tl.maximum(end, begin), count)
+    known = (step == 1) | (step == -1) | (count == 1)
+    return tl.where(known, begin, 0), tl.where(known, end, 0)
 
 
 @triton.jit

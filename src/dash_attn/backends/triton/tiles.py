@@ -1,7 +1,8 @@
 """What each head dim runs with: the one table. It is part of the numerics; nothing is measured at run time.
 
 Head dims between those of the table use the row of the next one, with zeros behind their elements: products
-take powers of two. Larger heads have smaller tiles: most GPUs have 99 KB of shared memory per block.
+take powers of two. Larger heads have smaller tiles: most GPUs have 99 KB of shared memory per block. Heads
+beyond 128 have larger ones on GPUs with more of it (``ROOMY``), and so other bits there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,24 @@ from typing import NamedTuple
 from ...problem import Problem
 from ...schedule import ForwardNumerics
 
-__all__ = ["DTYPES", "HEAD_DIMS", "TILES", "Shape", "Shapes", "forward_numerics", "padded", "shapes_of"]
+__all__ = [
+    "DTYPES",
+    "HEAD_DIMS",
+    "ROOMY",
+    "TILES",
+    "Shape",
+    "Shapes",
+    "forward_numerics",
+    "padded",
+    "shapes_of",
+]
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 HEAD_DIMS = range(8, 257, 8)
+
+ROOMY = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities with 227 KB of shared memory per block."""
 
 
 class Shape(NamedTuple):
@@ -42,16 +56,17 @@ class Shapes(NamedTuple):
 
 
 # By padded head dim. A change of a row changes bits.
-TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (32, 32)}
-"""(tile_m, tile_n) of plans. With 16 bits a contribution to dQ is one step: ``dq.keys`` is tile_n."""
+TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (64, 64)}
+"""(tile_m, tile_n) of plans. With 16 bits a contribution to dQ is one step where ``dq.keys`` is tile_n."""
 
 _SIXTEEN_BITS = {
     16: Shapes(Shape(64, 128, 4, 2), Shape(64, 128, 8, 2), Shape(64, 128, 8, 2)),
     32: Shapes(Shape(64, 128, 4, 2), Shape(64, 128, 8, 2), Shape(64, 128, 8, 2)),
-    64: Shapes(Shape(64, 128, 4, 2), Shape(64, 128, 8, 2), Shape(64, 128, 8, 2)),
-    128: Shapes(Shape(64, 64, 4, 2), Shape(64, 64, 8, 2), Shape(64, 64, 8, 2)),
+    64: Shapes(Shape(64, 128, 4, 2), Shape(32, 128, 4, 2), Shape(64, 128, 4, 3)),
+    128: Shapes(Shape(64, 64, 4, 2), Shape(32, 64, 4, 2), Shape(64, 64, 4, 2)),
     256: Shapes(Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 32, 8, 2)),
 }
+_ROOMY_256 = Shapes(Shape(128, 64, 8, 2), Shape(64, 64, 8, 1), Shape(64, 64, 8, 2))
 _FP32 = {
     16: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
     32: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
@@ -70,12 +85,14 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def shapes_of(head_dim: int, dtype: str) -> Shapes:
-    """Those of a head dim of ``HEAD_DIMS`` and a dtype of ``DTYPES``."""
+def shapes_of(head_dim: int, dtype: str, roomy: bool = False) -> Shapes:
+    """Those of a head dim of ``HEAD_DIMS`` and a dtype of ``DTYPES``; ``roomy``: on a GPU of ``ROOMY``."""
+    if roomy and head_dim > 128 and dtype != "float32":
+        return _ROOMY_256
     return (_FP32 if dtype == "float32" else _SIXTEEN_BITS)[padded(head_dim)]
 
 
-def forward_numerics(problem: Problem) -> ForwardNumerics:
-    """Those of a problem; they look at its head dim and dtype alone."""
-    keys = shapes_of(problem.head_dim, problem.dtype).forward.keys
+def forward_numerics(problem: Problem, roomy: bool = False) -> ForwardNumerics:
+    """Those of a problem; they look at its head dim and dtype, and at the kind of GPU."""
+    keys = shapes_of(problem.head_dim, problem.dtype, roomy).forward.keys
     return ForwardNumerics(problem.head_dim, problem.dtype, tile=keys)
