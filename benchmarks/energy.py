@@ -9,30 +9,38 @@ from typing import Any
 
 import torch
 
-CALLS_AT_ONCE_S = 0.05
-"""About so many seconds of calls are launched before the GPU is waited for."""
+BATCH_S, PATIENCE_S = 0.005, 5.0
+"""About so many seconds of calls are launched before the GPU is waited for; and so long the counter may rest."""
 
 
 def joules(call: Callable[[], Any], seconds: float, call_s: float) -> float:
-    """Joules of a call, the mean over ``seconds`` of back-to-back calls.
+    """Joules of a call, the mean over about ``seconds`` of back-to-back calls.
+
+    The driver's counter moves now and then, so energy and calls are counted from one of its steps to another.
 
     Args:
         call: launches work on the current device.
-        seconds: how long it runs; the driver's counter moves every tenth of a second or so.
+        seconds: how long it runs at least.
         call_s: about how long one call takes.
 
     Raises:
-        RuntimeError: the driver does not count energy.
+        RuntimeError: the driver does not count energy, or its counter rests.
     """
-    count, many = 0, max(1, int(CALLS_AT_ONCE_S / call_s))
+    count, many = 0, max(1, int(BATCH_S / call_s))
     torch.cuda.synchronize()
-    began, before = time.perf_counter(), _millijoules()
-    while time.perf_counter() - began < seconds:
+    steps: list[tuple[int, int]] = []
+    began, seen = time.perf_counter(), _millijoules()
+    while len(steps) < 2 or time.perf_counter() - began < seconds:
         for _ in range(many):
             call()
         torch.cuda.synchronize()
         count += many
-    return (_millijoules() - before) / 1e3 / count
+        if (now := _millijoules()) != seen:
+            steps, seen = [*steps[:1], (count, now)], now
+        if time.perf_counter() - began > seconds + PATIENCE_S:
+            raise RuntimeError(f"the driver's counter of energy made {len(steps)} steps in {PATIENCE_S} s")
+    (first, before), (last, after) = steps
+    return (after - before) / 1e3 / (last - first)
 
 
 def _millijoules() -> int:

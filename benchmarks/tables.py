@@ -18,6 +18,7 @@ from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
 from other_values import other_values
 from ranking import plan_of, ranked, sums_as
+from shape_values import shape_values, triton_values
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
 from total_values import total_values
@@ -264,6 +265,8 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}traces.json": trace_values(),
         f"{folder}ranking.json": ranking_values(),
         f"{folder}host.json": host_values(),
+        f"{folder}shapes.json": shape_values(),
+        f"{folder}triton.json": triton_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
         COUNTS: count_values(),

@@ -1,0 +1,112 @@
+"""What the docs quote of other shapes (h200-shapes.json) and of the Triton backend (h200-triton.json)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from documents import STATISTICS, Value, read, table_of
+
+__all__ = ["shape_values", "triton_values"]
+
+SHAPES, TRITON = "h200-shapes.json", "h200-triton.json"
+RATIOS = {
+    "forward": (("forward", "dash_attn", True), [("forward", "fa4", True)]),
+    "det": (("backward", "dash_attn", True), [("backward", "fa4", True)]),
+    "any": (("backward", "dash_attn", True), [("backward", "fa4", True), ("backward", "fa4", False)]),
+    "order": (("backward", "dash_attn", True), [("backward", "dash_attn", False)]),
+}
+"""Of which call, and of whose fastest one, speeds are compared."""
+
+
+def shape_values() -> Iterator[tuple[str, Value]]:
+    """``RATIO-STATISTIC`` over all cases, joules likewise, and a table."""
+    for name in RATIOS:
+        for statistic in STATISTICS:
+            yield f"{name}-{statistic}", partial(_shape_statistic, name, statistic)
+    for statistic in STATISTICS if _cases("joules") else ():
+        yield f"joules-{statistic}", partial(_joules, statistic)
+    yield "summary", summary_table
+    yield "table", shape_table
+
+
+def summary_table() -> str:
+    """Every ratio over all cases."""
+    names = {
+        "det": "backward / FA4 det",
+        "any": "backward / faster mode of FA4",
+        "order": "backward / no order",
+        "forward": "forward / FA4",
+    }
+    shown = {"mean": "geometric mean", "least": "least", "behind": "cases below 1", "points": "cases"}
+    lines = [[what, *(_shape_statistic(name, s) for s in shown)] for name, what in names.items()]
+    return table_of(["ratio", *shown.values()], lines)
+
+
+def _cases(field: str = "ms") -> dict[str, dict[tuple[str, str, bool], float]]:
+    found: dict[str, dict[tuple[str, str, bool], float]] = {}
+    for row in read(SHAPES):
+        if field in row:
+            found.setdefault(row["case"], {})[row["pass"], row["impl"], row["deterministic"]] = row[field]
+    return found
+
+
+def _ratio(ms: Mapping[tuple[str, str, bool], float], name: str) -> float:
+    """Our speed / that of the fastest of the others."""
+    ours, others = RATIOS[name]
+    return min(ms[other] for other in others) / ms[ours]
+
+
+def _shape_statistic(name: str, statistic: str) -> str:
+    return STATISTICS[statistic]([_ratio(ms, name) for ms in _cases().values()])
+
+
+def _joules(statistic: str) -> str:
+    """Energy of FlashAttention-4's deterministic backward / that of ours."""
+    return STATISTICS[statistic]([_ratio(joules, "det") for joules in _cases("joules").values()])
+
+
+def shape_table() -> str:
+    """Milliseconds of our backward, and ratios."""
+    head = ["case", "backward, ms", "/ FA4 det", "/ FA4", "/ no order", "forward / FA4"]
+    lines = []
+    for case, ms in _cases().items():
+        free = ms["backward", "fa4", False] / ms["backward", "dash_attn", True]
+        ratios = (_ratio(ms, "det"), free, _ratio(ms, "order"), _ratio(ms, "forward"))
+        lines.append([case, f"{ms['backward', 'dash_attn', True]:.3f}", *(f"{x:.2f}" for x in ratios)])
+    return table_of(head, lines)
+
+
+def triton_values() -> Iterator[tuple[str, Value]]:
+    """``PASS-PEER-STATISTIC`` over all cases, and a table."""
+    for which in ("forward", "backward"):
+        for peer in ("flex", "fa2"):
+            for statistic in STATISTICS:
+                yield f"{which}-{peer}-{statistic}", partial(_triton_statistic, which, peer, statistic)
+    yield "table", triton_table
+
+
+def _triton() -> dict[tuple[int, bool, int], dict[tuple[str, str], float]]:
+    found: dict[tuple[int, bool, int], dict[tuple[str, str], float]] = {}
+    for row in read(TRITON):
+        point = (row["head_dim"], row["causal"], row["seqlen"])
+        found.setdefault(point, {})[row["pass"], row["impl"]] = row["ms"]
+    return found
+
+
+def _triton_statistic(which: str, peer: str, statistic: str) -> str:
+    return STATISTICS[statistic]([ms[which, peer] / ms[which, "dash_attn"] for ms in _triton().values()])
+
+
+def triton_table() -> str:
+    """Geometric means over lengths and masks, by head dim."""
+    by_head_dim: dict[int, list[dict[tuple[str, str], float]]] = {}
+    for (head_dim, _, _), ms in _triton().items():
+        by_head_dim.setdefault(head_dim, []).append(ms)
+    columns = [(which, peer) for which in ("forward", "backward") for peer in ("flex", "fa2")]
+    lines = []
+    for head_dim, points in by_head_dim.items():
+        ratios = [[ms[which, peer] / ms[which, "dash_attn"] for ms in points] for which, peer in columns]
+        lines.append([head_dim, *(STATISTICS["mean"](x) for x in ratios)])
+    names = {"flex": "FlexAttention", "fa2": "FlashAttention-2"}
+    return table_of(["head dim", *(f"{which} / {names[peer]}" for which, peer in columns)], lines)
