@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 BATCH_S, PATIENCE_S = 0.005, 5.0
-"""About so many seconds of calls are launched before the GPU is waited for; and so long the counter may rest."""
+"""About so many seconds of calls are launched before the GPU is waited for; so long the counter may rest."""
 
 
 def joules(call: Callable[[], Any], seconds: float, call_s: float) -> float:
