@@ -28,6 +28,7 @@ from .arguments import (
     check_flag,
     check_flash_options,
     check_no_positional,
+    check_softcap,
 )
 from .backends.base import Backend, Gradients, Prepared, Tensors, as_current, backend_for, backends_for
 from .errors import DashError, InputError, PlanMismatchError
@@ -82,6 +83,7 @@ def attention(
     policy: str | Numerics | Schedule = "auto",
     return_lse: bool = False,
     backend: str = "auto",
+    softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
@@ -97,6 +99,7 @@ def attention(
         return_lse: return the log-sum-exp too. It carries no gradient.
         backend: "auto", "cpu", "sm90" (Hopper) or "triton". "auto" is "cpu" for CPU tensors. On a GPU it is
             "sm90" where that covers the call, else "triton". Another backend gives other bytes.
+        softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
@@ -118,7 +121,7 @@ def attention(
         >>> out.shape == q.grad.shape == q.shape
         True
     """
-    asked = Asked(causal, window, softmax_scale, policy, backend=backend)
+    asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
     return _run_dense(q, k, v, asked, return_lse)
 
 
@@ -134,6 +137,7 @@ def flash_attn_func(
     return_lse: bool = False,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    softcap: float = 0.0,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -152,9 +156,9 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend: as in :func:`attention`.
-        flash_options: FlashAttention's other arguments (``dropout_p``, ``softcap``, ``alibi_slopes``,
-            ``block_table``, ``learnable_sink``, ...) with values that ask for nothing.
+        policy, backend, softcap: as in :func:`attention`.
+        flash_options: FlashAttention's other arguments (``dropout_p``, ``alibi_slopes``, ``block_table``,
+            ``learnable_sink``, ...) with values that ask for nothing.
 
     Returns:
         out, or (out, lse), as :func:`attention`.
@@ -173,7 +177,7 @@ def flash_attn_func(
     """
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
     return _run_dense(q, k, v, asked, return_lse)
 
 
@@ -194,6 +198,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    softcap: float = 0.0,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -222,8 +227,9 @@ def flash_attn_varlen_func(
             keys) is an error.
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
-        softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, flash_options: as in
-            :func:`flash_attn_func`; lse is (heads, total_q), for dense q (batch, heads, seqlen_q).
+        softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
+            flash_options: as in :func:`flash_attn_func`; lse is (heads, total_q), for dense q
+            (batch, heads, seqlen_q).
 
     Returns:
         out: the shape of q, or (out, lse).
@@ -256,7 +262,7 @@ def flash_attn_varlen_func(
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
     return _run_packed(q, k, v, packing, asked, return_lse)
 
 
@@ -278,6 +284,7 @@ def is_supported(
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
     backend: str = "auto",
+    softcap: float = 0.0,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -298,7 +305,7 @@ def is_supported(
         else:
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
-        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend)
+        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
         checked = check_call(q, k, v, packing, asked)
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
@@ -318,6 +325,7 @@ def plan_for(
     window_size: Window = None,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    softcap: float = 0.0,
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
@@ -329,7 +337,8 @@ def plan_for(
     >>> plan_for(q, q, q, causal=True)
     Plan(spt, 8 items, 20 tasks)
     """
-    asked = Asked(causal, _one_window(window, window_size), policy=policy, backend=backend)
+    window = _one_window(window, window_size)
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
     return _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked).plan
 
 
@@ -358,6 +367,7 @@ def fingerprints(
     window_size: Window = None,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    softcap: float = 0.0,
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -368,7 +378,8 @@ def fingerprints(
     >>> [len(name) for name in fingerprints(q, q, q, causal=True)]
     [64, 64]
     """
-    asked = Asked(causal, _one_window(window, window_size), policy=policy, backend=backend)
+    window = _one_window(window, window_size)
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
     call = _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint)
 
@@ -382,6 +393,7 @@ def apply_plan(
     *,
     disorder: random.Random | None = None,
     backend: str = "auto",
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
@@ -391,14 +403,15 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend: as in :func:`attention`.
+        backend, softcap: as in :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    chosen = _covering(plan, q.device, packed, check_backend(backend))
+    cap = check_softcap(softcap)
+    chosen = _covering(plan, q.device, packed, check_backend(backend), cap)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if DTYPE_NAMES.get(x.dtype) != plan.problem.dtype or x.device != q.device:
             raise PlanMismatchError(
@@ -406,13 +419,13 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, softmax_scale, disorder), q, k, v)
+    return attend(_Planned(prepared, plan, softmax_scale, cap, disorder), q, k, v)
 
 
-def _covering(plan: Plan, device: torch.device, packed: bool, asked: str) -> Backend:
+def _covering(plan: Plan, device: torch.device, packed: bool, asked: str, softcap: float) -> Backend:
     reasons = {}
     for backend in backends_for(device, asked):
-        reasons[backend.name] = backend.why_not(plan.problem, device, packed)
+        reasons[backend.name] = backend.why_not(plan.problem, device, packed, softcap=softcap)
         if not reasons[backend.name]:
             return backend
     raise InputError(not_covered(reasons))
@@ -424,18 +437,20 @@ class _Planned(NamedTuple):
     prepared: Prepared
     plan: Plan
     softmax_scale: float
+    softcap: float
     disorder: random.Random | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with as_current(q.device):
-            return self.prepared.forward(q, k, v, self.softmax_scale)
+            return self.prepared.forward(q, k, v, self.softmax_scale, softcap=self.softcap)
 
     def backward(self, tensors: Tensors) -> Gradients:
         ordered = self.disorder is None
         with as_current(tensors.q.device):
             return self.prepared.backward(
-                self.plan, tensors, self.softmax_scale, ordered=ordered, disorder=self.disorder
-            )
+                self.plan, tensors, self.softmax_scale, softcap=self.softcap, ordered=ordered,
+                disorder=self.disorder,
+            )  # fmt: skip
 
 
 def _packing(

@@ -30,6 +30,7 @@ __all__ = [
     "check_flag",
     "check_flash_options",
     "check_no_positional",
+    "check_softcap",
 ]
 
 Window = Sequence[int | None] | None
@@ -38,7 +39,6 @@ Window = Sequence[int | None] | None
 _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     # FlashAttention-2
     "dropout_p": (0,),
-    "softcap": (0,),
     "alibi_slopes": (None,),
     "block_table": (None,),
     "return_attn_probs": (False,),
@@ -104,6 +104,7 @@ class Asked(NamedTuple):
     policy: str | Numerics | Schedule = "auto"
     deterministic: bool = True
     backend: str = "auto"
+    softcap: float = 0.0
 
 
 class CheckedCall(NamedTuple):
@@ -150,7 +151,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, 
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend),
+        check_backend(asked.backend), check_softcap(asked.softcap),
     )  # fmt: skip
     return CheckedCall(q, k, v, spec, packing)
 
@@ -165,6 +166,13 @@ def check_backend(value: object) -> str:
     if not isinstance(value, str) or value not in ("auto", *BACKENDS):
         raise InputError(f"backend must be auto, {', '.join(BACKENDS)}, got {value!r}")
     return value
+
+
+def check_softcap(value: object) -> float:
+    number = isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
+    if not number or not 0 <= float(value) <= _FLOAT32_MAX:  # type: ignore[arg-type]
+        raise InputError(f"softcap must be 0 or a positive finite float32, got {value!r:.40}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def check_no_positional(function: str, named: str, positional: tuple[object, ...]) -> None:

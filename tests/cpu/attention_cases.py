@@ -35,9 +35,9 @@ def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def expected(problem: Problem, tensors: list[Tensor]) -> dict[str, Tensor]:
+def expected(problem: Problem, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
     """The same by the oracle, sequence by sequence, float64."""
-    parts = [oracle_of_one(problem, sequence) for sequence in split(problem, tensors)]
+    parts = [oracle_of_one(problem, sequence, **how) for sequence in split(problem, tensors)]
     if not parts:
         return {}
     joined = {name: torch.cat([part[name] for part in parts]) for name in ("out", "dq", "dk", "dv")}
@@ -50,8 +50,8 @@ def split(problem: Problem, tensors: list[Tensor]) -> list[list[Tensor]]:
     return [list(part) for part in zip(*(x.split(n) for x, n in zip(tensors, lengths)))]
 
 
-def oracle_of_one(problem: Problem, tensors: list[Tensor]) -> dict[str, Tensor]:
-    return plain_attention(Inputs(*tensors), problem.mask, SCALE)._asdict()
+def oracle_of_one(problem: Problem, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
+    return plain_attention(Inputs(*tensors), problem.mask, SCALE, **how)._asdict()
 
 
 def shuffled_placement(plan: Plan, seed: int) -> Plan:

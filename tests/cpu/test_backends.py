@@ -90,7 +90,7 @@ class _Picky(_CPU):
 
     name: ClassVar[str] = "picky"
 
-    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
         return "" if problem.head_dim == 32 else f"head_dim {problem.head_dim} is not 32"
 
     def tiles(self, head_dim: int) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def test_auto_takes_the_first_one_that_covers_a_call(tensors: list[Tensor]) -> N
 def test_where_none_covers_a_call_each_says_why(
     monkeypatch: pytest.MonkeyPatch, tensors: list[Tensor]
 ) -> None:
-    monkeypatch.setattr(_CPU, "why_not", lambda *_: "no time")
+    monkeypatch.setattr(_CPU, "why_not", lambda *_, **how: "no time")
     wider = [torch.cat([x, x], 3) for x in tensors]
     assert is_supported(*wider).reason == "picky: head_dim 64 is not 32; cpu: no time"
     assert is_supported(*wider, backend="cpu").reason == "no time"

@@ -155,7 +155,7 @@ def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
     ("how", "message"),
     [
         ({"dropout": 0.1}, "dropout is not supported by 'dash' attention, got 0.1"),
-        ({"softcap": 30.0}, "softcap is not supported by 'dash' attention, got 30.0"),
+        ({"softcap": -1.0}, "softcap must be 0 or a positive finite float32, got -1.0"),
         (
             {"s_aux": torch.zeros(4)},
             r"s_aux is not supported .*, got a tensor of shape \(4,\)",

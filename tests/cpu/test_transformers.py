@@ -43,6 +43,13 @@ def sliding(**change):
     )
 
 
+def gemma(**change):
+    """Scores are capped, and every other layer has a window."""
+    return transformers.Gemma2Config(
+        **SMALL, head_dim=16, attn_logit_softcapping=0.05, query_pre_attn_scalar=16, sliding_window=7, **change
+    )
+
+
 CONFIGS = pytest.mark.parametrize("config", [llama, qwen, sliding])
 
 
@@ -331,6 +338,18 @@ def test_dropout_of_a_model_in_training_raises_and_in_evaluation_does_not():
     with pytest.raises(InputError, match="dropout is not supported"):
         model(tokens_of())
     model.eval()(tokens_of())
+
+
+def test_softcap():
+    """SDPA has none: transformers' eager attention is what models are compared with."""
+    tokens = tokens_of()
+    logits, grads = run(model_of(gemma), tokens)
+    expected, expected_grads = run(model_of(gemma, "eager"), tokens)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    for name, grad in grads.items():
+        assert torch.allclose(grad, expected_grads[name], atol=2e-6, rtol=1e-3), name
+    plain, _ = run(model_of(gemma, "sdpa"), tokens)
+    assert (plain - logits).abs().max() > 1e-4
 
 
 def test_models_with_sinks_or_masks_of_their_own_raise():

@@ -36,13 +36,22 @@ CASES = [
 ]
 
 
-def sources(head_dim: int, dtype: str, arch: int) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
+def sources(
+    head_dim: int, dtype: str, arch: int, softcap: bool = False
+) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them."""
     forward, dkdv, dq = shapes_of(head_dim, dtype, divmod(arch, 10) in ROOMY)
     tile_m, tile_n = TILES[padded(head_dim)]
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
-    tile = {"TILE_M": tile_m, "TILE_N": tile_n}
-    numbers = {"ROWS": forward.rows, "TILE": forward.keys, "SEGMENT": 8192, "KEEP": 5.0, "ROOM": 5}
+    tile = {"TILE_M": tile_m, "TILE_N": tile_n, "SOFTCAP": softcap}
+    numbers = {
+        "SOFTCAP": softcap,
+        "ROWS": forward.rows,
+        "TILE": forward.keys,
+        "SEGMENT": 8192,
+        "KEEP": 5.0,
+        "ROOM": 5,
+    }
     return {
         "forward": (forward_kernel, head | numbers, *forward[2:]),
         "dkdv": (dkdv_kernel, head | tile | {"ROWS": dkdv.rows, "KEYS": dkdv.keys}, *dkdv[2:]),
@@ -53,8 +62,8 @@ def sources(head_dim: int, dtype: str, arch: int) -> dict[str, tuple[Any, dict[s
 
 
 @cache
-def compiled(name: str, arch: int, dtype: str, head_dim: int) -> Any:
-    kernel, constants, warps, stages = sources(head_dim, dtype, arch)[name]
+def compiled(name: str, arch: int, dtype: str, head_dim: int, softcap: bool = False) -> Any:
+    kernel, constants, warps, stages = sources(head_dim, dtype, arch, softcap)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
         kind = _type_of(argument, dtype)
@@ -73,13 +82,14 @@ def _type_of(argument: str, dtype: str) -> str:
         return "*fp32"
     if argument in ("table", "visits", "stretches"):
         return "*i32"
-    return "fp32" if argument in ("scale", "scale2", "nothing") else "i32"
+    return "fp32" if argument in ("scale", "scale2", "cap2", "nothing") else "i32"
 
 
+@pytest.mark.parametrize("softcap", [False, True])
 @pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
-def test_kernels_fit(arch: int, dtype: str, head_dim: int) -> None:
-    for name in sources(head_dim, dtype, arch):
-        found = compiled(name, arch, dtype, head_dim)
+def test_kernels_fit(arch: int, dtype: str, head_dim: int, softcap: bool) -> None:
+    for name in ("forward", "dkdv", "dq") if softcap else sources(head_dim, dtype, arch):
+        found = compiled(name, arch, dtype, head_dim, softcap)
         assert found.metadata.shared <= SHARED[arch], name
         (kernel,) = resources_of_cubin(found.asm["cubin"])
         assert kernel.stack <= MOST_LOCAL, name

@@ -56,12 +56,12 @@ def problem_of(
     )  # fmt: skip
 
 
-def run(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
+def run(plan: Plan, tensors: list[Tensor], softcap: float = 0.0, **how: Any) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv."""
     dout, q, k, v = tensors
     prepared = BACKEND.prepare(plan.problem, CPU, packed=q.ndim == 3)
-    out, lse = prepared.forward(q, k, v, SCALE)
-    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **how)
+    out, lse = prepared.forward(q, k, v, SCALE, softcap=softcap)
+    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, softcap=softcap, **how)
     return {"out": out, "lse": lse, **grads._asdict()}
 
 
@@ -74,8 +74,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor
     return BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
 
 
-def assert_accurate(problem: Problem, tensors: list[Tensor], found: dict[str, Tensor]) -> None:
-    for name, exact in expected(problem, tensors).items():
+def assert_accurate(problem: Problem, tensors: list[Tensor], found: dict[str, Tensor], **how: Any) -> None:
+    for name, exact in expected(problem, tensors, **how).items():
         got = found[name].double()
         assert got.shape == exact.shape
         nothing = exact == -torch.inf
@@ -441,3 +441,14 @@ def test_public_functions() -> None:
     )
     assert mine.forward != cpu.forward
     assert mine.backward == plan.fingerprint
+
+
+@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(60, 0)], ids=lambda mask: mask.name)
+def test_softcap(mask: Mask) -> None:
+    """Cut tiles and whole ones, and several q heads per kv head."""
+    problem = problem_of((300, 300), (20, 200), mask=mask, heads=4, kv_heads=2)
+    tensors = packed_tensors(problem)
+    plan = build_plan(problem, FA3())
+    found = run(plan, tensors, softcap=2.0)
+    assert_accurate(problem, tensors, found, softcap=2.0)
+    assert not same_bytes(found["out"], run(plan, tensors)["out"])

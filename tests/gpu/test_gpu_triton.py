@@ -400,3 +400,27 @@ def test_sdpa_runs_head_dims_that_sm90_does_not_have() -> None:
         out = F.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
     assert_same_bytes(out, dash_attn.flash_attn_func(*leaves, causal=True))
     assert torch.autograd.grad(out, leaves, dout)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_softcap(head_dim: int, dtype: str) -> None:
+    """``auto`` runs it, the Hopper kernels refuse it."""
+    leaves, dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    how: dict[str, Any] = {"softcap": 2.0}
+    assert dash_attn.is_supported(*leaves, **how).backend == "triton"
+    reason = dash_attn.is_supported(*leaves, backend="sm90", **how).reason
+    assert reason == (
+        "dtype float32 is not supported by sm90; supported: bfloat16, float16"
+        if dtype == "float32"
+        else "softcap 2.0 is not supported by sm90"
+    )
+    first = trained(leaves, dout, **how)
+    wide = [x.detach().double().cpu().requires_grad_() for x in leaves]
+    exact = trained(wide, dout.double().cpu(), **how)
+    for name, got in first.items():
+        assert relative_error(got.cpu(), exact[name]) < 2 * BOUND[dtype], name
+    for name, got in trained(leaves, dout, **how).items():
+        assert_same_bytes(got, first[name], name)
+    assert not same_bytes(first["out"], trained(leaves, dout, backend="triton")["out"])

@@ -126,7 +126,9 @@ class Prepared(ABC):
         """What decides the bits of out and lse beside what is given: :class:`dash_attn.api.Fingerprints`."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse). Rows that see no key: out 0, lse -inf. The forward has no plan."""
 
     @abstractmethod
@@ -136,6 +138,7 @@ class Prepared(ABC):
         tensors: Tensors,
         softmax_scale: float,
         *,
+        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -144,7 +147,7 @@ class Prepared(ABC):
         Args:
             plan: a proven plan of the problem.
             tensors: in the layout of the forward.
-            softmax_scale: as in the forward.
+            softmax_scale, softcap: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
 
@@ -160,7 +163,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
         """Why it cannot run a problem, given as packed or dense tensors; empty if it can."""
 
     @abstractmethod

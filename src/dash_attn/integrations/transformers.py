@@ -8,7 +8,7 @@ Causal, sliding-window, chunked and bidirectional masks, padding on either side,
 ``position_ids`` or ``cu_seq_lens_q``), growing key caches and caches of fixed length (``StaticCache``) work;
 padded and packed batches run without their padding, so that a sequence's bytes do not depend on its
 neighbours. Keys of a cache of fixed length are not copied where no row is padded. Everything else (masks with
-four dimensions, mask functions of users, dropout, softcap, sinks, biases, attention weights as an output)
+four dimensions, mask functions of users, dropout, sinks, biases, attention weights as an output)
 raises, and so do models that do their own attention with the mask.
 
 Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
@@ -42,7 +42,7 @@ __all__ = ["NAME", "attention_forward", "register"]
 
 NAME = "dash"
 
-_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask", "output_attentions", "block_table")
+_REFUSED = ("s_aux", "position_bias", "head_mask", "output_attentions", "block_table")
 
 
 def register(name: str = NAME) -> None:
@@ -76,6 +76,7 @@ def attention_forward(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     position_ids: Tensor | None = None,
+    softcap: float | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the signature of transformers.
@@ -98,6 +99,7 @@ def attention_forward(
         position_ids: (batch or 1, seqlen_q) or (seqlen_q,) integers. Where they do not count on from one
             token to the next, another sequence begins. Ids with more dimensions name places in images, and
             are not looked at.
+        softcap: as in :func:`dash_attn.attention`; None: 0.
 
     Returns:
         out: (batch, seqlen_q, heads, head_dim), zero in padded rows; and None for the weights.
@@ -126,6 +128,7 @@ def attention_forward(
         if numbers is not None:
             packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
+    how["softcap"] = 0.0 if softcap is None else softcap
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:

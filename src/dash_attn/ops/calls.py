@@ -105,13 +105,15 @@ class Call:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         with as_current(self.device):
-            return self.prepared.forward(q, k, v, self.spec.softmax_scale)
+            return self.prepared.forward(q, k, v, self.spec.softmax_scale, softcap=self.spec.softcap)
 
     def backward(self, tensors: Tensors) -> Gradients:
         """The gradients; in the plan's order unless the spec and the process permit others."""
         ordered = self.spec.ordered or _order_is_required()
         with as_current(self.device):
-            return self.prepared.backward(self.plan, tensors, self.spec.softmax_scale, ordered=ordered)
+            return self.prepared.backward(
+                self.plan, tensors, self.spec.softmax_scale, softcap=self.spec.softcap, ordered=ordered
+            )
 
 
 def _order_is_required() -> bool:
@@ -239,7 +241,7 @@ def _covered(
             )  # fmt: skip
         except ProblemError as error:
             raise InputError(str(error)) from error
-        reason = backend.why_not(problem, device, packed)
+        reason = backend.why_not(problem, device, packed, softcap=spec.softcap)
         if not reason:
             return backend, problem
         reasons[backend.name] = reason

@@ -49,6 +49,7 @@ def backward(
     tensors: Tensors,
     softmax_scale: float,
     *,
+    softcap: float = 0.0,
     workers: int | None = None,
     rng: random.Random | None = None,
     ordered: bool = True,
@@ -59,6 +60,7 @@ def backward(
         plan: a verified plan.
         tensors: in the layout of :func:`.forward.forward`; out and lse are what it returned.
         softmax_scale: factor on Q K^T.
+        softcap: as in the forward.
         workers: resident workers, default ``plan.min_workers``; without order, one for each item.
         rng: picks a random legal interleaving of the workers instead of a fixed one.
         ordered: False adds to dQ in the order in which ``rng`` happens to run the tasks and ignores
@@ -76,7 +78,7 @@ def backward(
         workers = plan.min_workers if ordered else max(len(plan.items), 1)
     if ordered:
         check_workers(plan, workers)
-    state = _Backward(plan.problem, tensors, softmax_scale)
+    state = _Backward(plan.problem, tensors, softmax_scale, softcap)
     sums: dict[QTile, Tensor] = {}
     with exact():
         for task in task_order(plan, workers, rng, ordered=ordered):
@@ -144,12 +146,14 @@ class _Item:
 class _Backward:
     """The arithmetic of the tasks. It adds what it is told in the order it is told."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, softmax_scale: float) -> None:
+    def __init__(
+        self, problem: Problem, tensors: Tensors, softmax_scale: float, softcap: float = 0.0
+    ) -> None:
         x = tensors
         check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
-        self.problem, self.tensors, self.scale = problem, tensors, softmax_scale
+        self.problem, self.tensors, self.scale, self.cap = problem, tensors, softmax_scale, softcap
         self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
         self.q_rows: dict[QTile, _QRows] = {}
         self.items: dict[int, _Item] = {}
@@ -159,10 +163,18 @@ class _Backward:
         rows, item = self._q_rows_of(task), self._item_of(task)
         dtype, wide = self.tensors.q.dtype, rows.q.dtype
         hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
-        p = torch.mm(rows.q, item.k.T).mul_(self.scale).sub_(rows.lse).exp_()
+        scores = torch.mm(rows.q, item.k.T)
+        if self.cap:
+            capped = scores.mul_(self.scale / self.cap).tanh_()
+            p = (capped * self.cap).sub_(rows.lse).exp_()
+        else:
+            p = scores.mul_(self.scale).sub_(rows.lse).exp_()
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
-        ds = torch.mm(rows.dout, item.v.T).sub_(rows.delta).mul_(p).to(dtype).to(wide)
+        ds = torch.mm(rows.dout, item.v.T).sub_(rows.delta).mul_(p)
+        if self.cap:
+            ds.mul_(1.0 - capped * capped)
+        ds = ds.to(dtype).to(wide)
         item.dv.addmm_(p.to(dtype).to(wide).T, rows.dout)
         item.dk.addmm_(ds.T, rows.q)
         return torch.mm(ds, item.k)

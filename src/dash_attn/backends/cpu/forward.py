@@ -40,6 +40,7 @@ def forward(
     v: Tensor,
     softmax_scale: float,
     *,
+    softcap: float = 0.0,
     numerics: ForwardNumerics | None = None,
     rng: random.Random | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -50,6 +51,7 @@ def forward(
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
         k, v: (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
@@ -73,7 +75,7 @@ def forward(
             rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, softmax_scale, *keys, masks)
+                one = _Head(problem.grid(sequence), numerics, (softmax_scale, softcap), *keys, masks)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
                     out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
     return out, lse
@@ -108,17 +110,18 @@ class _Head:
         self,
         grid: SequenceGrid,
         numerics: ForwardNumerics,
-        softmax_scale: float,
+        factors: tuple[float, float],
         k: Tensor,
         v: Tensor,
         masks: _Masks,
     ) -> None:
+        """``factors``: softmax scale and softcap."""
         self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
         size = numerics.tile
         starts = range(0, len(k), size)
         self.keys = [_padded(k[left : left + size], size) for left in starts]
         self.values = [_values(v[left : left + size], size) for left in starts]
-        self.scale = softmax_scale * math.log2(math.e)
+        self.scale, self.cap = factors[0] * math.log2(math.e), factors[1] * math.log2(math.e)
 
     def run(self, q: Tensor, rng: random.Random | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of q, (seqlen_q, head_dim)."""
@@ -150,7 +153,11 @@ class _Head:
         nothing = q.new_zeros(len(q), 1)
         state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
         for kv in kv_tiles:
-            scores = torch.mm(q, self.keys[kv].T).mul_(self.scale)
+            scores = torch.mm(q, self.keys[kv].T)
+            if self.cap:
+                scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
+            else:
+                scores.mul_(self.scale)
             hidden = self._hidden(top, kv * self.numerics.tile)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)

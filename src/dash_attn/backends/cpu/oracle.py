@@ -47,6 +47,7 @@ def plain_attention(
     dtype: torch.dtype = torch.float64,
     *,
     q_start: int | None = None,
+    softcap: float = 0.0,
 ) -> Results:
     """Attention and its gradients, one head after the other.
 
@@ -57,6 +58,7 @@ def plain_attention(
         dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
+        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
@@ -81,13 +83,18 @@ def plain_attention(
         for head in range(q.shape[1]):
             kh, vh = (x[:, head // group].to(wide) for x in (k, v))
             qh, doh = (x[at, head].to(wide) for x in (q, dout))
-            scores = (qh @ kh.mT).mul_(softmax_scale).masked_fill_(hidden, -torch.inf)
+            scores, slope = (qh @ kh.mT).mul_(softmax_scale), None
+            if softcap:
+                capped = scores.div_(softcap).tanh_()
+                scores, slope = capped * softcap, 1.0 - capped * capped
+            scores.masked_fill_(hidden, -torch.inf)
             lse[head, at] = torch.logsumexp(scores, -1)
             # A row that sees nothing has -inf - -inf = NaN everywhere, and every element of it is hidden.
             p = scores.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
             out[at, head] = rounded(rounded(p) @ vh)
             delta = (doh * out[at, head]).sum(-1, keepdim=True)
-            ds = rounded((doh @ vh.mT).sub_(delta).mul_(p))
+            ds = (doh @ vh.mT).sub_(delta).mul_(p)
+            ds = rounded(ds if slope is None else ds.mul_(slope))
             dq[at, head] = rounded((ds @ kh).mul_(softmax_scale))
             dk[:, head // group] += (ds.mT @ qh).mul_(softmax_scale)
             dv[:, head // group] += rounded(p).mT @ doh

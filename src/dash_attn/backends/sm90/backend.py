@@ -31,7 +31,10 @@ class _Prepared(Prepared):
     def forward_fingerprint(self) -> str:
         return ForwardNumerics.of(self.problem).fingerprint
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        _refuse(softcap)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
@@ -53,10 +56,12 @@ class _Prepared(Prepared):
         tensors: Tensors,
         softmax_scale: float,
         *,
+        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
         refuse_backward(self._keys)
+        _refuse(softcap)
         in_order = ordered and disorder is None
         result = run_backward(plan, tensors, softmax_scale, ordered=in_order, debug=_debug())
         return Gradients(result.dq, result.dk, result.dv)
@@ -78,6 +83,11 @@ def _debug() -> Debug | None:
     return Debug(bounded=True, trace="trace" in asked) if asked else None
 
 
+def _refuse(softcap: float) -> None:
+    if softcap:
+        raise InputError(f"softcap {softcap} is not supported by sm90")
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -86,7 +96,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
-    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
         if device.type != "cuda":
             return f"the sm90 backend does not run on {device}"
         major, minor = _capability(device)
@@ -97,6 +107,8 @@ class _SM90(Backend):
         if (problem.head_dim, problem.head_dim) not in TILES:
             known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
             return f"head_dim {problem.head_dim} is not supported by sm90; supported: {known}"
+        if softcap:
+            return f"softcap {softcap} is not supported by sm90"
         if problem.q_starts is not None:
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"

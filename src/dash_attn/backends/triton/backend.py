@@ -55,11 +55,13 @@ class _Prepared(Prepared):
     def forward_fingerprint(self) -> str:
         return self._forward.numerics.fingerprint
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         of_q, of_k, _ = self._shapes
         self._check({"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)})
         with as_current(self.device):
-            return self._forward(q, k, v, softmax_scale)
+            return self._forward(q, k, v, softmax_scale, softcap)
 
     def backward(
         self,
@@ -67,6 +69,7 @@ class _Prepared(Prepared):
         tensors: Tensors,
         softmax_scale: float,
         *,
+        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -85,7 +88,7 @@ class _Prepared(Prepared):
         shapes = (of_q, of_q, of_k, of_k, of_q, of_lse)
         self._check(dict(zip(Tensors._fields, zip(tensors, shapes))))
         with as_current(self.device):
-            return self._backward(plan, tensors, softmax_scale, disorder)
+            return self._backward(plan, tensors, (softmax_scale, softcap), disorder)
 
     def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
         """Kernels take lengths and types from the problem: others would be read beyond their ends."""
@@ -119,7 +122,7 @@ def _why_unavailable(device: torch.device) -> str:
 class _Triton(Backend):
     name: ClassVar[str] = "triton"
 
-    def why_not(self, problem: Problem, device: torch.device, packed: bool) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
         if reason := _why_unavailable(device):
             return reason
         if device.type == "cuda" and torch.version.hip is None:

@@ -11,7 +11,7 @@ Scores are computed in both main kernels. Strides of heads, rows and batches are
 import triton
 import triton.language as tl
 
-from .parts import load_rows, row_interval, sequence_of, whole_columns, whole_part, whole_rows
+from .parts import capped, load_rows, row_interval, sequence_of, whole_columns, whole_part, whole_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -48,8 +48,8 @@ def prepare_kernel(
 def add_rows(
     dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-    CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    TILE_M: tl.constexpr,
+    cap2, SOFTCAP: tl.constexpr, CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores."""
     STEPS: tl.constexpr = TILE_M // ROWS
@@ -66,8 +66,12 @@ def add_rows(
         at = head.to(tl.int64) * lse_head + rows
         lse_here = tl.load(lse2 + at, mask=rows < seqlen_q, other=0.0)
         delta_here = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee") * scale2
-        p = tl.exp2(s - lse_here[None, :])
+        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        if SOFTCAP:
+            tanh = capped(s, scale2)
+            p = tl.exp2(tanh * cap2 - lse_here[None, :])
+        else:
+            p = tl.exp2(s * scale2 - lse_here[None, :])
         if CUT:
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
@@ -76,6 +80,8 @@ def add_rows(
         dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
         ds = p * (dp - delta_here[None, :])
+        if SOFTCAP:
+            ds = ds * (1.0 - tanh * tanh)
         if CUT:
             ds = tl.where(seen, ds, 0.0)
         dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
@@ -97,9 +103,9 @@ def dkdv_kernel(
     q, k, v, dout, lse2, delta, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, lse_batch, lse_head,
-    group, left, right, scale, scale2,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    group, left, right, scale, scale2, cap2,
+    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
 
@@ -146,7 +152,7 @@ def dkdv_kernel(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
                 ends[third], ends[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-                third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
+                cap2, SOFTCAP, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
             )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)
@@ -206,9 +212,9 @@ def dq_kernel(
     q, k, v, dout, lse2, delta, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, scale, scale2, nothing,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tiles, group, left, right, scale, scale2, cap2, nothing,
+    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
@@ -253,10 +259,16 @@ def dq_kernel(
                 begin = (kv_first + kv_step * task) * TILE_N + step * KEYS
                 k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
                 v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
-                p = tl.exp2(s - lse_here[:, None])
+                s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                if SOFTCAP:
+                    tanh = capped(s, scale2)
+                    p = tl.exp2(tanh * cap2 - lse_here[:, None])
+                else:
+                    p = tl.exp2(s * scale2 - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
                 ds = p * (dp - delta_here[:, None])
+                if SOFTCAP:
+                    ds = ds * (1.0 - tanh * tanh)
                 if (begin < all_first) | (begin + KEYS - 1 > all_last):
                     keys = begin + tl.arange(0, KEYS)
                     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])

@@ -7,7 +7,7 @@ constants of the compiler: with them it might round elsewhere, and a row's bits 
 import triton
 import triton.language as tl
 
-from .parts import load_rows, row_interval, sequence_of, whole_columns
+from .parts import capped, load_rows, row_interval, sequence_of, whole_columns
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -22,11 +22,12 @@ def forward_kernel(
     q, k, v, out, lse, table,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    tiles, group, left, right, scale2,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
+    tiles, group, left, right, scale2, cap2,
+    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e)."""
+    """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
+    with a softcap that of ``capped``; ``cap2``: softcap * log2(e)."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -56,7 +57,8 @@ def forward_kernel(
         for back in range(high - low + 1):
             begin = (high - back) * TILE
             k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale2
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            s = capped(s, scale2) * cap2 if SOFTCAP else s * scale2
             # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
             room = tl.zeros((ROWS,), tl.float32)
             if (begin >= all_first) & (begin + TILE - 1 <= all_last):

@@ -63,7 +63,9 @@ class Forward:
         self._table: _OnDevice | None = None
         self._tiles = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         problem, shape, numerics = self.problem, self._shape, self.numerics
         if self._table is None:
@@ -78,8 +80,8 @@ class Forward:
         forward_kernel[(self._tiles * heads,)](
             q, k, v, out, lse, *self._table.use(),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, softmax_scale * _LOG2E,
-            HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim), ROWS=shape.rows,
+            self._tiles, problem.group, *problem.mask.sides, *_of_scores(softmax_scale, softcap),
+            SOFTCAP=softcap > 0, HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim), ROWS=shape.rows,
             TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep, ROOM=numerics.room,
             **_options(shape),
         )  # fmt: skip
@@ -105,9 +107,10 @@ class Backward:
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
-        self, plan: Plan, tensors: Tensors, softmax_scale: float, disorder: random.Random | None
+        self, plan: Plan, tensors: Tensors, factors: tuple[float, float], disorder: random.Random | None
     ) -> Gradients:
-        """The gradients, by a plan of the problem."""
+        """The gradients, by a plan of the problem. ``factors``: softmax scale and softcap."""
+        softmax_scale, softcap = factors
         tables = self._tables(plan, disorder)
         items, visits, q_tiles, stretches, folds = tables.place.use()
         grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
@@ -117,7 +120,7 @@ class Backward:
             lse = lse.clone()
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         problem = self.problem
-        scales = softmax_scale, softmax_scale * _LOG2E
+        scales = softmax_scale, *_of_scores(softmax_scale, softcap)
         head = {"HEAD_DIM": problem.head_dim, "BLOCK_D": padded(problem.head_dim)}
         tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n}
         read = (q, k, v, dout, lse2, delta)
@@ -130,7 +133,7 @@ class Backward:
             shape = self._shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
-                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0,
+                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0, SOFTCAP=softcap > 0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
         if tables.items:
@@ -140,7 +143,7 @@ class Backward:
             dkdv_kernel[(tables.items * parts,)](
                 *read, grads.dk, grads.dv, sums, items, visits,
                 *strides, *_strides(grads.dk), *_lse_strides(lse),
-                problem.group, *problem.mask.sides, *scales,
+                problem.group, *problem.mask.sides, *scales, SOFTCAP=softcap > 0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
             if tables.folds:
@@ -159,6 +162,13 @@ class Backward:
         if disorder is None:
             self._known[plan] = made
         return made
+
+
+def _of_scores(softmax_scale: float, softcap: float) -> tuple[float, float]:
+    """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes."""
+    if softcap == 0:
+        return softmax_scale * _LOG2E, 0.0
+    return 2 * _LOG2E * softmax_scale / softcap, softcap * _LOG2E
 
 
 def _options(shape: Shape) -> dict[str, Any]:

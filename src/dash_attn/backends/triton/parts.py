@@ -66,6 +66,12 @@ def whole_part(first, step, count, low, high):
 
 
 @triton.jit
+def capped(s, scale2):
+    """tanh of scores, from products; ``scale2``: softmax scale / softcap * 2 log2(e)."""
+    return 1.0 - 2.0 / (tl.exp2(s * scale2) + 1.0)
+
+
+@triton.jit
 def load_rows(
     base, row_stride, top, first, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
