@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,19 +46,23 @@ def joules(call: Callable[[], Any], seconds: float, call_s: float) -> float:
 
 def _millijoules() -> int:
     found = ctypes.c_ulonglong()
-    _checked(_nvml().nvmlDeviceGetTotalEnergyConsumption(_handle(), ctypes.byref(found)))
+    _checked(
+        _nvml().nvmlDeviceGetTotalEnergyConsumption(_handle(torch.cuda.current_device()), ctypes.byref(found))
+    )
     return found.value
 
 
+@cache
 def _nvml() -> ctypes.CDLL:
     library = ctypes.CDLL("libnvidia-ml.so.1")
     _checked(library.nvmlInit_v2())
     return library
 
 
-def _handle() -> ctypes.c_void_p:
-    """Of the current device, whose index may differ from the one it has in CUDA."""
-    uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+@cache
+def _handle(device: int) -> ctypes.c_void_p:
+    """Of a device, whose index may differ from the one it has in CUDA."""
+    uuid = torch.cuda.get_device_properties(device).uuid
     handle = ctypes.c_void_p()
     _checked(_nvml().nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)))
     return handle

@@ -37,6 +37,12 @@ class Record:
         self._path.write_text(f'{{"headers": {{\n{headers}}},\n"rows": [\n{lines}]}}\n')
 
 
+def write(path: Path, header: Row, rows: Iterable[Row]) -> None:
+    """Write a file of one run: its header, and a line per row."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    path.write_text(f'{{"header": {json.dumps(header)},\n"rows": [\n{lines}]}}\n')
+
+
 def versions(*packages: str) -> dict[str, str]:
     """Versions of packages, empty where one is not installed."""
     found = {}

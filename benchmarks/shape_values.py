@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from documents import STATISTICS, Value, read, table_of
+from summary import Row
 
-__all__ = ["shape_values", "triton_values"]
+__all__ = ["RATIOS", "ratio", "shape_values", "times", "triton_values"]
+
+Kind = tuple[str, str, bool]
+"""Pass, implementation, whether it is deterministic."""
 
 SHAPES, TRITON = "h200-shapes.json", "h200-triton.json"
-RATIOS = {
+RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
     "forward": (("forward", "dash_attn", True), [("forward", "fa4", True)]),
     "det": (("backward", "dash_attn", True), [("backward", "fa4", True)]),
     "any": (("backward", "dash_attn", True), [("backward", "fa4", True), ("backward", "fa4", False)]),
@@ -43,27 +47,32 @@ def summary_table() -> str:
     return table_of(["ratio", *shown.values()], lines)
 
 
-def _cases(field: str = "ms") -> dict[str, dict[tuple[str, str, bool], float]]:
-    found: dict[str, dict[tuple[str, str, bool], float]] = {}
-    for row in read(SHAPES):
+def times(rows: Iterable[Row], field: str = "ms") -> dict[str, dict[Kind, float]]:
+    """Milliseconds, or another field, by case and kind of call."""
+    found: dict[str, dict[Kind, float]] = {}
+    for row in rows:
         if field in row:
             found.setdefault(row["case"], {})[row["pass"], row["impl"], row["deterministic"]] = row[field]
     return found
 
 
-def _ratio(ms: Mapping[tuple[str, str, bool], float], name: str) -> float:
-    """Our speed / that of the fastest of the others."""
+def ratio(ms: Mapping[Kind, float], name: str) -> float:
+    """What the fastest of the others takes / what ours takes; 0 where there is none."""
     ours, others = RATIOS[name]
-    return min(ms[other] for other in others) / ms[ours]
+    return min((ms[other] for other in others if other in ms), default=0.0) / ms[ours]
+
+
+def _cases(field: str = "ms") -> dict[str, dict[Kind, float]]:
+    return times(read(SHAPES), field)
 
 
 def _shape_statistic(name: str, statistic: str) -> str:
-    return STATISTICS[statistic]([_ratio(ms, name) for ms in _cases().values()])
+    return STATISTICS[statistic]([ratio(ms, name) for ms in _cases().values()])
 
 
 def _joules(statistic: str) -> str:
     """Energy of FlashAttention-4's deterministic backward / that of ours."""
-    return STATISTICS[statistic]([_ratio(joules, "det") for joules in _cases("joules").values()])
+    return STATISTICS[statistic]([ratio(joules, "det") for joules in _cases("joules").values()])
 
 
 def shape_table() -> str:
@@ -72,7 +81,7 @@ def shape_table() -> str:
     lines = []
     for case, ms in _cases().items():
         free = ms["backward", "fa4", False] / ms["backward", "dash_attn", True]
-        ratios = (_ratio(ms, "det"), free, _ratio(ms, "order"), _ratio(ms, "forward"))
+        ratios = (ratio(ms, "det"), free, ratio(ms, "order"), ratio(ms, "forward"))
         lines.append([case, f"{ms['backward', 'dash_attn', True]:.3f}", *(f"{x:.2f}" for x in ratios)])
     return table_of(head, lines)
 

@@ -11,8 +11,6 @@ backward, from the driver's counter over ``--seconds`` of calls.
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import shlex
 import statistics
 import sys
@@ -26,8 +24,10 @@ from energy import joules
 from forward import LONG_S, once, sustained
 from forward_calls import Call, inputs
 from forward_points import Point
-from record import Row, versions
+from record import Row, versions, write
 from shape_cases import cases
+from shape_values import RATIOS, Kind, ratio, times
+from summary import geometric_mean
 
 import dash_attn
 from dash_attn.backends.base import backend_for
@@ -39,9 +39,6 @@ from dash_attn.tools.bench.run import call_of
 
 BLOCK_S = 0.012
 ROUNDS, LONG_ROUNDS = 5, 3
-
-Kind = tuple[str, str, bool]
-"""Pass, implementation, whether it is deterministic."""
 
 
 def contenders(x: Inputs) -> dict[Kind, Call]:
@@ -90,36 +87,25 @@ def rows(name: str, point: Point, rounds: int, seconds: float) -> list[Row]:
         ms = statistics.median(all_ms)
         row = {"set": point.set, "case": name, "pass": kind[0], "impl": kind[1], "deterministic": kind[2],
                "ms": round(ms, 5), "spread": round((max(all_ms) - min(all_ms)) / ms, 4)}  # fmt: skip
+        if kind == ("backward", "dash_attn", True):
+            row["fingerprint"] = build_plan(point.problem, choose_policy(point.problem)).fingerprint
         if seconds and kind[0] == "backward":
             row["joules"] = round(joules(calls[kind], seconds, ms / 1e3), 6)
         found.append(row)
     return found
 
 
-def ratios(found: Sequence[Row]) -> dict[str, float]:
-    """Our speed as a multiple of others', of what was measured of a case."""
-    ms = {(row["pass"], row["impl"], row["deterministic"]): row["ms"] for row in found}
-    ours = {"forward": ms["forward", "dash_attn", True], "backward": ms["backward", "dash_attn", True]}
-    names = {
-        "forward": ("forward", "fa4", True),
-        "no order": ("backward", "dash_attn", False),
-        "fa4 det": ("backward", "fa4", True),
-        "fa4": ("backward", "fa4", False),
-    }
-    return {name: ms[kind] / ours[kind[0]] for name, kind in names.items() if kind in ms}
-
-
 def report(found: Sequence[Row]) -> str:
     """Geometric mean and least of every ratio."""
-    by_case: dict[str, list[Row]] = {}
-    for row in found:
-        by_case.setdefault(row["case"], []).append(row)
-    all_ratios = [ratios(of_case) for of_case in by_case.values()]
+    by_case = times(found).values()
     lines = [f"{len(by_case)} cases"]
-    for name in ("forward", "no order", "fa4 det", "fa4"):
-        if of_name := [r[name] for r in all_ratios if name in r]:
-            mean = math.exp(statistics.fmean(map(math.log, of_name)))
-            lines.append(f"{name}: geometric mean {mean:.3f}, least {min(of_name):.3f}")
+    for name in RATIOS:
+        values = [x for ms in by_case if (x := ratio(ms, name))]
+        lines += (
+            [f"{name}: geometric mean {geometric_mean(values):.3f}, least {min(values):.3f}"]
+            if values
+            else []
+        )
     return "\n".join(lines)
 
 
@@ -143,13 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, point in chosen[first::of]:
         new = rows(name, point, args.rounds, args.seconds)
         found += new
-        said = "  ".join(f"{what} {ratio:.2f}" for what, ratio in ratios(new).items())
-        ms = next(r["ms"] for r in new if r["pass"] == "backward" and r["impl"] == "dash_attn")
-        print(f"{name:58} {ms:8.3f} ms  {said}", flush=True)
+        (ms,) = times(new).values()
+        said = "  ".join(f"{what} {x:.2f}" for what in RATIOS if (x := ratio(ms, what)))
+        print(f"{name:58} {ms['backward', 'dash_attn', True]:8.3f} ms  {said}", flush=True)
         torch.cuda.empty_cache()
         if args.output:  # after every case: a run that is cut short leaves what it has
-            lines = ",\n".join(json.dumps(row) for row in found)
-            args.output.write_text(f'{{"header": {json.dumps(facts)},\n"rows": [\n{lines}]}}\n')
+            write(args.output, facts, found)
     print(report(found))
 
 

@@ -10,8 +10,6 @@ is compiled, with a block mask where the mask is causal; PyTorch's FlashAttentio
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import shlex
 import statistics
 import sys
@@ -26,7 +24,7 @@ from card import driver
 from forward import once, sustained
 from forward_calls import Call
 from points import HIDDEN, TOKENS
-from record import Row, versions
+from record import Row, versions, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -100,16 +98,6 @@ def rows(head_dim: int, causal: bool, seqlen: int, rounds: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def ratios(found: Sequence[Row]) -> dict[tuple[str, str], list[float]]:
-    """Our speed as a multiple of a peer's, by pass and peer."""
-    ms = {(row["case"], row["pass"], row["impl"]): row["ms"] for row in found}
-    result: dict[tuple[str, str], list[float]] = {}
-    for (case, which, impl), time in ms.items():
-        if impl != "dash_attn":
-            result.setdefault((which, impl), []).append(time / ms[case, which, "dash_attn"])
-    return result
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -131,11 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         said = ", ".join(f"{row['pass']} {row['impl']} {row['ms']:.3f}" for row in new)
         print(f"{new[0]['case']}: {said} ms", flush=True)
         if args.output:
-            lines = ",\n".join(json.dumps(row) for row in found)
-            args.output.write_text(f'{{"header": {json.dumps(facts)},\n"rows": [\n{lines}]}}\n')
-    for (which, impl), values in ratios(found).items():
-        mean = math.exp(statistics.fmean(map(math.log, values)))
-        print(f"{which} beside {impl}: geometric mean {mean:.2f}, least {min(values):.2f}")
+            write(args.output, facts, found)
 
 
 if __name__ == "__main__":

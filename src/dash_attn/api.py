@@ -93,7 +93,7 @@ def attention(
         causal: row i sees columns up to ``i + seqlen_k - seqlen_q`` (aligned bottom-right).
         window: (left, right) columns around that diagonal, -1 or None: unbounded. With ``causal`` the
             right side is 0, as in FlashAttention.
-        softmax_scale: default ``head_dim ** -0.5``; on a GPU it must be positive.
+        softmax_scale: default ``head_dim ** -0.5``; "sm90" takes positive ones only.
         policy: "auto", a policy's name, or a Policy. It decides in which order gradients are summed:
             another policy may give other bytes, all of them equally accurate.
         return_lse: return the log-sum-exp too. It carries no gradient.
@@ -148,7 +148,7 @@ def flash_attn_func(
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
         k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
-        softmax_scale: default ``head_dim ** -0.5``; on a GPU it must be positive.
+        softmax_scale: default ``head_dim ** -0.5``; "sm90" takes positive ones only.
         causal: aligned bottom-right.
         window_size: (left, right), -1 or None: unbounded. With ``causal`` the right side is 0.
         deterministic: False permits a GPU to sum dQ by atomics, in no fixed order. It is ignored under
@@ -343,16 +343,18 @@ def plan_for(
 
 
 class Fingerprints(NamedTuple):
-    """What names the numerics of a call: two runs with the same two round in the same places.
+    """What names the numerics of a call: two runs with the same three round in the same places.
 
     Attributes:
         forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``), or the name
             and version of the library whose kernel it is.
         backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``).
+        backend: its name. Two backends may have the same two numerics, and still round otherwise.
     """
 
     forward: str
     backward: str
+    backend: str
 
 
 def fingerprints(
@@ -375,13 +377,14 @@ def fingerprints(
 
     >>> import torch
     >>> q = torch.zeros(1, 512, 2, 64)
-    >>> [len(name) for name in fingerprints(q, q, q, causal=True)]
-    [64, 64]
+    >>> names = fingerprints(q, q, q, causal=True)
+    >>> len(names.forward), len(names.backward), names.backend
+    (64, 64, 'cpu')
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
     call = _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked)
-    return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint)
+    return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
 
 def apply_plan(
@@ -411,7 +414,8 @@ def apply_plan(
     """
     packed = q.ndim == 3
     cap = check_softcap(softcap)
-    chosen = _covering(plan, q.device, packed, check_backend(backend), cap)
+    scores = {"softcap": cap, "softmax_scale": softmax_scale}
+    chosen = _covering(plan, q.device, packed, check_backend(backend), scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if DTYPE_NAMES.get(x.dtype) != plan.problem.dtype or x.device != q.device:
             raise PlanMismatchError(
@@ -422,10 +426,12 @@ def apply_plan(
     return attend(_Planned(prepared, plan, softmax_scale, cap, disorder), q, k, v)
 
 
-def _covering(plan: Plan, device: torch.device, packed: bool, asked: str, softcap: float) -> Backend:
+def _covering(
+    plan: Plan, device: torch.device, packed: bool, asked: str, scores: dict[str, float]
+) -> Backend:
     reasons = {}
     for backend in backends_for(device, asked):
-        reasons[backend.name] = backend.why_not(plan.problem, device, packed, softcap=softcap)
+        reasons[backend.name] = backend.why_not(plan.problem, device, packed, **scores)
         if not reasons[backend.name]:
             return backend
     raise InputError(not_covered(reasons))

@@ -169,10 +169,10 @@ def check_backend(value: object) -> str:
 
 
 def check_softcap(value: object) -> float:
-    number = isinstance(value, (int, float, np.floating, np.integer)) and not isinstance(value, bool)
-    if not number or not 0 <= float(value) <= _FLOAT32_MAX:  # type: ignore[arg-type]
+    cap = _finite(value)
+    if not 0 <= cap <= _FLOAT32_MAX:
         raise InputError(f"softcap must be 0 or a positive finite float32, got {value!r:.40}")
-    return float(value)  # type: ignore[arg-type]
+    return cap
 
 
 def check_no_positional(function: str, named: str, positional: tuple[object, ...]) -> None:
@@ -351,11 +351,17 @@ def _side(name: str, value: int | None, window: Window) -> int:
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return float(head_dim) ** -0.5 if head_dim else 1.0
-    try:
-        number = isinstance(scale, (int, float, np.floating, np.integer)) and not isinstance(scale, bool)
-        value = float(scale) if number else math.nan
-    except OverflowError:
-        value = math.inf
+    value = _finite(scale)
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         raise InputError(f"softmax_scale must be a finite float32, got {scale!r:.40}")
     return value
+
+
+def _finite(value: object) -> float:
+    """A number as a float, NaN for what is none and infinity where it is too large."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -38,7 +38,7 @@ class _Properties:
 @pytest.mark.parametrize(
     ("capability", "missing", "expected"),
     [
-        ((8, 0), (), "yes, by triton: the sm90 kernels are for Hopper (Test GPU, sm_80, 108 SMs; "),
+        ((8, 0), (), "see backend_triton: the sm90 kernels are for Hopper (Test GPU, sm_80, 108 SMs; "),
         (
             (9, 0),
             ("apache-tvm-ffi",),

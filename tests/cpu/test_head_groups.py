@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from dash_attn.errors import CoverageError, PlacementError
 from dash_attn.problem import Mask, Problem, SequenceGrid
 from dash_attn.schedule import Descending, HeadPattern, Plan, build_plan, prove
+from dash_attn.schedule.constants import FULL_MOST_ITEMS, MOST_ITEMS
 from dash_attn.schedule.head_groups import default_head_groups, group_heads
 from dash_attn.testing import assert_same_bytes, same_bytes
 
@@ -76,7 +77,8 @@ def test_default_bounds(mask: Mask, seqlen: int) -> None:
     for group in (2, 3, 7, 8, 64):
         groups = default_head_groups(group, grid)
         assert 1 <= groups <= group
-        assert groups == 1 or groups * grid.kv_tiles <= 2048 + grid.kv_tiles
+        most = FULL_MOST_ITEMS if mask.is_full else MOST_ITEMS
+        assert groups == 1 or groups * grid.kv_tiles <= most + grid.kv_tiles
 
 
 def test_numbers_that_cannot_be() -> None:

@@ -46,7 +46,12 @@ def sliding(**change):
 def gemma(**change):
     """Scores are capped, and every other layer has a window."""
     return transformers.Gemma2Config(
-        **SMALL, head_dim=16, attn_logit_softcapping=0.05, query_pre_attn_scalar=16, sliding_window=7, **change
+        **SMALL,
+        head_dim=16,
+        attn_logit_softcapping=0.05,
+        query_pre_attn_scalar=16,
+        sliding_window=7,
+        **change,
     )
 
 

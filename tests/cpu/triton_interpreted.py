@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from attention_cases import SCALE, executed, expected, packed_tensors, shuffled_placement, split
 from torch import Tensor
 
@@ -25,8 +27,9 @@ import dash_attn
 from dash_attn.backends.base import Keys, Tensors
 from dash_attn.backends.cpu import dq_partials, fold_partials
 from dash_attn.backends.cpu import forward as reference
-from dash_attn.backends.triton import launch
+from dash_attn.backends.triton import backward_kernels, launch
 from dash_attn.backends.triton.backend import BACKEND
+from dash_attn.backends.triton.parts import capped, whole_columns, whole_part, whole_rows
 from dash_attn.backends.triton.tables import backward_tables
 from dash_attn.backends.triton.tiles import TILES, forward_numerics
 from dash_attn.errors import InputError, PlacementError, PlanMismatchError
@@ -439,16 +442,108 @@ def test_public_functions() -> None:
     mine, cpu = (
         dash_attn.fingerprints(*leaves, *ends, causal=True, backend=name) for name in ("triton", "cpu")
     )
+    assert (mine.backend, cpu.backend) == ("triton", "cpu")
     assert mine.forward != cpu.forward
     assert mine.backward == plan.fingerprint
 
 
-@pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(60, 0)], ids=lambda mask: mask.name)
-def test_softcap(mask: Mask) -> None:
-    """Cut tiles and whole ones, and several q heads per kv head."""
-    problem = problem_of((300, 300), (20, 200), mask=mask, heads=4, kv_heads=2)
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 1e8])
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(60, 0)], ids=lambda mask: mask.name)
+def test_softcap(mask: Mask, softcap: float) -> None:
+    """Cut tiles and whole ones; caps that all scores meet, few, and none."""
+    problem = problem_of((160, 160), (20, 130), mask=mask, dtype="float16")
     tensors = packed_tensors(problem)
     plan = build_plan(problem, FA3())
-    found = run(plan, tensors, softcap=2.0)
-    assert_accurate(problem, tensors, found, softcap=2.0)
-    assert not same_bytes(found["out"], run(plan, tensors)["out"])
+    found = run(plan, tensors, softcap=softcap)
+    assert_accurate(problem, tensors, found, softcap=softcap)
+    assert softcap > 1 or not same_bytes(found["out"], run(plan, tensors)["out"])
+
+
+def test_capped_is_tanh() -> None:
+    x = torch.cat([torch.linspace(-9, 9, 2001), torch.logspace(-20, 0, 400), torch.zeros(1)])
+    exact = (x.double() / 7).tanh()
+    found = torch.empty_like(x)
+
+    @triton.jit
+    def kernel(source, target, scale, n: tl.constexpr, size: tl.constexpr):
+        at = tl.arange(0, size)
+        tl.store(target + at, capped(tl.load(source + at, mask=at < n), scale), mask=at < n)
+
+    kernel[(1,)](x, found, 1 / 7, len(x), 4096)
+    assert ((found - exact).abs() <= 2e-6 * exact.abs()).all()
+
+
+# Which tiles a mask leaves whole
+
+
+@triton.jit
+def ends_kernel(
+    out, top, begin, first, step, count, diagonal, seqlen_q, seqlen_k, left, right, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """What all rows of a tile see; which tiles of rows see all of some keys; where in a stretch they are."""
+    a, b = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+    c, d = whole_rows(begin, KEYS, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+    e, f = whole_part(first, step, count, c, d)
+    tl.store(out, a)
+    tl.store(out + 1, b)
+    tl.store(out + 2, c)
+    tl.store(out + 3, d)
+    tl.store(out + 4, e)
+    tl.store(out + 5, f)
+
+
+def test_whole_tiles_are_those_that_the_mask_leaves_whole() -> None:
+    """Against every element, for random bands."""
+    rng, rows, keys = random.Random(0), 8, 8
+    found = torch.empty(6, dtype=torch.int32)
+    some = 0
+    for _ in range(200):
+        seqlen_q, seqlen_k = rng.randint(1, 60), rng.randint(1, 60)
+        left, right = (rng.choice([-1, 0, 3, 9, 30]) for _ in "lr")
+        diagonal = seqlen_k - seqlen_q
+        q = torch.arange(seqlen_q)[:, None] + diagonal
+        k = torch.arange(seqlen_k)
+        seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+        if left >= 0:
+            seen &= k >= q - left
+        if right >= 0:
+            seen &= k <= q + right
+        tiles, kv_tiles = -(-seqlen_q // rows), -(-seqlen_k // keys)
+        tile, kv = rng.randrange(tiles), rng.randrange(kv_tiles)
+        step, count = rng.choice([1, -1]), rng.randint(1, tiles)
+        first = rng.randint(0, tiles - count) if step > 0 else rng.randint(count - 1, tiles - 1)
+        given = (tile * rows, kv * keys, first, step, count, diagonal, seqlen_q, seqlen_k, left, right)
+        ends_kernel[(1,)](found, *given, rows, keys)
+        a, b, _, _, e, f = found.tolist()
+        of_rows = seen[tile * rows : (tile + 1) * rows].all(0)
+        assert [a <= column <= b for column in range(seqlen_k)] == of_rows.tolist(), given
+        there = (kv + 1) * keys <= seqlen_k
+        part = seen[:, kv * keys : (kv + 1) * keys]
+        whole = [bool(there and part[t * rows : (t + 1) * rows].all()) for t in range(tiles)]
+        visited = [whole[first + step * at] for at in range(count)]
+        assert [e <= at < f for at in range(count)] == visited, given
+        some += any(visited) and not all(visited)
+    assert some > 10
+
+
+@pytest.mark.parametrize("mask", [Mask.causal(), Mask.window(150, 20)], ids=lambda mask: mask.name)
+def test_whole_tiles_have_the_bytes_of_masked_ones(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of((300, 300), mask=mask, dtype="float16")
+    tensors, plan = packed_tensors(problem), build_plan(problem, FA3())
+    first = run(plan, tensors)
+    monkeypatch.setattr(
+        backward_kernels, "whole_part", lambda first, step, count, low, high: (count * 0,) * 2
+    )
+    for name, got in run(plan, tensors).items():
+        assert_same_bytes(got, first[name], name)
+
+
+def test_rows_that_are_far_apart_are_copied() -> None:
+    """Places within a tile are counted in 32 bits."""
+    near, far = (
+        torch.empty_strided((2, 300, 1, 64), (stride * 300, stride, 64, 1), device="meta")
+        for stride in (2**24 - 8, 2**24)
+    )
+    assert launch._aligned(near) is near
+    assert launch._aligned(far).stride(-3) == 64

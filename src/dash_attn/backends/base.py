@@ -163,7 +163,15 @@ class Backend(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
+    def why_not(
+        self,
+        problem: Problem,
+        device: torch.device,
+        packed: bool,
+        *,
+        softcap: float = 0.0,
+        softmax_scale: float = 1.0,
+    ) -> str:
         """Why it cannot run a problem, given as packed or dense tensors; empty if it can."""
 
     @abstractmethod

@@ -241,7 +241,8 @@ def _covered(
             )  # fmt: skip
         except ProblemError as error:
             raise InputError(str(error)) from error
-        reason = backend.why_not(problem, device, packed, softcap=spec.softcap)
+        scores = {"softcap": spec.softcap, "softmax_scale": spec.softmax_scale}
+        reason = backend.why_not(problem, device, packed, **scores)
         if not reason:
             return backend, problem
         reasons[backend.name] = reason

@@ -53,7 +53,7 @@ FULL_HEADS, FULL_HEADS_SHORT, SHORT = 1, 2, 64
 tiles at once. With several heads each, what they read and add to does not fit L2."""
 
 MOST_ITEMS, FULL_MOST_ITEMS = 1024, 2048
-"""Items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
+"""About so many items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
 
 FORWARD_VERSION = 3
 

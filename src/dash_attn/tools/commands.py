@@ -106,7 +106,7 @@ def _add_verify(subparsers: Any) -> None:
     verify = add_command(subparsers, "verify", run_verify, text, example)
     shape_flags(verify)
     verify.add_argument("--replays", type=int, help="runs to compare (default: 100 on a GPU, 3 on a CPU)")
-    verify.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU if it is a Hopper one")
+    verify.add_argument("--device", choices=("cuda", "cpu"), help="default: a GPU that a backend covers")
 
 
 def run_verify(args: argparse.Namespace) -> int:

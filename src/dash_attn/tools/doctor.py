@@ -99,7 +99,7 @@ def _gpu(torch: Any) -> str:
         names.append(f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs")
     listed = "; ".join(names)
     if torch.cuda.get_device_capability() != (9, 0):
-        return f"yes, by triton: the sm90 kernels are for Hopper ({listed})"
+        return f"see backend_triton: the sm90 kernels are for Hopper ({listed})"
     missing = [p for p in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if _installed(p) == "missing"]
     if missing:
         how = "pip install 'dash-attn[cuda]'"

@@ -58,6 +58,12 @@ class Shape:
             optional = name in ("seqlen", "seqlen_k", "kv_heads")
             if type(value) is not int and not (optional and value is None):
                 raise InputError(f"{name} must be an integer, got {value!r}")
+        if self.backend != "auto":
+            from ..backends.base import BACKENDS
+
+            if self.backend not in BACKENDS:
+                names = ", ".join(BACKENDS)
+                raise InputError(f"backend must be auto, {names}, got {self.backend!r}")
         if not isinstance(self.causal, bool):
             raise InputError(f"causal must be true or false, got {self.causal!r}")
         if (self.seqlen is None) == (self.seqlens is None):

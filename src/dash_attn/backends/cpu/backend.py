@@ -87,7 +87,15 @@ class _Prepared(Prepared):
 class _CPU(Backend):
     name: ClassVar[str] = "cpu"
 
-    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
+    def why_not(
+        self,
+        problem: Problem,
+        device: torch.device,
+        packed: bool,
+        *,
+        softcap: float = 0.0,
+        softmax_scale: float = 1.0,
+    ) -> str:
         return "" if device.type == "cpu" else f"the cpu backend does not run on {device}"
 
     def tiles(self, head_dim: int) -> tuple[int, int]:

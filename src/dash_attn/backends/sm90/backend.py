@@ -14,7 +14,7 @@ from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
 from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
-from .forward.launch import Forward
+from .forward.launch import Forward, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
 
@@ -96,7 +96,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
-    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
+    def why_not(
+        self,
+        problem: Problem,
+        device: torch.device,
+        packed: bool,
+        *,
+        softcap: float = 0.0,
+        softmax_scale: float = 1.0,
+    ) -> str:
         if device.type != "cuda":
             return f"the sm90 backend does not run on {device}"
         major, minor = _capability(device)
@@ -109,6 +117,8 @@ class _SM90(Backend):
             return f"head_dim {problem.head_dim} is not supported by sm90; supported: {known}"
         if softcap:
             return f"softcap {softcap} is not supported by sm90"
+        if reason := why_no_scale(softmax_scale):
+            return reason
         if problem.q_starts is not None:
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"

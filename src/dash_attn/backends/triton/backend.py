@@ -122,7 +122,15 @@ def _why_unavailable(device: torch.device) -> str:
 class _Triton(Backend):
     name: ClassVar[str] = "triton"
 
-    def why_not(self, problem: Problem, device: torch.device, packed: bool, *, softcap: float = 0.0) -> str:
+    def why_not(
+        self,
+        problem: Problem,
+        device: torch.device,
+        packed: bool,
+        *,
+        softcap: float = 0.0,
+        softmax_scale: float = 1.0,
+    ) -> str:
         if reason := _why_unavailable(device):
             return reason
         if device.type == "cuda" and torch.version.hip is None:

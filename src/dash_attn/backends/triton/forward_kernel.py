@@ -27,7 +27,7 @@ def forward_kernel(
     TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
-    with a softcap that of ``capped``; ``cap2``: softcap * log2(e)."""
+    with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e)."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16

@@ -27,13 +27,18 @@ __all__ = ["Backward", "Forward"]
 UNIT = 8
 """Elements: what strides are counted in."""
 
+MOST_STRIDE = 2**24
+"""Elements between rows: places of a tile's rows, counted from its first one, must fit 32 bits."""
+
 _LOG2E = math.log2(math.e)
 
 
 @cache
 def is_roomy(device: torch.device) -> bool:
     """Whether the table has a row of its own for a device."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ROOMY
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) in ROOMY
 
 
 class _OnDevice:
@@ -168,7 +173,7 @@ def _of_scores(softmax_scale: float, softcap: float) -> tuple[float, float]:
     """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes."""
     if softcap == 0:
         return softmax_scale * _LOG2E, 0.0
-    return 2 * _LOG2E * softmax_scale / softcap, softcap * _LOG2E
+    return softmax_scale / softcap, softcap * _LOG2E
 
 
 def _options(shape: Shape) -> dict[str, Any]:
@@ -179,7 +184,9 @@ def _options(shape: Shape) -> dict[str, Any]:
 def _aligned(x: Tensor) -> Tensor:
     """x itself if its rows are contiguous, with strides in UNITs and a base of 16 bytes; otherwise a copy."""
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
-    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s % UNIT == 0 and s >= 0 for s in strides):
+    near = x.shape[-3] == 1 or x.stride(-3) < MOST_STRIDE
+    plain = near and x.stride(-1) == 1 and all(s % UNIT == 0 and s >= 0 for s in strides)
+    if plain and x.data_ptr() % 16 == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

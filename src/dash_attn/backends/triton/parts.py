@@ -66,9 +66,15 @@ def whole_part(first, step, count, low, high):
 
 
 @triton.jit
-def capped(s, scale2):
-    """tanh of scores, from products; ``scale2``: softmax scale / softcap * 2 log2(e)."""
-    return 1.0 - 2.0 / (tl.exp2(s * scale2) + 1.0)
+def capped(s, scale):
+    """tanh of scores / softcap, from products; ``scale``: softmax scale / softcap.
+
+    Near 0 by its series, where a difference of two numbers close to 1 would have few digits.
+    """
+    x = s * scale
+    y = x * x
+    series = x + x * y * (y * (0.13333334 - y * (0.053968254 - y * 0.021869488)) - 0.33333334)
+    return tl.where(y < 0.04, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853901) + 1.0))
 
 
 @triton.jit

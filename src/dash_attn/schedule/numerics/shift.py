@@ -26,9 +26,9 @@ class Shift(Policy):
     together (``min_workers`` is the ring size), and ``stride`` q tiles lie between two contributions
     to the same dQ tile: that is the slack that hides a hand-over.
 
-    The first member of a head's first ring starts at q tile 0. A later ring starts behind the last member of
-    the one before it, at the first q tile that all members of that one have left: so it can follow closely,
-    and few heads keep many workers busy.
+    The first member of a head's first ring starts at q tile 0. A later ring starts where one more member of
+    the ring before it would, near the first q tile that all of them have left: so it can follow closely, and
+    few heads keep many workers busy.
 
     Args:
         ring: kv tiles of a ring at most, by default all of a head: the paper's schedule. A ring never

@@ -100,7 +100,7 @@ def require_hopper() -> None:
 
 def _require_gpu() -> None:
     if not torch.cuda.is_available():
-        raise UnavailableError("a benchmark needs a Hopper GPU (sm_90), and PyTorch sees no CUDA device")
+        raise UnavailableError("a benchmark needs a GPU, and PyTorch sees no CUDA device")
 
 
 def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -> Result:

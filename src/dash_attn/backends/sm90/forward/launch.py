@@ -22,7 +22,7 @@ from .arguments import Launch, Workspace
 from .config import ForwardConfig, forward_config
 from .table import forward_table
 
-__all__ = ["Forward", "check_scale"]
+__all__ = ["Forward", "why_no_scale"]
 
 
 def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
@@ -31,16 +31,17 @@ def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
 
 
 @lru_cache
-def check_scale(softmax_scale: float) -> None:
-    """Raise InputError where the kernel's scale, in float32 and base 2, would be 0, negative or infinite."""
+def why_no_scale(softmax_scale: float) -> str:
+    """Why the kernel cannot use a scale: in float32 and base 2 it would be 0, negative or infinite."""
     with np.errstate(over="ignore"):
         scale = np.float32(softmax_scale)
         in_base_2 = scale * np.float32(math.log2(math.e))
-    if not (scale > 0 and np.isfinite(in_base_2)):
-        raise InputError(
-            f"on a GPU softmax_scale must be positive, and softmax_scale log2(e) finite, in float32, "
-            f"got {softmax_scale}"
-        )
+    if scale > 0 and np.isfinite(in_base_2):
+        return ""
+    return (
+        f"for sm90 softmax_scale must be positive, and softmax_scale log2(e) finite, in float32, "
+        f"got {softmax_scale}"
+    )
 
 
 class Forward:
@@ -103,7 +104,8 @@ class Forward:
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
         """
-        check_scale(softmax_scale)
+        if reason := why_no_scale(softmax_scale):
+            raise InputError(reason)
         upload = self._upload or self._prepare()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         packed = q.dim() == 3
