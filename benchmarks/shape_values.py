@@ -24,12 +24,10 @@ RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
 
 
 def shape_values() -> Iterator[tuple[str, Value]]:
-    """``RATIO-STATISTIC`` over all cases, joules likewise, and a table."""
+    """``RATIO-STATISTIC`` over all cases, and tables."""
     for name in RATIOS:
         for statistic in STATISTICS:
             yield f"{name}-{statistic}", partial(_shape_statistic, name, statistic)
-    for statistic in STATISTICS if _cases("joules") else ():
-        yield f"joules-{statistic}", partial(_joules, statistic)
     yield "summary", summary_table
     yield "table", shape_table
 
@@ -47,12 +45,11 @@ def summary_table() -> str:
     return table_of(["ratio", *shown.values()], lines)
 
 
-def times(rows: Iterable[Row], field: str = "ms") -> dict[str, dict[Kind, float]]:
-    """Milliseconds, or another field, by case and kind of call."""
+def times(rows: Iterable[Row]) -> dict[str, dict[Kind, float]]:
+    """Milliseconds by case and kind of call."""
     found: dict[str, dict[Kind, float]] = {}
     for row in rows:
-        if field in row:
-            found.setdefault(row["case"], {})[row["pass"], row["impl"], row["deterministic"]] = row[field]
+        found.setdefault(row["case"], {})[row["pass"], row["impl"], row["deterministic"]] = row["ms"]
     return found
 
 
@@ -62,17 +59,12 @@ def ratio(ms: Mapping[Kind, float], name: str) -> float:
     return min((ms[other] for other in others if other in ms), default=0.0) / ms[ours]
 
 
-def _cases(field: str = "ms") -> dict[str, dict[Kind, float]]:
-    return times(read(SHAPES), field)
+def _cases() -> dict[str, dict[Kind, float]]:
+    return times(read(SHAPES))
 
 
 def _shape_statistic(name: str, statistic: str) -> str:
     return STATISTICS[statistic]([ratio(ms, name) for ms in _cases().values()])
-
-
-def _joules(statistic: str) -> str:
-    """Energy of FlashAttention-4's deterministic backward / that of ours."""
-    return STATISTICS[statistic]([ratio(joules, "det") for joules in _cases("joules").values()])
 
 
 def shape_table() -> str:

@@ -1,10 +1,9 @@
 """Time forward and backward of shapes outside the DASH paper's grid, beside FlashAttention-4.
 
 Cases are in shape_cases.py: queries behind many keys, few heads, windows, packed batches, patches, long and
-tiny problems, fp16. Timing is sustained, as in forward.py. ``joules`` is the energy of a call of the
-backward, from the driver's counter over ``--seconds`` of calls.
+tiny problems, fp16. Timing is sustained, as in forward.py.
 
-    python benchmarks/shapes.py --seconds 1 --output benchmarks/results/h200-shapes.json
+    python benchmarks/shapes.py --output benchmarks/results/h200-shapes.json
     python benchmarks/shapes.py --only groups window
 """
 
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 from card import driver
-from energy import joules
 from forward import LONG_S, once, sustained
 from forward_calls import Call, inputs
 from forward_points import Point
@@ -74,7 +72,7 @@ def _works(kind: Kind, call: Call) -> bool:
     return True
 
 
-def rows(name: str, point: Point, rounds: int, seconds: float) -> list[Row]:
+def rows(name: str, point: Point, rounds: int) -> list[Row]:
     """Of one case."""
     torch.manual_seed(0)
     calls = contenders(inputs(point, torch.device("cuda")))
@@ -89,8 +87,6 @@ def rows(name: str, point: Point, rounds: int, seconds: float) -> list[Row]:
                "ms": round(ms, 5), "spread": round((max(all_ms) - min(all_ms)) / ms, 4)}  # fmt: skip
         if kind == ("backward", "dash_attn", True):
             row["fingerprint"] = build_plan(point.problem, choose_policy(point.problem)).fingerprint
-        if seconds and kind[0] == "backward":
-            row["joules"] = round(joules(calls[kind], seconds, ms / 1e3), 6)
         found.append(row)
     return found
 
@@ -117,17 +113,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every Nth case only, from I on")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
-    parser.add_argument("--seconds", type=float, default=0.0, help="of calls for the energy, default none")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds must be >= 1, got {args.rounds}")
     require_hopper()
-    facts = header(args.rounds, args.seconds)
+    facts = header(args.rounds)
     found: list[Row] = []
     first, of = map(int, args.share.split("/"))
     chosen = [(name, point) for name, point in cases() if any(only in name for only in args.only)]
     for name, point in chosen[first::of]:
-        new = rows(name, point, args.rounds, args.seconds)
+        new = rows(name, point, args.rounds)
         found += new
         (ms,) = times(new).values()
         said = "  ".join(f"{what} {x:.2f}" for what in RATIOS if (x := ratio(ms, what)))
@@ -138,11 +133,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(report(found))
 
 
-def header(rounds: int, seconds: float) -> dict[str, Any]:
+def header(rounds: int) -> dict[str, Any]:
     return {
         "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
         "versions": versions("torch", "flash-attn-4", "nvidia-cutlass-dsl"), "timing": "sustained",
-        "rounds": rounds, "seconds": seconds, "command": shlex.join(["python", *sys.argv]),
+        "rounds": rounds, "command": shlex.join(["python", *sys.argv]),
     }  # fmt: skip
 
 

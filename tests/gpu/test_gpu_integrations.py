@@ -97,8 +97,8 @@ def test_sdpa_refuses_what_it_cannot_honour():
             F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(1000, 1000, device="cuda").bool())
         with pytest.raises(InputError, match="dropout_p"):
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
-        with pytest.raises(InputError, match="head_dim 32"):
-            F.scaled_dot_product_attention(q[..., :32], q[..., :32], q[..., :32])
+        with pytest.raises(InputError, match="head_dim 36"):
+            F.scaled_dot_product_attention(q[..., :36], q[..., :36], q[..., :36])
 
 
 def test_sdpa_takes_lower_right_masks():
