@@ -24,7 +24,7 @@ SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 HEAD_DIMS = (*TILES, 80, 192)
 
-MOST_LOCAL = 640
+MOST_LOCAL = 768
 """Bytes of local memory per thread: registers that do not fit. None would be better."""
 
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}

@@ -106,7 +106,8 @@ def _put_items(plan: Plan, run_first: NDArray[np.int64], records: Words) -> None
     made = [
         p.tiled(("records", heads, group), lambda p: _records(p, heads, group), 1) for p in batch.distinct
     ]
-    np.take(np.concatenate(made), batch.gather[plan.codes], axis=0, out=records)
+    # Any mode but "raise": numpy would keep a copy of `out` for that.
+    np.take(np.concatenate(made), batch.gather[plan.codes], axis=0, out=records, mode="clip")
     sequence = batch.sequence[plan.codes]
     records[:, ITEM.sequence] = sequence
     records[:, ITEM.run_first] += run_first[sequence]

@@ -2,7 +2,7 @@
 
 Head dims between those of the table use the row of the next one, with zeros behind their elements: products
 take powers of two. Larger heads have smaller tiles: most GPUs have 99 KB of shared memory per block. Heads
-beyond 128 have larger ones on GPUs with more of it (``ROOMY``), and so other bits there.
+beyond 128 have larger ones on Hopper GPUs (``ROOMY``), and so other bits there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 HEAD_DIMS = range(8, 257, 8)
 
-ROOMY = ((9, 0), (10, 0), (10, 3))
-"""Compute capabilities with 227 KB of shared memory per block."""
+ROOMY = ((9, 0),)
+"""Compute capabilities with 227 KB of shared memory per block that were measured."""
 
 
 class Shape(NamedTuple):
