@@ -21,6 +21,7 @@ from ranking import plan_of, ranked, sums_as
 from shape_values import shape_values, triton_values
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
+from tlx_values import tlx_values
 from total_values import total_values
 
 from dash_attn.model.roofline import ForwardRoofline, Roofline, forward_roofline, roofline
@@ -266,6 +267,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}ranking.json": ranking_values(),
         f"{folder}host.json": host_values(),
         f"{folder}shapes.json": shape_values(),
+        "benchmarks/tlx_values.py": tlx_values(),
         f"{folder}triton.json": triton_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
