@@ -256,7 +256,7 @@ def _host(problem: str, what: str, key: str) -> str:
 def _values() -> Iterator[tuple[tuple[str, str], Value]]:
     folder = "benchmarks/results/h200-"
     of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
-        f"{folder}backward.json": throughput_values(),
+        f"{folder}backward.json": chain(throughput_values(), tlx_values()),
         f"{folder}points.json": hot_values(),
         f"{folder}forward.json": chain(forward_values(), other_values(), total_values()),
         f"{folder}ablations.json": ablation_values(),
@@ -267,7 +267,6 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}ranking.json": ranking_values(),
         f"{folder}host.json": host_values(),
         f"{folder}shapes.json": shape_values(),
-        "benchmarks/tlx_values.py": tlx_values(),
         f"{folder}triton.json": triton_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),

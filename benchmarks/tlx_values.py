@@ -1,4 +1,4 @@
-"""Beside what Meta publishes of TLX, its extension of Triton, which needs a compiler of its own: by ratios."""
+"""Beside what Meta publishes of TLX, its extension of Triton: by ratios, for it needs its own compiler."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ __all__ = ["tlx_values"]
 
 LENGTHS = (1024, 2048, 4096, 8192)
 TLX_TO_FA3 = {"backward": (1.21, 1.10, 1.06, 1.00), "forward": (1.01, 1.01, 0.96, 0.97)}
-"""At LENGTHS: H100, bf16, head dim 128, causal, 4 x 48 heads, no fixed order (facebookexperimental/triton #3582)."""
+"""At LENGTHS: H100, bf16, head dim 128, causal, 4 x 48 heads, no fixed order
+(facebookexperimental/triton #3582)."""
 
 FA3_FREE_TFLOPS = (221, 346, 485, 576, 635, 591)
 """FlashAttention-3's backward without order, in the run of OTHER_BUILDS_TFLOPS: head dim 128, causal."""
 
 
 def tlx_values() -> Iterator[tuple[str, Value]]:
-    yield "table", tlx_table
+    yield "tlx-table", tlx_table
 
 
 def tlx_table() -> str:
