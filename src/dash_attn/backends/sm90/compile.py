@@ -113,7 +113,8 @@ def _compiler_or_error() -> Iterator[None]:
         yield
     except ImportError as error:
         raise MissingCompilerError(
-            f"the GPU kernels need a compiler that is not installed ({error}): pip install 'dash-attn[cuda]'"
+            f"the Hopper kernels need a compiler that is not installed ({error}): pip install "
+            "'dash-attn[cuda]', or ask for backend='triton'"
         ) from error
 
 
