@@ -1,16 +1,30 @@
-"""What nvidia-smi says of the current GPU: its driver, and clock and power under a load."""
+"""What is said of the current GPU: its driver, and clock and power under a load; and of a run on it."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from record import versions
+
+import dash_attn
 
 HEAT_S = 0.2
 """Seconds of load before nvidia-smi is asked."""
 PATIENCE_S = 5.0
+
+
+def facts_of_run(rounds: int, *packages: str) -> dict[str, Any]:
+    """What a file of results says of the run that made it, with the versions of packages."""
+    return {
+        "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
+        "versions": versions(*packages), "rounds": rounds, "command": shlex.join(["python", *sys.argv]),
+    }  # fmt: skip
 
 
 def driver() -> str:

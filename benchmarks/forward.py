@@ -19,21 +19,18 @@ The file keeps the sets that are not measured, and says for each set which run i
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from card import driver
+from card import facts_of_run
 from forward_calls import Call, contenders
 from forward_points import SETS, Point, points
-from record import Record, Row, versions
+from record import Record, Row
 
-import dash_attn
 from dash_attn.schedule import ForwardNumerics
 from dash_attn.tools.bench import require_hopper
 
@@ -44,10 +41,13 @@ ROUNDS = {"total": 5}
 DEFAULT_ROUNDS = 9
 """Of the sets that ROUNDS does not name."""
 
+Name = TypeVar("Name", bound=Hashable)
+"""What calls are told apart by."""
 
-def sustained(calls: dict[str, Call], counts: dict[str, int], rounds: int) -> dict[str, list[float]]:
+
+def sustained(calls: dict[Name, Call], counts: dict[Name, int], rounds: int) -> dict[Name, list[float]]:
     """Milliseconds of a call, of every block."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Name, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         names = list(calls)
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -55,7 +55,7 @@ def sustained(calls: dict[str, Call], counts: dict[str, int], rounds: int) -> di
     return times
 
 
-def single(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+def single(calls: dict[Name, Call], rounds: int) -> dict[Name, list[float]]:
     return {name: [block(call, 1) for _ in range(rounds)] for name, call in calls.items()}
 
 
@@ -79,8 +79,8 @@ def once(call: Call) -> float:
 
 
 def timed(
-    calls: dict[str, Call], rounds: int, *, with_single: bool = True
-) -> dict[str, dict[str, list[float]]]:
+    calls: dict[Name, Call], rounds: int, *, with_single: bool = True
+) -> dict[str, dict[Name, list[float]]]:
     """Milliseconds of a call, by timing and name. Calls that take long are not timed one by one."""
     seconds = {name: once(call) for name, call in calls.items()}
     if max(seconds.values()) >= LONG_S:
@@ -117,13 +117,11 @@ def flops(point: Point, name: str) -> float:
 
 
 def header(rounds: int) -> dict[str, Any]:
-    return {
-        "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
+    packages = ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
+    return facts_of_run(rounds, *packages) | {
         "cudnn": torch.backends.cudnn.version(),
-        "versions": versions("torch", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend"),
         "numerics": ForwardNumerics(128, "bfloat16").fingerprint,
-        "rounds": rounds, "command": shlex.join(["python", *sys.argv]),
-    }  # fmt: skip
+    }
 
 
 def line(found: Sequence[Row]) -> str:

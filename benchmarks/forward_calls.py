@@ -30,7 +30,7 @@ def contenders(point: Point, device: str = "cuda") -> dict[str, Call]:
     """What is timed at a point, by name; each was called once. A peer that fails is left out, with a line."""
     x = inputs(point, torch.device(device))
     calls = dict(_training(x) if point.set == "total" else _forwards(x))
-    return {name: call for name, call in calls.items() if _works(name, call)}
+    return {name: call for name, call in calls.items() if works(name, call, must=name == OURS)}
 
 
 def inputs(point: Point, device: torch.device) -> Inputs:
@@ -82,14 +82,14 @@ def _training(x: Inputs) -> Iterator[tuple[str, Call]]:
             yield f"{name} backward", call
 
 
-def _works(name: str, call: Call) -> bool:
-    """Call it once, which compiles it. Ours must work."""
+def works(name: str, call: Call, *, must: bool) -> bool:
+    """Call it once, which compiles it. What fails and need not work is named, with the reason."""
     try:
         call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
     except Exception as error:
-        if name == OURS:
+        if must:
             raise
         _say(name, error)
         return False

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = plan_of(row)
         cycles = simulate(plan, H200, H200_WORKERS).makespan
         rows.append({name: row[name] for name in KEPT} | {"simulated_cycles": round(cycles)})
-        rows[-1]["same_fingerprint"] = sums_as(row, plan)
+        rows[-1]["same_fingerprint"] = sums_as(plan, row["fingerprint"])
         print(rows[-1], flush=True)
         args.output.write_text(json.dumps({"measured": args.measured.name, "rows": rows}, indent=1) + "\n")
     return 0
@@ -58,9 +58,9 @@ def ranked(rows: Iterable[Row]) -> list[Row]:
     ]
 
 
-def sums_as(row: dict[str, Any], plan: Plan) -> bool:
-    """Whether a plan sums in the order that a row was measured with, maybe under an older version."""
-    return row["fingerprint"] in (plan.fingerprint_under(v) for v in range(1, NUMERICS_VERSION + 1))
+def sums_as(plan: Plan, fingerprint: str) -> bool:
+    """Whether a plan sums in the order of a recorded fingerprint, which may be of an older version."""
+    return fingerprint in (plan.fingerprint_under(v) for v in range(1, NUMERICS_VERSION + 1))
 
 
 def plan_of(row: dict[str, Any]) -> Plan:

@@ -10,43 +10,39 @@ tiny problems, fp16. Timing is sustained, as in forward.py.
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from card import driver
-from forward import LONG_S, once, sustained
-from forward_calls import Call, inputs
+from card import facts_of_run
+from forward import timed
+from forward_calls import OURS, Call, inputs, works
 from forward_points import Point
-from record import Row, versions, write
+from record import Row, write
 from shape_cases import cases
 from shape_values import RATIOS, Kind, ratio, times
 from summary import geometric_mean
 
-import dash_attn
 from dash_attn.backends.base import backend_for
 from dash_attn.peers import fa4
 from dash_attn.peers.registry import Inputs
-from dash_attn.schedule import build_plan, choose_policy
+from dash_attn.schedule import Plan, build_plan, choose_policy
 from dash_attn.tools.bench import require_hopper
 from dash_attn.tools.bench.run import call_of
 
-BLOCK_S = 0.012
-ROUNDS, LONG_ROUNDS = 5, 3
+ROUNDS = 5
+ORDERED: Kind = ("backward", OURS, True)
 
 
-def contenders(x: Inputs) -> dict[Kind, Call]:
+def contenders(x: Inputs, plan: Plan) -> dict[Kind, Call]:
     """What is timed of a case. A peer that cannot do it is left out, with a line."""
     ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
-    plan = build_plan(x.problem, choose_policy(x.problem))
     calls: dict[Kind, Call] = {
-        ("forward", "dash_attn", True): lambda: ours.forward(x.q, x.k, x.v, x.scale),
-        ("backward", "dash_attn", True): call_of(plan, x, ordered=True)(),
-        ("backward", "dash_attn", False): call_of(plan, x, ordered=False)(),
+        ("forward", OURS, True): lambda: ours.forward(x.q, x.k, x.v, x.scale),
+        ORDERED: call_of(plan, x, ordered=True)(),
+        ("backward", OURS, False): call_of(plan, x, ordered=False)(),
     }
     if not (why := fa4.why_not()):
         mask, lengths = x.problem.mask, x.lengths
@@ -55,39 +51,20 @@ def contenders(x: Inputs) -> dict[Kind, Call]:
         calls["backward", "fa4", False] = fa4.backward(x, deterministic=False)
     else:
         print(f"fa4 is left out: {why}", file=sys.stderr)
-    return {kind: call for kind, call in calls.items() if _works(kind, call)}
-
-
-def _works(kind: Kind, call: Call) -> bool:
-    """Call it once, which compiles it. Ours must work."""
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:
-        if kind[1] == "dash_attn":
-            raise
-        lines = str(error).strip().splitlines() or [""]
-        print(f"{kind} is left out: {type(error).__name__}: {lines[0]}"[:300], file=sys.stderr)
-        return False
-    return True
+    return {kind: call for kind, call in calls.items() if works(str(kind), call, must=kind[1] == OURS)}
 
 
 def rows(name: str, point: Point, rounds: int) -> list[Row]:
     """Of one case."""
     torch.manual_seed(0)
-    calls = contenders(inputs(point, torch.device("cuda")))
-    took = {kind: min(once(call), once(call)) for kind, call in calls.items()}
-    slow = max(took.values()) >= LONG_S
-    counts = {kind: 1 if slow else max(3, int(BLOCK_S / s)) for kind, s in took.items()}
-    times = sustained(calls, counts, min(rounds, LONG_ROUNDS) if slow else rounds)
+    plan = build_plan(point.problem, choose_policy(point.problem))
+    calls = contenders(inputs(point, torch.device("cuda")), plan)
     found = []
-    for kind, all_ms in times.items():
+    for kind, all_ms in timed(calls, rounds, with_single=False)["sustained"].items():
         ms = statistics.median(all_ms)
         row = {"set": point.set, "case": name, "pass": kind[0], "impl": kind[1], "deterministic": kind[2],
                "ms": round(ms, 5), "spread": round((max(all_ms) - min(all_ms)) / ms, 4)}  # fmt: skip
-        if kind == ("backward", "dash_attn", True):
-            row["fingerprint"] = build_plan(point.problem, choose_policy(point.problem)).fingerprint
-        found.append(row)
+        found.append(row | ({"fingerprint": plan.fingerprint} if kind == ORDERED else {}))
     return found
 
 
@@ -96,12 +73,8 @@ def report(found: Sequence[Row]) -> str:
     by_case = times(found).values()
     lines = [f"{len(by_case)} cases"]
     for name in RATIOS:
-        values = [x for ms in by_case if (x := ratio(ms, name))]
-        lines += (
-            [f"{name}: geometric mean {geometric_mean(values):.3f}, least {min(values):.3f}"]
-            if values
-            else []
-        )
+        if values := [x for ms in by_case if (x := ratio(ms, name))]:
+            lines.append(f"{name}: geometric mean {geometric_mean(values):.3f}, least {min(values):.3f}")
     return "\n".join(lines)
 
 
@@ -117,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.rounds < 1:
         parser.error(f"--rounds must be >= 1, got {args.rounds}")
     require_hopper()
-    facts = header(args.rounds)
+    facts = facts_of_run(args.rounds, "torch", "flash-attn-4", "nvidia-cutlass-dsl") | {"timing": "sustained"}
     found: list[Row] = []
     first, of = map(int, args.share.split("/"))
     chosen = [(name, point) for name, point in cases() if any(only in name for only in args.only)]
@@ -126,19 +99,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         found += new
         (ms,) = times(new).values()
         said = "  ".join(f"{what} {x:.2f}" for what in RATIOS if (x := ratio(ms, what)))
-        print(f"{name:58} {ms['backward', 'dash_attn', True]:8.3f} ms  {said}", flush=True)
+        print(f"{name:58} {ms[ORDERED]:8.3f} ms  {said}", flush=True)
         torch.cuda.empty_cache()
         if args.output:  # after every case: a run that is cut short leaves what it has
             write(args.output, facts, found)
     print(report(found))
-
-
-def header(rounds: int) -> dict[str, Any]:
-    return {
-        "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
-        "versions": versions("torch", "flash-attn-4", "nvidia-cutlass-dsl"), "timing": "sustained",
-        "rounds": rounds, "command": shlex.join(["python", *sys.argv]),
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def demo_policy() -> str:
     wanted = document("h200-demo.json")["fingerprint"]
     problem = _demo_problem()
     for name, kind in POLICIES.items():
-        if name != "shift" and sums_as({"fingerprint": wanted}, build_plan(problem, kind())):
+        if name != "shift" and sums_as(build_plan(problem, kind()), wanted):
             return f"`{name}`"
     raise ValueError(f"no policy has the demo's fingerprint {wanted}")
 
@@ -144,7 +144,7 @@ def ranking_values() -> Iterator[tuple[str, Value]]:
 
 def plans_of_today() -> str:
     """Of the plans that were ranked, how many have the fingerprint that was measured."""
-    return str(sum(sums_as(row, plan_of(row)) for row in ranked(grid_rows())))
+    return str(sum(sums_as(plan_of(row), row["fingerprint"]) for row in ranked(grid_rows())))
 
 
 def ranking_table() -> str:

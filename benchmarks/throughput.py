@@ -108,7 +108,7 @@ def _of_auto(field: str, pick: Callable[[Sequence[float]], float]) -> str:
 def _is_auto_today(row: Row) -> bool:
     """Whether ``policy="auto"`` still sums in the order that this row was measured with."""
     problem = plan_of(row).problem
-    return sums_as(row, build_plan(problem, *choose_policy(problem)))
+    return sums_as(build_plan(problem, *choose_policy(problem)), row["fingerprint"])
 
 
 def _spreads() -> list[float]:

@@ -10,9 +10,7 @@ is compiled, with a block mask where the mask is causal; PyTorch's FlashAttentio
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -20,11 +18,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from card import driver
+from card import facts_of_run
 from forward import once, sustained
 from forward_calls import Call
 from points import HIDDEN, TOKENS
-from record import Row, versions, write
+from record import Row, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -106,11 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every Nth case only, from I on")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
     args = parser.parse_args(argv)
-    facts = {
-        "gpu": torch.cuda.get_device_name(), "driver": driver(), "dash_attn": dash_attn.__version__,
-        "versions": versions("torch", "triton"), "timing": "sustained", "rounds": args.rounds,
-        "command": shlex.join(["python", *sys.argv]),
-    }  # fmt: skip
+    facts = facts_of_run(args.rounds, "torch", "triton") | {"timing": "sustained"}
     found: list[Row] = []
     first, of = map(int, args.share.split("/"))
     for case in list(product(HEAD_DIMS, (False, True), SEQLENS))[first::of]:

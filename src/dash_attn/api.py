@@ -23,17 +23,25 @@ from .arguments import (
     Packing,
     Used,
     Window,
-    check_backend,
     check_call,
     check_flag,
     check_flash_options,
     check_no_positional,
     check_softcap,
 )
-from .backends.base import Backend, Gradients, Prepared, Tensors, as_current, backend_for, backends_for
+from .backends.base import (
+    Backend,
+    Gradients,
+    Prepared,
+    Tensors,
+    as_current,
+    backend_for,
+    backends_for,
+    check_backend,
+)
 from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, dense_call, not_covered, packed_call, prepared_once, used_call
+from .ops.calls import DTYPE_NAMES, Call, dense_call, first_that_covers, packed_call, prepared_once, used_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
@@ -415,7 +423,8 @@ def apply_plan(
     packed = q.ndim == 3
     cap = check_softcap(softcap)
     scores = {"softcap": cap, "softmax_scale": softmax_scale}
-    chosen = _covering(plan, q.device, packed, check_backend(backend), scores)
+    asked = check_backend(backend)
+    chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if DTYPE_NAMES.get(x.dtype) != plan.problem.dtype or x.device != q.device:
             raise PlanMismatchError(
@@ -424,17 +433,6 @@ def apply_plan(
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
     return attend(_Planned(prepared, plan, softmax_scale, cap, disorder), q, k, v)
-
-
-def _covering(
-    plan: Plan, device: torch.device, packed: bool, asked: str, scores: dict[str, float]
-) -> Backend:
-    reasons = {}
-    for backend in backends_for(device, asked):
-        reasons[backend.name] = backend.why_not(plan.problem, device, packed, **scores)
-        if not reasons[backend.name]:
-            return backend
-    raise InputError(not_covered(reasons))
 
 
 class _Planned(NamedTuple):

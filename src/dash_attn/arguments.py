@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends.base import BACKENDS, check_device
+from .backends.base import check_backend, check_device
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
@@ -25,7 +25,6 @@ __all__ = [
     "Packing",
     "Used",
     "Window",
-    "check_backend",
     "check_call",
     "check_flag",
     "check_flash_options",
@@ -159,12 +158,6 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, 
 def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {value!r}")
-    return value
-
-
-def check_backend(value: object) -> str:
-    if not isinstance(value, str) or value not in ("auto", *BACKENDS):
-        raise InputError(f"backend must be auto, {', '.join(BACKENDS)}, got {value!r}")
     return value
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from dash_attn.errors import InputError, PlacementError, PlanMismatchError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift, build_plan, prove
 from dash_attn.testing import assert_same_bytes, same_bytes
+from triton_cases import triton_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in rows that see nothing
 
@@ -43,20 +45,7 @@ CPU = torch.device("cpu")
 NAMES = ("out", "lse", "dq", "dk", "dv")
 BOUND = {"float32": 2e-6, "float16": 2e-3}
 
-
-def problem_of(
-    *lengths: int | tuple[int, int],
-    mask: Mask | None = None,
-    head_dim: int = 16,
-    dtype: str = "float32",
-    heads: int = 2,
-    kv_heads: int = 1,
-) -> Problem:
-    tile_m, tile_n = BACKEND.tiles(head_dim)
-    return Problem.varlen(
-        lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mask=mask, dtype=dtype, tile_m=tile_m,
-        tile_n=tile_n,
-    )  # fmt: skip
+problem_of = partial(triton_problem, head_dim=16, mask=None, dtype="float32", heads=2, kv_heads=1)
 
 
 def run(plan: Plan, tensors: list[Tensor], softcap: float = 0.0, **how: Any) -> dict[str, Tensor]:

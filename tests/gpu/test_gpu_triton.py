@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from dash_attn.backends.triton import launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.tiles import forward_numerics
 from dash_attn.integrations import sdpa
-from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, prove
+from dash_attn.problem import Mask
+from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, prove
 from dash_attn.testing import assert_same_bytes, same_bytes
-from gpu_cases import Case, any_case, relative_error, sequence_rows
+from gpu_cases import Case, any_case, auto_plan, relative_error, sequence_rows
+from triton_cases import triton_problem
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -38,24 +40,7 @@ BOUND = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 5e-6}
 DTYPES = sorted(BOUND)
 LENGTHS = ((700, 700), (0, 30), (300, 0), (130, 900), (900, 130), (1, 515))
 
-
-def problem_of(
-    *lengths: int | tuple[int, int],
-    mask: Mask = CAUSAL,
-    head_dim: int = 64,
-    dtype: str = "bfloat16",
-    heads: int = 4,
-    kv_heads: int = 2,
-) -> Problem:
-    tile_m, tile_n = BACKEND.tiles(head_dim)
-    return Problem.varlen(
-        lengths, heads=heads, kv_heads=kv_heads, head_dim=head_dim, mask=mask, dtype=dtype, tile_m=tile_m,
-        tile_n=tile_n,
-    )  # fmt: skip
-
-
-def auto_plan(problem: Problem, **how: Any) -> Plan:
-    return build_plan(problem, *choose_policy(problem), **how)
+problem_of = partial(triton_problem, head_dim=64, mask=CAUSAL, dtype="bfloat16", heads=4, kv_heads=2)
 
 
 def run(plan: Plan, case: Case, **how: Any) -> dict[str, Tensor]:

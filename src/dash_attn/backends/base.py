@@ -36,6 +36,7 @@ __all__ = [
     "backend_for",
     "backend_named",
     "backends_for",
+    "check_backend",
     "check_device",
     "forward_shapes",
     "refuse_backward",
@@ -220,6 +221,13 @@ def backend_named(name: str) -> Backend:
     """The backend of a name in ``BACKENDS``."""
     backend: Backend = import_module(BACKENDS[name], __package__).BACKEND
     return backend
+
+
+def check_backend(value: object) -> str:
+    """Raise InputError unless it is "auto" or the name of a backend."""
+    if not isinstance(value, str) or value not in ("auto", *BACKENDS):
+        raise InputError(f"backend must be auto, {', '.join(BACKENDS)}, got {value!r}")
+    return value
 
 
 def check_device(device: torch.device) -> None:

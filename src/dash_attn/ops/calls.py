@@ -7,6 +7,7 @@ plan is made when a gradient is asked for, for the forward has none.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -28,7 +29,7 @@ __all__ = [
     "Packing",
     "Used",
     "dense_call",
-    "not_covered",
+    "first_that_covers",
     "packed_call",
     "prepared_once",
     "used_call",
@@ -84,7 +85,10 @@ class Call:
         packed: bool,
         keys: Keys | None = None,
     ) -> None:
-        self.backend, self.problem = _covered(spec, shapes, device, packed)
+        scores = {"softcap": spec.softcap, "softmax_scale": spec.softmax_scale}
+        self.backend, self.problem = first_that_covers(
+            lambda backend: _problem(spec, shapes, backend), spec.backend, device, packed, scores
+        )
         self.spec, self.device = spec, device
         self.prepared: Prepared = self.backend.prepare(self.problem, device, packed, keys)
         self._plan: Plan | None = None
@@ -228,32 +232,44 @@ def _check_longest(side: str, max_seqlen: int, longest: int) -> None:
         raise InputError(f"max_seqlen_{side} is {max_seqlen}, the longest sequence has {longest}")
 
 
-def _covered(
-    spec: AttentionSpec, shapes: _Shapes, device: torch.device, packed: bool
+def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:
+    """The problem of a call, with the tiles of a backend."""
+    tiles = backend.tiles(shapes.sizes[2])
+    try:
+        return Problem(shapes.sequences, *shapes.sizes, spec.mask, DTYPE_NAMES[shapes.dtype], *tiles)
+    except ProblemError as error:
+        raise InputError(str(error)) from error
+
+
+def first_that_covers(
+    problem_of: Callable[[Backend], Problem],
+    asked: str,
+    device: torch.device,
+    packed: bool,
+    scores: dict[str, float],
 ) -> tuple[Backend, Problem]:
-    """The first backend that covers a call, and its problem, which has the backend's tiles."""
+    """The first backend that covers a problem, and the problem.
+
+    Args:
+        problem_of: the problem, as it is for a backend.
+        asked: "auto", or the name of a backend.
+        device: of the tensors.
+        packed: they are.
+        scores: what becomes of scores: keywords of :meth:`Backend.why_not`.
+
+    Raises:
+        InputError: none does, or the one that is asked for does not; the message says why.
+    """
     reasons = {}
-    for backend in backends_for(device, spec.backend):
-        try:
-            problem = Problem(
-                shapes.sequences, *shapes.sizes, spec.mask, DTYPE_NAMES[shapes.dtype],
-                *backend.tiles(shapes.sizes[2]),
-            )  # fmt: skip
-        except ProblemError as error:
-            raise InputError(str(error)) from error
-        scores = {"softcap": spec.softcap, "softmax_scale": spec.softmax_scale}
+    for backend in backends_for(device, asked):
+        problem = problem_of(backend)
         reason = backend.why_not(problem, device, packed, **scores)
         if not reason:
             return backend, problem
         reasons[backend.name] = reason
-    raise InputError(not_covered(reasons))
-
-
-def not_covered(reasons: dict[str, str]) -> str:
-    """Why no backend runs a call, from what each of them says."""
     if len(reasons) == 1:
-        return next(iter(reasons.values()))
-    return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise InputError(*reasons.values())
+    raise InputError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
 
 
 @lru_cache(_CALLS)

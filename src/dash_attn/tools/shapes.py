@@ -59,11 +59,9 @@ class Shape:
             if type(value) is not int and not (optional and value is None):
                 raise InputError(f"{name} must be an integer, got {value!r}")
         if self.backend != "auto":
-            from ..backends.base import BACKENDS
+            from ..backends.base import check_backend
 
-            if self.backend not in BACKENDS:
-                names = ", ".join(BACKENDS)
-                raise InputError(f"backend must be auto, {names}, got {self.backend!r}")
+            check_backend(self.backend)
         if not isinstance(self.causal, bool):
             raise InputError(f"causal must be true or false, got {self.causal!r}")
         if (self.seqlen is None) == (self.seqlens is None):
@@ -97,6 +95,13 @@ class Shape:
             return tuple(zip(self.seqlens, self.seqlens_k or self.seqlens))
         assert self.seqlen is not None
         return ((self.seqlen, self.seqlen if self.seqlen_k is None else self.seqlen_k),) * self.batch
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keywords of the public functions."""
+        return {
+            "causal": self.causal, "window_size": self.window, "policy": self.policy, "backend": self.backend
+        }  # fmt: skip
 
     @cached_property
     def problem(self) -> Problem:

@@ -83,9 +83,13 @@ def _debug() -> Debug | None:
     return Debug(bounded=True, trace="trace" in asked) if asked else None
 
 
+def _why_no_softcap(softcap: float) -> str:
+    return f"softcap {softcap} is not supported by sm90" if softcap else ""
+
+
 def _refuse(softcap: float) -> None:
-    if softcap:
-        raise InputError(f"softcap {softcap} is not supported by sm90")
+    if reason := _why_no_softcap(softcap):
+        raise InputError(reason)
 
 
 @cache
@@ -115,9 +119,7 @@ class _SM90(Backend):
         if (problem.head_dim, problem.head_dim) not in TILES:
             known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
             return f"head_dim {problem.head_dim} is not supported by sm90; supported: {known}"
-        if softcap:
-            return f"softcap {softcap} is not supported by sm90"
-        if reason := why_no_scale(softmax_scale):
+        if reason := _why_no_softcap(softcap) or why_no_scale(softmax_scale):
             return reason
         if problem.q_starts is not None:
             return (

@@ -160,8 +160,7 @@ def call_of(plan: Plan, x: Inputs, ordered: bool, backend: str = "auto") -> Call
 
 
 def _plan(shape: Shape, policy: str, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, ...]) -> Plan:
-    how: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "policy": policy}
-    return plan_for(q, k, v, *bounds, **how, backend=shape.backend)
+    return plan_for(q, k, v, *bounds, **shape.options | {"policy": policy})
 
 
 def _tensors(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

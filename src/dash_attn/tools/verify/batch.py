@@ -52,11 +52,9 @@ class Batch:
 
     def run(self) -> Results:
         """Forward and backward through the public functions."""
-        how: dict[str, Any] = {"causal": self.shape.causal, "window_size": self.shape.window or (-1, -1)}
         tensors = (self.q, self.k, self.v)
         call = flash_attn_varlen_func if self.shape.packed else flash_attn_func
-        how |= {"policy": self.shape.policy, "backend": self.shape.backend}
-        out, lse = call(*tensors, *self.bounds, **how, return_lse=True)
+        out, lse = call(*tensors, *self.bounds, **self.shape.options, return_lse=True)
         return Results(out.detach(), lse, *torch.autograd.grad(out, tensors, self.dout))
 
     def unordered_dq(self, seed: int) -> Tensor:
@@ -68,13 +66,7 @@ class Batch:
 
     def plan(self) -> Plan:
         """The plan that :meth:`run` follows."""
-        how: dict[str, Any] = {
-            "causal": self.shape.causal,
-            "window": self.shape.window,
-            "policy": self.shape.policy,
-            "backend": self.shape.backend,
-        }
-        return plan_for(self.q, self.k, self.v, *self.bounds, **how)
+        return plan_for(self.q, self.k, self.v, *self.bounds, **self.shape.options)
 
     def split(self, results: Results) -> list[Results]:
         """Results of every sequence; lse (heads, seqlen_q)."""

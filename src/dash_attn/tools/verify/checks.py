@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -77,9 +76,7 @@ def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -
     device = torch.device(settings.device)
     inputs = random_inputs(shape, device)
     batch = Batch(shape, inputs)
-    how: dict[str, Any] = {"causal": shape.causal, "window": shape.window, "policy": shape.policy}
-    how["backend"] = shape.backend
-    support = is_supported(batch.q, batch.k, batch.v, *batch.bounds, **how)
+    support = is_supported(batch.q, batch.k, batch.v, *batch.bounds, **shape.options)
     if not support:
         raise InputError(f"{shape}: {support.reason}")
     plan = batch.plan()
