@@ -45,6 +45,7 @@ from .ops.calls import DTYPE_NAMES, Call, dense_call, first_that_covers, packed_
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
+from .scores import Scores
 from .spec import AttentionSpec
 
 __all__ = [
@@ -421,8 +422,7 @@ def apply_plan(
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    cap = check_softcap(softcap)
-    scores = {"softcap": cap, "softmax_scale": softmax_scale}
+    scores = Scores(softmax_scale, check_softcap(softcap))
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -432,7 +432,7 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, softmax_scale, cap, disorder), q, k, v)
+    return attend(_Planned(prepared, plan, scores, disorder), q, k, v)
 
 
 class _Planned(NamedTuple):
@@ -440,21 +440,19 @@ class _Planned(NamedTuple):
 
     prepared: Prepared
     plan: Plan
-    softmax_scale: float
-    softcap: float
+    scores: Scores
     disorder: random.Random | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with as_current(q.device):
-            return self.prepared.forward(q, k, v, self.softmax_scale, softcap=self.softcap)
+            return self.prepared.forward(q, k, v, self.scores)
 
     def backward(self, tensors: Tensors) -> Gradients:
         ordered = self.disorder is None
         with as_current(tensors.q.device):
             return self.prepared.backward(
-                self.plan, tensors, self.softmax_scale, softcap=self.softcap, ordered=ordered,
-                disorder=self.disorder,
-            )  # fmt: skip
+                self.plan, tensors, self.scores, ordered=ordered, disorder=self.disorder
+            )
 
 
 def _packing(

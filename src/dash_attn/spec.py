@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, get_type_hints
 
 from .problem import Mask
+from .scores import Scores
 
 __all__ = ["AttentionSpec"]
 
@@ -36,6 +37,11 @@ class AttentionSpec(NamedTuple):
     ordered: bool = True
     backend: str = "auto"
     softcap: float = 0.0
+
+    @property
+    def scores(self) -> Scores:
+        """What backends are given; made once per call that is kept, for it takes a moment."""
+        return Scores(*(getattr(self, name) for name in Scores._fields))
 
     @property
     def mask(self) -> Mask:

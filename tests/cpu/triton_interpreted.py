@@ -36,6 +36,7 @@ from dash_attn.backends.triton.tiles import TILES, forward_numerics
 from dash_attn.errors import InputError, PlacementError, PlanMismatchError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift, build_plan, prove
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from triton_cases import triton_problem
 
@@ -43,17 +44,18 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, i
 
 CPU = torch.device("cpu")
 NAMES = ("out", "lse", "dq", "dk", "dv")
+SCORES = Scores(SCALE)
 BOUND = {"float32": 2e-6, "float16": 2e-3}
 
 problem_of = partial(triton_problem, head_dim=16, mask=None, dtype="float32", heads=2, kv_heads=1)
 
 
-def run(plan: Plan, tensors: list[Tensor], softcap: float = 0.0, **how: Any) -> dict[str, Tensor]:
+def run(plan: Plan, tensors: list[Tensor], scores: Scores = SCORES, **how: Any) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv."""
     dout, q, k, v = tensors
     prepared = BACKEND.prepare(plan.problem, CPU, packed=q.ndim == 3)
-    out, lse = prepared.forward(q, k, v, SCALE, softcap=softcap)
-    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, softcap=softcap, **how)
+    out, lse = prepared.forward(q, k, v, scores)
+    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), scores, **how)
     return {"out": out, "lse": lse, **grads._asdict()}
 
 
@@ -63,7 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor
     problem = problem_of(
         (len(q), len(k)), mask=mask, head_dim=q.shape[2], dtype=dtype, heads=q.shape[1], kv_heads=k.shape[1]
     )
-    return BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+    return BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCORES)
 
 
 def assert_accurate(problem: Problem, tensors: list[Tensor], found: dict[str, Tensor], **how: Any) -> None:
@@ -163,7 +165,7 @@ def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.Mo
         grown = (k * torch.linspace(*growth, 300)[:, None, None]).to(k.dtype)
         numerics = replace(forward_numerics(problem), segment=128)
         wanted = reference(problem, q, grown, v, SCALE, numerics=numerics)
-        found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCALE)
+        found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCORES)
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
         unit = torch.finfo(getattr(torch, dtype)).eps
         assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
@@ -183,7 +185,7 @@ def test_the_order_of_tiles_is_that_of_the_reference(monkeypatch: pytest.MonkeyP
     k[counts] = torch.randint(-3, 4, k[counts].shape, generator=generator).float()
     scale = math.log(2.0)  # scores are in base 2
     wanted = reference(problem, q, k, v, scale, numerics=numerics)
-    found = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, scale)
+    found = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, Scores(scale))
     assert_same_bytes(found[0], wanted[0], "out")
     other = reference(problem, q, k, v, scale, numerics=replace(numerics, segment=512))
     assert not same_bytes(other[0], wanted[0]), "the example shows nothing"
@@ -196,7 +198,7 @@ def test_maxima_rise_as_in_the_reference() -> None:
     _, q, k, v = packed_tensors(problem)
     k = (k * torch.linspace(3.0, 0.5, 300)[:, None, None]).to(k.dtype)  # scores rise along the tiles' order
     wanted, _ = reference(problem, q, k, v, SCALE, numerics=numerics)
-    found, _ = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+    found, _ = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCORES)
 
     def differing(x: Tensor) -> float:
         return float((x != wanted).float().mean())
@@ -234,7 +236,7 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(
     check((found[0][:, 1:], found[1][1:]), slice(None))
     problem = problem_of(50, length, mask=mask, head_dim=8, dtype=dtype, heads=1, kv_heads=1)
     pair = [torch.cat([x[200:250], x]) for x in (q, k, v)]
-    out, lse = BACKEND.prepare(problem, CPU, packed=True).forward(*pair, SCALE)
+    out, lse = BACKEND.prepare(problem, CPU, packed=True).forward(*pair, SCORES)
     check((out[50:], lse[:, 50:].contiguous()), slice(None))
 
 
@@ -251,18 +253,18 @@ def test_what_is_hidden_may_be_anything(bad: float) -> None:
     problem = problem_of(70, 100, 70, mask=Mask.causal(), heads=1)
     _, q, k, v = packed_tensors(problem)
     prepared = BACKEND.prepare(problem, CPU, packed=True)
-    out, lse = prepared.forward(q, k, v, SCALE)
+    out, lse = prepared.forward(q, k, v, SCORES)
     spoilt = [x.clone() for x in (q, k, v)]
     for x in spoilt:
         x[70:170] = bad
-    found, other = prepared.forward(*spoilt, SCALE)
+    found, other = prepared.forward(*spoilt, SCORES)
     for rows in (slice(70), slice(170, 240)):
         assert_same_bytes(found[rows], out[rows], "out")
         assert_same_bytes(other[:, rows].contiguous(), lse[:, rows].contiguous(), "lse")
     spoilt = [q, k.clone(), v.clone()]
     spoilt[1][120] = bad
     spoilt[2][140] = bad
-    found, _ = prepared.forward(*spoilt, SCALE)
+    found, _ = prepared.forward(*spoilt, SCORES)
     assert_same_bytes(found[70:120], out[70:120], "out")
     assert not found[140:170].isfinite().any()
 
@@ -272,7 +274,7 @@ def test_used_keys(packed: bool) -> None:
     """The first keys of a cache, dense or packed, with NaN behind them."""
     problem = problem_of((3, 40), (3, 0), (3, 70), mask=Mask.causal())
     _, q, k, v = packed_tensors(problem)
-    wanted = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+    wanted = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCORES)
     places = [80, 80, 80] if packed else [90, 90, 90]
     caches = [torch.full((3, places[0], *k.shape[1:]), torch.nan) for _ in "kv"]
     for x, cache in zip((k, v), caches):
@@ -283,16 +285,16 @@ def test_used_keys(packed: bool) -> None:
         caches = [cache.flatten(0, 1) for cache in caches]
     keys = Keys(tuple(caches[0].shape), starts)
     prepared = BACKEND.prepare(problem, CPU, packed=True, keys=keys)
-    found = prepared.forward(q, *caches, SCALE)
+    found = prepared.forward(q, *caches, SCORES)
     assert_same_bytes(found[0], wanted[0], "out")
     assert_same_bytes(found[1], wanted[1], "lse")
     dense = BACKEND.prepare(problem, CPU, packed=False, keys=keys).forward(
-        q.unflatten(0, (3, 3)), *caches, SCALE
+        q.unflatten(0, (3, 3)), *caches, SCORES
     )
     assert_same_bytes(dense[0].flatten(0, 1), wanted[0], "out")
     plan = build_plan(problem, FA3())
     with pytest.raises(InputError, match="seqused_k"):
-        prepared.backward(plan, Tensors(q, q, k, v, q, wanted[1]), SCALE)
+        prepared.backward(plan, Tensors(q, q, k, v, q, wanted[1]), SCORES)
 
 
 # The order of the plan
@@ -395,19 +397,19 @@ def test_what_is_refused() -> None:
     problem = problem_of(30)
     dout, q, k, v = packed_tensors(problem)
     prepared = BACKEND.prepare(problem, CPU, packed=True)
-    out, lse = prepared.forward(q, k, v, SCALE)
+    out, lse = prepared.forward(q, k, v, SCORES)
     tensors = Tensors(dout, q, k, v, out, lse)
     with pytest.raises(PlanMismatchError, match="tiles"):
-        prepared.backward(build_plan(replace(problem, tile_m=64), SPT()), tensors, SCALE)
+        prepared.backward(build_plan(replace(problem, tile_m=64), SPT()), tensors, SCORES)
     with pytest.raises(PlanMismatchError, match="the plan is for"):
-        prepared.backward(build_plan(problem_of(31), SPT()), tensors, SCALE)
+        prepared.backward(build_plan(problem_of(31), SPT()), tensors, SCORES)
     with pytest.raises(PlanMismatchError, match="lse has shape"):
-        prepared.backward(build_plan(problem, SPT()), tensors._replace(lse=lse[:1]), SCALE)
+        prepared.backward(build_plan(problem, SPT()), tensors._replace(lse=lse[:1]), SCORES)
     plan = build_plan(problem, SPT())
     with pytest.raises(PlacementError, match="verified"):
-        prepared.backward(plan.with_items(plan.items), tensors, SCALE)
+        prepared.backward(plan.with_items(plan.items), tensors, SCORES)
     with pytest.raises(PlanMismatchError, match="q has shape"):
-        prepared.forward(q[1:], k, v, SCALE)
+        prepared.forward(q[1:], k, v, SCORES)
     with pytest.raises(PlanMismatchError, match="v has shape .* dtype torch.float64"):
         prepared.forward(q, k, v.double(), SCALE)
 
@@ -443,8 +445,8 @@ def test_softcap(mask: Mask, softcap: float) -> None:
     problem = problem_of((160, 160), (20, 130), mask=mask, dtype="float16")
     tensors = packed_tensors(problem)
     plan = build_plan(problem, FA3())
-    found = run(plan, tensors, softcap=softcap)
-    assert_accurate(problem, tensors, found, softcap=softcap)
+    found = run(plan, tensors, Scores(SCALE, softcap))
+    assert_accurate(problem, tensors, found, scores=Scores(SCALE, softcap))
     assert softcap > 1 or not same_bytes(found["out"], run(plan, tensors)["out"])
 
 

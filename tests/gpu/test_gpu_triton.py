@@ -23,6 +23,7 @@ from dash_attn.backends.triton.tiles import forward_numerics
 from dash_attn.integrations import sdpa
 from dash_attn.problem import Mask
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, prove
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import Case, any_case, auto_plan, relative_error, sequence_rows
 from triton_cases import triton_problem
@@ -48,7 +49,7 @@ def run(plan: Plan, case: Case, **how: Any) -> dict[str, Tensor]:
     dout, q, k, v = case.inputs[:4]
     assert BACKEND.why_not(plan.problem, DEVICE, q.ndim == 3) == ""
     prepared = BACKEND.prepare(plan.problem, DEVICE, packed=q.ndim == 3)
-    out, lse = prepared.forward(q, k, v, case.scale)
+    out, lse = prepared.forward(q, k, v, Scores(case.scale))
     grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), case.scale, **how)
     return {"out": out, "lse": lse, **grads._asdict()}
 
@@ -96,7 +97,7 @@ def test_maxima_that_rise(head_dim: int, growth: tuple[float, float]) -> None:
     case = any_case(problem_of(2500, head_dim=head_dim, heads=2))
     _, q, k, v, _, _ = case.inputs
     k = (k * torch.linspace(*growth, k.shape[1], device=DEVICE)[None, :, None, None]).to(k.dtype)
-    out, lse = BACKEND.prepare(case.problem, DEVICE, packed=False).forward(q, k, v, case.scale)
+    out, lse = BACKEND.prepare(case.problem, DEVICE, packed=False).forward(q, k, v, Scores(case.scale))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * case.scale
     scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     exact = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
@@ -118,7 +119,7 @@ def rows_of(case: Case, q: slice, keys: int, mask: Mask, heads: slice = slice(No
         (parts[0].shape[1], keys), mask=mask, head_dim=p.head_dim, dtype=p.dtype, heads=parts[0].shape[2],
         kv_heads=parts[1].shape[2],
     )  # fmt: skip
-    return BACKEND.prepare(problem, DEVICE, packed=False).forward(*parts, case.scale)
+    return BACKEND.prepare(problem, DEVICE, packed=False).forward(*parts, Scores(case.scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -151,7 +152,7 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(
     other = any_case(problem_of(77, mask=mask, head_dim=head_dim, dtype=dtype))
     packed = problem_of(77, length, mask=mask, head_dim=head_dim, dtype=dtype)
     both = [torch.cat([a[0], b[0]]) for a, b in zip(other.inputs[1:4], case.inputs[1:4])]
-    out, lse = BACKEND.prepare(packed, DEVICE, packed=True).forward(*both, case.scale)
+    out, lse = BACKEND.prepare(packed, DEVICE, packed=True).forward(*both, Scores(case.scale))
     check((out[None, 77:], lse[None, :, 77:].contiguous()), 0, length)
 
 
@@ -182,7 +183,7 @@ def test_used_keys() -> None:
     problem = problem_of((3, 400), (3, 0), (3, 700))
     case = any_case(problem)
     _, q, k, v = case.inputs[:4]
-    wanted = BACKEND.prepare(problem, DEVICE, packed=True).forward(q, k, v, case.scale)
+    wanted = BACKEND.prepare(problem, DEVICE, packed=True).forward(q, k, v, Scores(case.scale))
     caches = [torch.full((3, 800, *k.shape[1:]), torch.nan, dtype=k.dtype, device=DEVICE) for _ in "kv"]
     for x, cache in zip((k, v), caches):
         for place, part in zip(cache, x.split([400, 0, 700])):
@@ -190,7 +191,10 @@ def test_used_keys() -> None:
     dense = BACKEND.prepare(problem, DEVICE, packed=True, keys=Keys(tuple(caches[0].shape), None))
     flat = [cache.flatten(0, 1) for cache in caches]
     packed = BACKEND.prepare(problem, DEVICE, packed=True, keys=Keys(tuple(flat[0].shape), (0, 800, 1600)))
-    for found in (dense.forward(q, *caches, case.scale), packed.forward(q, *flat, case.scale)):
+    for found in (
+        dense.forward(q, *caches, Scores(case.scale)),
+        packed.forward(q, *flat, Scores(case.scale)),
+    ):
         assert_same_bytes(found[0], wanted[0], "out")
         assert_same_bytes(found[1], wanted[1], "lse")
 
@@ -312,7 +316,7 @@ def test_a_captured_graph_replays_the_same_bytes() -> None:
     prepared = BACKEND.prepare(case.problem, DEVICE, packed=False)
 
     def step() -> tuple[Tensor, ...]:
-        out, lse = prepared.forward(q, k, v, case.scale)
+        out, lse = prepared.forward(q, k, v, Scores(case.scale))
         return out, lse, *prepared.backward(plan, Tensors(dout, q, k, v, out, lse), case.scale)
 
     wanted = step()
@@ -344,7 +348,7 @@ def exactly(leaves: list[Tensor], dout: Tensor, softcap: float = 0.0) -> dict[st
     """What :func:`trained` should give, by the oracle."""
     q, k, v = (x.detach() for x in leaves)
     parts = [
-        plain_attention(Inputs(*one), CAUSAL, q.shape[3] ** -0.5, softcap=softcap)
+        plain_attention(Inputs(*one), CAUSAL, Scores(q.shape[3] ** -0.5, softcap))
         for one in zip(dout, q, k, v)
     ]
     return {name: torch.stack([getattr(part, name) for part in parts]) for name in NAMES}

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem import Problem
 from ..schedule import Plan
+from ..scores import PLAIN, Scores
 
 __all__ = [
     "AUTO",
@@ -127,9 +128,7 @@ class Prepared(ABC):
         """What decides the bits of out and lse beside what is given: :class:`dash_attn.api.Fingerprints`."""
 
     @abstractmethod
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """(out, lse). Rows that see no key: out 0, lse -inf. The forward has no plan."""
 
     @abstractmethod
@@ -137,9 +136,8 @@ class Prepared(ABC):
         self,
         plan: Plan,
         tensors: Tensors,
-        softmax_scale: float,
+        scores: Scores,
         *,
-        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -148,7 +146,7 @@ class Prepared(ABC):
         Args:
             plan: a proven plan of the problem.
             tensors: in the layout of the forward.
-            softmax_scale, softcap: as in the forward.
+            scores: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
 
@@ -164,15 +162,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def why_not(
-        self,
-        problem: Problem,
-        device: torch.device,
-        packed: bool,
-        *,
-        softcap: float = 0.0,
-        softmax_scale: float = 1.0,
-    ) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         """Why it cannot run a problem, given as packed or dense tensors; empty if it can."""
 
     @abstractmethod

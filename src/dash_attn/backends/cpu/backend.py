@@ -11,6 +11,7 @@ from torch import Tensor
 from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
+from ...scores import PLAIN, Scores
 from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
 from . import executor
 from .forward import forward
@@ -26,9 +27,7 @@ class _Prepared(Prepared):
     def forward_fingerprint(self) -> str:
         return ForwardNumerics.of(self.problem).fingerprint
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         keys = self._keys
         if keys is not None or q.ndim == 4:
             # The executor sees packed rows, where one sequence of 200 rows looks like two of 100.
@@ -36,10 +35,10 @@ class _Prepared(Prepared):
         if keys is not None:
             k, v = (self._used(x, keys) for x in (k, v))
         if q.ndim == 3:
-            return forward(self.problem, q, k, v, softmax_scale, softcap=softcap)
+            return forward(self.problem, q, k, v, scores)
         batch, seqlen_q, heads, _ = q.shape
         rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
-        out, lse = forward(self.problem, rows[0], rows[1], rows[2], softmax_scale, softcap=softcap)
+        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores)
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
@@ -64,9 +63,8 @@ class _Prepared(Prepared):
         self,
         plan: Plan,
         tensors: Tensors,
-        softmax_scale: float,
+        scores: Scores,
         *,
-        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -78,24 +76,14 @@ class _Prepared(Prepared):
         if q.ndim == 4:
             rows = [x.flatten(0, 1) for x in tensors[:-1]]
             tensors = Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
-        dq, dk, dv = executor.backward(
-            plan, tensors, softmax_scale, softcap=softcap, rng=disorder, ordered=disorder is None
-        )
+        dq, dk, dv = executor.backward(plan, tensors, scores, rng=disorder, ordered=disorder is None)
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape))
 
 
 class _CPU(Backend):
     name: ClassVar[str] = "cpu"
 
-    def why_not(
-        self,
-        problem: Problem,
-        device: torch.device,
-        packed: bool,
-        *,
-        softcap: float = 0.0,
-        softmax_scale: float = 1.0,
-    ) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         return "" if device.type == "cpu" else f"the cpu backend does not run on {device}"
 
     def tiles(self, head_dim: int) -> tuple[int, int]:

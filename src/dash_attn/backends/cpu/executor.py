@@ -35,6 +35,7 @@ from ...problem import Problem
 from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
+from ...scores import Scores, scores_of
 from ..base import Gradients, Tensors
 from .tiles import TileMasks, TileRows, check_packed, copy_tile, exact
 
@@ -47,9 +48,8 @@ QTile = tuple[int, int, int]
 def backward(
     plan: Plan,
     tensors: Tensors,
-    softmax_scale: float,
+    scores: Scores | float,
     *,
-    softcap: float = 0.0,
     workers: int | None = None,
     rng: random.Random | None = None,
     ordered: bool = True,
@@ -59,8 +59,7 @@ def backward(
     Args:
         plan: a verified plan.
         tensors: in the layout of :func:`.forward.forward`; out and lse are what it returned.
-        softmax_scale: factor on Q K^T.
-        softcap: as in the forward.
+        scores: as in the forward.
         workers: resident workers, default ``plan.min_workers``; without order, one for each item.
         rng: picks a random legal interleaving of the workers instead of a fixed one.
         ordered: False adds to dQ in the order in which ``rng`` happens to run the tasks and ignores
@@ -78,7 +77,7 @@ def backward(
         workers = plan.min_workers if ordered else max(len(plan.items), 1)
     if ordered:
         check_workers(plan, workers)
-    state = _Backward(plan.problem, tensors, softmax_scale, softcap)
+    state = _Backward(plan.problem, tensors, scores_of(scores))
     sums: dict[QTile, Tensor] = {}
     with exact():
         for task in task_order(plan, workers, rng, ordered=ordered):
@@ -90,12 +89,12 @@ def backward(
         return Gradients(state.dq(sums), *state.dk_dv())
 
 
-def dq_partials(plan: Plan, tensors: Tensors, softmax_scale: float) -> dict[QTile, list[Tensor]]:
+def dq_partials(plan: Plan, tensors: Tensors, scores: Scores | float) -> dict[QTile, list[Tensor]]:
     """Every task's contribution to dQ, unscaled: for each (sequence, q head, q tile), in ticket order.
 
     Arguments as in :func:`backward`. :func:`fold_partials` turns such a list into a tile of dQ.
     """
-    state = _Backward(plan.problem, tensors, softmax_scale)
+    state = _Backward(plan.problem, tensors, scores_of(scores))
     partials: dict[QTile, list[Tensor]] = {}
     with exact():
         for task in task_order(plan, plan.min_workers):
@@ -146,14 +145,13 @@ class _Item:
 class _Backward:
     """The arithmetic of the tasks. It adds what it is told in the order it is told."""
 
-    def __init__(
-        self, problem: Problem, tensors: Tensors, softmax_scale: float, softcap: float = 0.0
-    ) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, scores: Scores) -> None:
         x = tensors
         check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
-        self.problem, self.tensors, self.scale, self.cap = problem, tensors, softmax_scale, softcap
+        self.problem, self.tensors = problem, tensors
+        self.scale, self.cap = scores.softmax_scale, scores.softcap
         self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
         self.q_rows: dict[QTile, _QRows] = {}
         self.items: dict[int, _Item] = {}

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
+from ...scores import Scores, scores_of
 from .masks import hidden_elements
 from .tiles import TileRows, accumulator, check_packed, exact
 
@@ -38,9 +39,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float,
+    scores: Scores | float,
     *,
-    softcap: float = 0.0,
     numerics: ForwardNumerics | None = None,
     rng: random.Random | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -50,8 +50,7 @@ def forward(
         plan: a plan or its problem; the plan of a backward says nothing about the forward.
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
         k, v: (total_k, kv_heads, head_dim).
-        softmax_scale: factor on Q K^T.
-        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        scores: what becomes of Q K^T; a number is the softmax scale alone.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
@@ -64,7 +63,7 @@ def forward(
     """
     problem = plan.problem if isinstance(plan, Plan) else plan
     check_packed(problem, {"q": q}, {"k": k, "v": v})
-    numerics = ForwardNumerics.of(problem) if numerics is None else numerics
+    numerics, scores = ForwardNumerics.of(problem) if numerics is None else numerics, scores_of(scores)
     out = q.new_zeros(q.shape)
     lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
     starts = TileRows(problem)
@@ -75,7 +74,7 @@ def forward(
             rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, (softmax_scale, softcap), *keys, masks)
+                one = _Head(problem.grid(sequence), numerics, scores, *keys, masks)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
                     out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
     return out, lse
@@ -110,18 +109,17 @@ class _Head:
         self,
         grid: SequenceGrid,
         numerics: ForwardNumerics,
-        factors: tuple[float, float],
+        scores: Scores,
         k: Tensor,
         v: Tensor,
         masks: _Masks,
     ) -> None:
-        """``factors``: softmax scale and softcap."""
         self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
         size = numerics.tile
         starts = range(0, len(k), size)
         self.keys = [_padded(k[left : left + size], size) for left in starts]
         self.values = [_values(v[left : left + size], size) for left in starts]
-        self.scale, self.cap = factors[0] * math.log2(math.e), factors[1] * math.log2(math.e)
+        self.scale, self.cap = (x * math.log2(math.e) for x in (scores.softmax_scale, scores.softcap))
 
     def run(self, q: Tensor, rng: random.Random | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of q, (seqlen_q, head_dim)."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...problem import Mask
+from ...scores import Scores, scores_of
 from .masks import hidden_elements
 
 __all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention"]
@@ -43,22 +44,20 @@ class Results(NamedTuple):
 def plain_attention(
     inputs: Inputs,
     mask: Mask,
-    softmax_scale: float,
+    scores: Scores | float,
     dtype: torch.dtype = torch.float64,
     *,
     q_start: int | None = None,
-    softcap: float = 0.0,
 ) -> Results:
     """Attention and its gradients, one head after the other.
 
     Args:
         inputs: one sequence, any float dtype, any device.
         mask: a band mask.
-        softmax_scale: factor on Q K^T.
+        scores: what becomes of Q K^T; a number is the softmax scale alone.
         dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
-        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
@@ -66,6 +65,7 @@ def plain_attention(
         seen or not: 0 * NaN is NaN.
     """
     dout, q, k, v = inputs
+    softmax_scale, softcap = scores_of(scores)
     narrow = dtype.itemsize == 2
     wide = torch.float32 if narrow else dtype
     group = q.shape[1] // k.shape[1]
@@ -83,14 +83,14 @@ def plain_attention(
         for head in range(q.shape[1]):
             kh, vh = (x[:, head // group].to(wide) for x in (k, v))
             qh, doh = (x[at, head].to(wide) for x in (q, dout))
-            scores, slope = (qh @ kh.mT).mul_(softmax_scale), None
+            s, slope = (qh @ kh.mT).mul_(softmax_scale), None
             if softcap:
-                capped = scores.div_(softcap).tanh_()
-                scores, slope = capped * softcap, 1.0 - capped * capped
-            scores.masked_fill_(hidden, -torch.inf)
-            lse[head, at] = torch.logsumexp(scores, -1)
+                capped = s.div_(softcap).tanh_()
+                s, slope = capped * softcap, 1.0 - capped * capped
+            s.masked_fill_(hidden, -torch.inf)
+            lse[head, at] = torch.logsumexp(s, -1)
             # A row that sees nothing has -inf - -inf = NaN everywhere, and every element of it is hidden.
-            p = scores.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
+            p = s.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
             out[at, head] = rounded(rounded(p) @ vh)
             delta = (doh * out[at, head]).sum(-1, keepdim=True)
             ds = (doh @ vh.mT).sub_(delta).mul_(p)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...schedule import Plan
+from ...scores import Scores
 from ..base import Gradients, Keys, Tensors
 from ..cuda.upload import Upload
 from .backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
@@ -68,9 +69,7 @@ class Forward:
         self._table: _OnDevice | None = None
         self._tiles = 0
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         problem, shape, numerics = self.problem, self._shape, self.numerics
         if self._table is None:
@@ -85,10 +84,10 @@ class Forward:
         forward_kernel[(self._tiles * heads,)](
             q, k, v, out, lse, *self._table.use(),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, *_of_scores(softmax_scale, softcap),
-            SOFTCAP=softcap > 0, HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim), ROWS=shape.rows,
-            TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep, ROOM=numerics.room,
-            **_options(shape),
+            self._tiles, problem.group, *problem.mask.sides, *_of_scores(scores),
+            SOFTCAP=scores.softcap > 0, HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim),
+            ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
+            ROOM=numerics.room, **_options(shape),
         )  # fmt: skip
         return out, lse
 
@@ -112,10 +111,9 @@ class Backward:
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
-        self, plan: Plan, tensors: Tensors, factors: tuple[float, float], disorder: random.Random | None
+        self, plan: Plan, tensors: Tensors, scores: Scores, disorder: random.Random | None
     ) -> Gradients:
-        """The gradients, by a plan of the problem. ``factors``: softmax scale and softcap."""
-        softmax_scale, softcap = factors
+        """The gradients, by a plan of the problem."""
         tables = self._tables(plan, disorder)
         items, visits, q_tiles, stretches, folds = tables.place.use()
         grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
@@ -125,7 +123,7 @@ class Backward:
             lse = lse.clone()
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         problem = self.problem
-        scales = softmax_scale, *_of_scores(softmax_scale, softcap)
+        scales = scores.softmax_scale, *_of_scores(scores)
         head = {"HEAD_DIM": problem.head_dim, "BLOCK_D": padded(problem.head_dim)}
         tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n}
         read = (q, k, v, dout, lse2, delta)
@@ -138,7 +136,7 @@ class Backward:
             shape = self._shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
-                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0, SOFTCAP=softcap > 0,
+                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0, SOFTCAP=scores.softcap > 0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
         if tables.items:
@@ -148,12 +146,12 @@ class Backward:
             dkdv_kernel[(tables.items * parts,)](
                 *read, grads.dk, grads.dv, sums, items, visits,
                 *strides, *_strides(grads.dk), *_lse_strides(lse),
-                problem.group, *problem.mask.sides, *scales, SOFTCAP=softcap > 0,
+                problem.group, *problem.mask.sides, *scales, SOFTCAP=scores.softcap > 0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
             if tables.folds:
                 fold_kernel[(tables.folds * parts,)](
-                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), softmax_scale,
+                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), scores.softmax_scale,
                     KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
         return grads
@@ -169,11 +167,11 @@ class Backward:
         return made
 
 
-def _of_scores(softmax_scale: float, softcap: float) -> tuple[float, float]:
+def _of_scores(scores: Scores) -> tuple[float, float]:
     """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes."""
-    if softcap == 0:
-        return softmax_scale * _LOG2E, 0.0
-    return softmax_scale / softcap, softcap * _LOG2E
+    if scores.softcap == 0:
+        return scores.softmax_scale * _LOG2E, 0.0
+    return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E
 
 
 def _options(shape: Shape) -> dict[str, Any]:
