@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends.base import check_backend, check_device
+from .backends.base import NO_AUX, AuxTensors, check_backend, check_device
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
@@ -25,6 +25,8 @@ __all__ = [
     "Packing",
     "Used",
     "Window",
+    "aux_of",
+    "check_aux",
     "check_call",
     "check_flag",
     "check_flash_options",
@@ -54,7 +56,6 @@ _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     "sm_margin": (0,),
     # FlashAttention-4
     "page_table": (None,),
-    "learnable_sink": (None,),
     "score_mod": (None,),
     "mask_mod": (None,),
     "aux_tensors": (None,),
@@ -68,6 +69,7 @@ _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
 _HINTS = {
     "return_attn_probs": "; use return_lse for the log-sum-exp",
     "seqused_k": "; flash_attn_varlen_func has it",
+    "s_aux": "; learnable_sink is its name here",
 }
 
 
@@ -111,6 +113,7 @@ class CheckedCall(NamedTuple):
 
     Attributes:
         q, k, v: the inputs, cast if autocast says so.
+        aux: tensors beside them.
         spec: what is asked.
         packing: None for a dense call; longest lengths are -1 where not given.
     """
@@ -118,6 +121,7 @@ class CheckedCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    aux: AuxTensors
     spec: AttentionSpec
     packing: Packing | Used | None
 
@@ -125,24 +129,37 @@ class CheckedCall(NamedTuple):
     def rest(self) -> tuple[Any, ...]:
         """What follows the tensors in a call of the operators."""
         if self.packing is None:
-            return tuple(self.spec)
-        return (*self.packing[:-2], *self.spec, *self.packing[-2:])
+            return (*self.aux, *self.spec)
+        return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, asked: Asked) -> CheckedCall:
+def aux_of(learnable_sink: Tensor | None) -> AuxTensors:
+    """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none."""
+    return NO_AUX if learnable_sink is None else AuxTensors(learnable_sink)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing | Used | None,
+    asked: Asked,
+    aux: AuxTensors = NO_AUX,
+) -> CheckedCall:
     """Check the arguments of a call. What needs the lengths of a packed batch is checked when it runs."""
     _check_tensors(q, k, v, packing)
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = _autocast(torch.get_autocast_dtype(device), q, k, v)
     _check_dtypes(q, k, v)
+    check_aux(aux, q)
     if packing is None:
         _check_dense(q, k, v)
     elif isinstance(packing, Used):
         packing = _checked_used(packing, q, k)
         _check_packed(q, k, v)
         if not torch.compiler.is_compiling():  # it sees the operator, which refuses them
-            refuse_gradients(q, k, v)
+            refuse_gradients(q, k, v, *aux)
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
@@ -150,9 +167,9 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, 
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend), check_softcap(asked.softcap),
+        check_backend(asked.backend), check_softcap(asked.softcap), aux.learnable_sink is not None,
     )  # fmt: skip
-    return CheckedCall(q, k, v, spec, packing)
+    return CheckedCall(q, k, v, aux, spec, packing)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -270,6 +287,27 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InputError(f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}")
     if k.shape != v.shape:
         raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+
+
+def check_aux(aux: AuxTensors, q: Tensor) -> None:
+    """Raise InputError if a tensor cannot stand beside q."""
+    if aux.learnable_sink is not None:
+        _check_sink(aux.learnable_sink, q)
+
+
+def _check_sink(sink: object, q: Tensor) -> None:
+    heads = q.shape[-2]
+    if not isinstance(sink, Tensor):
+        raise InputError(f"learnable_sink must be a torch.Tensor, got {type(sink).__name__}")
+    if sink.shape != (heads,):
+        raise InputError(
+            f"learnable_sink must have shape (heads,) = ({heads},), got shape {tuple(sink.shape)}"
+        )
+    if sink.dtype not in (q.dtype, torch.float32):
+        allowed = " or ".join(dict.fromkeys((str(q.dtype), "torch.float32")))
+        raise InputError(f"learnable_sink must be {allowed}, got {sink.dtype}")
+    if sink.device != q.device:
+        raise InputError(f"learnable_sink is on {sink.device}, q is on {q.device}")
 
 
 def _checked_packing(packing: Packing, device: torch.device) -> Packing:

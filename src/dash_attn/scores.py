@@ -13,10 +13,12 @@ class Scores(NamedTuple):
     Attributes:
         softmax_scale: factor on Q K^T.
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        sink: each q head has one score more, of a key without a value. It is a tensor beside this value.
     """
 
     softmax_scale: float
     softcap: float = 0.0
+    sink: bool = False
 
 
 PLAIN = Scores(1.0)
@@ -27,6 +29,6 @@ def scores_of(value: Scores | float) -> Scores:
     """The value; a number is a softmax scale that stands alone.
 
     >>> scores_of(0.5)
-    Scores(softmax_scale=0.5, softcap=0.0)
+    Scores(softmax_scale=0.5, softcap=0.0, sink=False)
     """
     return value if isinstance(value, Scores) else Scores(value)

@@ -32,7 +32,7 @@ def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]
     """out, lse, dq, dk, dv by the executor."""
     dout, q, k, v = tensors
     out, lse = forward(plan, q, k, v, SCALE)
-    dq, dk, dv = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **how)
+    dq, dk, dv, _ = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **how)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 

@@ -25,9 +25,10 @@ from attention_cases import SCALE, executed, expected, packed_tensors, shuffled_
 from torch import Tensor
 
 import dash_attn
-from dash_attn.backends.base import Keys, Tensors
-from dash_attn.backends.cpu import dq_partials, fold_partials
+from dash_attn.backends.base import NO_AUX, AuxTensors, Keys, Tensors
+from dash_attn.backends.cpu import dq_partials, fold_partials, plain_attention
 from dash_attn.backends.cpu import forward as reference
+from dash_attn.backends.cpu.oracle import Inputs, sink_gradient
 from dash_attn.backends.triton import backward_kernels, launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.parts import capped, whole_columns, whole_part, whole_rows
@@ -50,13 +51,16 @@ BOUND = {"float32": 2e-6, "float16": 2e-3}
 problem_of = partial(triton_problem, head_dim=16, mask=None, dtype="float32", heads=2, kv_heads=1)
 
 
-def run(plan: Plan, tensors: list[Tensor], scores: Scores = SCORES, **how: Any) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv."""
+def run(
+    plan: Plan, tensors: list[Tensor], scores: Scores = SCORES, aux: AuxTensors = NO_AUX, **how: Any
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv, and dsink if there is a sink."""
     dout, q, k, v = tensors
     prepared = BACKEND.prepare(plan.problem, CPU, packed=q.ndim == 3)
-    out, lse = prepared.forward(q, k, v, scores)
-    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), scores, **how)
-    return {"out": out, "lse": lse, **grads._asdict()}
+    out, lse = prepared.forward(q, k, v, scores, aux)
+    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), scores, aux, **how)
+    found = {"out": out, "lse": lse, **grads._asdict()}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -448,6 +452,76 @@ def test_softcap(mask: Mask, softcap: float) -> None:
     found = run(plan, tensors, Scores(SCALE, softcap))
     assert_accurate(problem, tensors, found, scores=Scores(SCALE, softcap))
     assert softcap > 1 or not same_bytes(found["out"], run(plan, tensors)["out"])
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
+def test_sinks(mask: Mask, head_dim: int, dtype: str) -> None:
+    """Also rows without keys and sequences without rows; the gradient of the sink is summed over all."""
+    lengths = LENGTHS if head_dim == 16 else ((33, 150),)
+    problem = problem_of(*lengths, mask=mask, head_dim=head_dim, dtype=dtype)
+    tensors, sink = packed_tensors(problem), torch.tensor([0.5, 3.0])
+    plan, aux = build_plan(problem, Descending()), AuxTensors(sink)
+    found = run(plan, tensors, Scores(SCALE, sink=True), aux)
+    assert_accurate(problem, tensors, found, aux=aux)
+    blind = found["out"].flatten(1).eq(0).all(1)
+    assert head_dim != 16 or blind[70:110].all()  # of the sequence without keys
+    torch.testing.assert_close(found["lse"][:, blind], sink[:, None].expand(-1, int(blind.sum())))
+    exact = torch.zeros(2, dtype=torch.float64)
+    for one in split(problem, tensors):
+        exact += sink_gradient(one[0], plain_attention(Inputs(*one), mask, SCALE, aux=aux), sink)
+    assert (found["dsink"] - exact).norm() <= 2 * BOUND[dtype] * exact.norm()
+    for name, got in run(plan, tensors, Scores(SCALE, sink=True), aux).items():
+        assert_same_bytes(got, found[name], name)
+
+
+def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_the_batch() -> None:
+    """To the byte, whatever the plan; in bfloat16 rounded once, behind the last sum."""
+    problem = problem_of(70, 300, 150, mask=Mask.causal())
+    tensors, sink = packed_tensors(problem), torch.tensor([0.5, 3.0])
+    scores = Scores(SCALE, sink=True)
+    found = run(build_plan(problem, SPT()), tensors, scores, AuxTensors(sink))["dsink"]
+    assert_same_bytes(run(build_plan(problem, FA3()), tensors, scores, AuxTensors(sink))["dsink"], found)
+    total, others = torch.zeros(2), torch.zeros(2)
+    parts = []
+    for (length, _), one in zip(problem.sequences, split(problem, tensors)):
+        plan = build_plan(problem_of(length, mask=Mask.causal()), SPT())
+        parts.append(run(plan, one, scores, AuxTensors(sink))["dsink"])
+    for part, other in zip(parts, reversed(parts)):
+        total, others = total + part, others + other
+    assert_same_bytes(total, found)
+    assert not same_bytes(others, found), "the example shows nothing"
+    halved = run(build_plan(problem, SPT()), tensors, scores, AuxTensors(sink.half()))["dsink"]
+    assert_same_bytes(halved, found.half())
+
+
+def test_a_sink_without_weight_changes_no_byte() -> None:
+    problem = problem_of((70, 70), (33, 150), mask=Mask.causal())
+    tensors, plan = packed_tensors(problem), build_plan(problem, SPT())
+    found = run(plan, tensors, Scores(SCALE, sink=True), AuxTensors(torch.full((2,), -torch.inf)))
+    for name, wanted in run(plan, tensors).items():
+        assert_same_bytes(found[name], wanted, name)
+    assert not found["dsink"].any()
+
+
+def test_sinks_in_the_public_functions() -> None:
+    """The bytes of the prepared call; a sink that is no contiguous fp32; dense."""
+    problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")
+    dout, q, k, v = (x.unflatten(0, (2, 90)) for x in packed_tensors(problem))
+    sink = torch.tensor([[1.0, 9.0], [2.0, 9.0]]).half()[:, 0].requires_grad_()
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), sink]
+    how: dict[str, Any] = {
+        "causal": True,
+        "softmax_scale": SCALE,
+        "backend": "triton",
+        "learnable_sink": sink,
+    }
+    out = dash_attn.attention(q, k, v, **how)
+    grads = torch.autograd.grad(out, leaves, dout)
+    plan = dash_attn.plan_for(q, k, v, causal=True, backend="triton", learnable_sink=sink)
+    found = run(plan, [x.detach() for x in (dout, q, k, v)], Scores(SCALE, sink=True), AuxTensors(sink))
+    for name, got in zip(("out", "dq", "dk", "dv", "dsink"), (out, *grads)):
+        assert_same_bytes(got, found[name], name)
 
 
 def test_capped_is_tanh() -> None:

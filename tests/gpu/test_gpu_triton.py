@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
-from dash_attn.backends.base import Keys, Tensors
+from dash_attn.backends.base import NO_AUX, AuxTensors, Keys, Tensors
 from dash_attn.backends.cpu import plain_attention
-from dash_attn.backends.cpu.oracle import Inputs
+from dash_attn.backends.cpu.oracle import Inputs, Results, sink_gradient
 from dash_attn.backends.triton import launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.tiles import forward_numerics
@@ -344,13 +344,13 @@ def leaves_of(
     return [x.requires_grad_() for x in leaves], dout
 
 
-def exactly(leaves: list[Tensor], dout: Tensor, softcap: float = 0.0) -> dict[str, Tensor]:
+def exactly(
+    leaves: list[Tensor], dout: Tensor, softcap: float = 0.0, aux: AuxTensors = NO_AUX
+) -> dict[str, Tensor]:
     """What :func:`trained` should give, by the oracle."""
     q, k, v = (x.detach() for x in leaves)
-    parts = [
-        plain_attention(Inputs(*one), CAUSAL, Scores(q.shape[3] ** -0.5, softcap))
-        for one in zip(dout, q, k, v)
-    ]
+    scores = Scores(q.shape[3] ** -0.5, softcap)
+    parts = [plain_attention(Inputs(*one), CAUSAL, scores, aux=aux) for one in zip(dout, q, k, v)]
     return {name: torch.stack([getattr(part, name) for part in parts]) for name in NAMES}
 
 
@@ -430,3 +430,29 @@ def test_softcap(head_dim: int, dtype: str) -> None:
     for name, got in trained(leaves, dout, **how).items():
         assert_same_bytes(got, first[name], name)
     assert not same_bytes(first["out"], trained(leaves, dout, backend="triton")["out"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_sinks(head_dim: int, dtype: str) -> None:
+    """``auto`` runs them, with the gradient of the sink; the Hopper kernels refuse them."""
+    leaves, dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    sink = torch.tensor([-1.0, 0.5, 2.0, 4.0], device="cuda").requires_grad_()
+    how: dict[str, Any] = {"learnable_sink": sink}
+    assert dash_attn.is_supported(*leaves, **how).backend == "triton"
+    assert not dash_attn.is_supported(*leaves, backend="sm90", **how)
+    first, exact = trained(leaves, dout, **how), exactly(leaves, dout, aux=AuxTensors(sink.detach()))
+    for name, got in first.items():
+        assert relative_error(got, exact[name]) < 2 * BOUND[dtype], name
+    out = dash_attn.flash_attn_func(*leaves, causal=True, **how)
+    (dsink,) = torch.autograd.grad(out, sink, dout)
+    wanted = torch.zeros(4, dtype=torch.float64, device="cuda")
+    for at in range(2):
+        one = Results(*(exact[name][at] for name in NAMES))
+        wanted += sink_gradient(dout[at], one, sink.detach())
+    assert relative_error(dsink, wanted) < 4 * BOUND[dtype]
+    for _ in range(5):
+        out = dash_attn.flash_attn_func(*leaves, causal=True, **how)
+        assert_same_bytes(out, first["out"])
+        assert_same_bytes(torch.autograd.grad(out, sink, dout)[0], dsink)

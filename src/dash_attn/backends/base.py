@@ -26,7 +26,9 @@ __all__ = [
     "AUTO",
     "BACKENDS",
     "NOTHING",
+    "NO_AUX",
     "NO_BACKWARD",
+    "AuxTensors",
     "Backend",
     "Gradients",
     "Keys",
@@ -65,6 +67,18 @@ class Tensors(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+
+class AuxTensors(NamedTuple):
+    """What scores depend on besides q and k. The fields of :class:`Scores` say what there is.
+
+    learnable_sink: (heads,), dtype of q or float32: natural logarithms, neither scaled nor capped.
+    """
+
+    learnable_sink: Tensor | None = None
+
+
+NO_AUX = AuxTensors()
 
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -112,11 +126,12 @@ def forward_shapes(
 
 
 class Gradients(NamedTuple):
-    """In the shapes and dtype of q, k and v."""
+    """In the shapes and dtypes of q, k, v and of the sink, if there is one."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor | None = None
 
 
 class Prepared(ABC):
@@ -128,8 +143,10 @@ class Prepared(ABC):
         """What decides the bits of out and lse beside what is given: :class:`dash_attn.api.Fingerprints`."""
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        """(out, lse). Rows that see no key: out 0, lse -inf. The forward has no plan."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse). Rows that see no key: out 0, lse -inf, or the sink. The forward has no plan."""
 
     @abstractmethod
     def backward(
@@ -137,6 +154,7 @@ class Prepared(ABC):
         plan: Plan,
         tensors: Tensors,
         scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
@@ -146,7 +164,7 @@ class Prepared(ABC):
         Args:
             plan: a proven plan of the problem.
             tensors: in the layout of the forward.
-            scores: as in the forward.
+            scores, aux: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
 

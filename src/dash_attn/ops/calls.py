@@ -15,7 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import Backend, Gradients, Keys, Prepared, Tensors, as_current, backends_for
+from ..backends.base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    as_current,
+    backends_for,
+)
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
@@ -108,16 +118,16 @@ class Call:
             self._plan = _plan(self.problem, self.spec.policy)
         return self._plan
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         with as_current(self.device):
-            return self.prepared.forward(q, k, v, self.scores)
+            return self.prepared.forward(q, k, v, self.scores, aux)
 
-    def backward(self, tensors: Tensors) -> Gradients:
+    def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX) -> Gradients:
         """The gradients; in the plan's order unless the spec and the process permit others."""
         ordered = self.spec.ordered or _order_is_required()
         with as_current(self.device):
-            return self.prepared.backward(self.plan, tensors, self.scores, ordered=ordered)
+            return self.prepared.backward(self.plan, tensors, self.scores, aux, ordered=ordered)
 
 
 def _order_is_required() -> bool:

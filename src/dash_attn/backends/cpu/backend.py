@@ -12,7 +12,17 @@ from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
 from ...scores import PLAIN, Scores
-from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+)
 from . import executor
 from .forward import forward
 
@@ -27,7 +37,9 @@ class _Prepared(Prepared):
     def forward_fingerprint(self) -> str:
         return ForwardNumerics.of(self.problem).fingerprint
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
+    ) -> tuple[Tensor, Tensor]:
         keys = self._keys
         if keys is not None or q.ndim == 4:
             # The executor sees packed rows, where one sequence of 200 rows looks like two of 100.
@@ -35,10 +47,10 @@ class _Prepared(Prepared):
         if keys is not None:
             k, v = (self._used(x, keys) for x in (k, v))
         if q.ndim == 3:
-            return forward(self.problem, q, k, v, scores)
+            return forward(self.problem, q, k, v, scores, aux)
         batch, seqlen_q, heads, _ = q.shape
         rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
-        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores)
+        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores, aux)
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
@@ -64,6 +76,7 @@ class _Prepared(Prepared):
         plan: Plan,
         tensors: Tensors,
         scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
@@ -76,8 +89,10 @@ class _Prepared(Prepared):
         if q.ndim == 4:
             rows = [x.flatten(0, 1) for x in tensors[:-1]]
             tensors = Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
-        dq, dk, dv = executor.backward(plan, tensors, scores, rng=disorder, ordered=disorder is None)
-        return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape))
+        dq, dk, dv, dsink = executor.backward(
+            plan, tensors, scores, aux, rng=disorder, ordered=disorder is None
+        )
+        return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape), dsink)
 
 
 class _CPU(Backend):

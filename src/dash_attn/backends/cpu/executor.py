@@ -36,7 +36,8 @@ from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
-from ..base import Gradients, Tensors
+from ..base import NO_AUX, AuxTensors, Gradients, Tensors
+from .sinks import sink_gradient
 from .tiles import TileMasks, TileRows, check_packed, copy_tile, exact
 
 __all__ = ["backward", "dq_partials", "fold_partials"]
@@ -49,6 +50,7 @@ def backward(
     plan: Plan,
     tensors: Tensors,
     scores: Scores | float,
+    aux: AuxTensors = NO_AUX,
     *,
     workers: int | None = None,
     rng: random.Random | None = None,
@@ -59,15 +61,15 @@ def backward(
     Args:
         plan: a verified plan.
         tensors: in the layout of :func:`.forward.forward`; out and lse are what it returned.
-        scores: as in the forward.
+        scores, aux: as in the forward.
         workers: resident workers, default ``plan.min_workers``; without order, one for each item.
         rng: picks a random legal interleaving of the workers instead of a fixed one.
         ordered: False adds to dQ in the order in which ``rng`` happens to run the tasks and ignores
             tickets, as atomic adds do: the negative control.
 
     Returns:
-        dq, dk, dv in the shapes and dtype of q, k, v. Bitwise equal for every placement, ``workers``
-        and ``rng``, as long as ``ordered`` holds.
+        dq, dk, dv in the shapes and dtype of q, k, v, and dsink of a sink. Bitwise equal for every placement,
+        ``workers`` and ``rng``, as long as ``ordered`` holds.
 
     Raises:
         InputError: a tensor does not fit the problem.
@@ -86,7 +88,7 @@ def backward(
                 sums[tile].add_(partial)
             else:
                 sums[tile] = partial  # the first contribution is stored: dQ needs no zeroing
-        return Gradients(state.dq(sums), *state.dk_dv())
+        return Gradients(state.dq(sums), *state.dk_dv(), sink_gradient(plan.problem, tensors, aux))
 
 
 def dq_partials(plan: Plan, tensors: Tensors, scores: Scores | float) -> dict[QTile, list[Tensor]]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
 from ...scores import Scores, scores_of
+from ..base import NO_AUX, AuxTensors
 from .masks import hidden_elements
 from .tiles import TileRows, accumulator, check_packed, exact
 
@@ -40,6 +41,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     scores: Scores | float,
+    aux: AuxTensors = NO_AUX,
     *,
     numerics: ForwardNumerics | None = None,
     rng: random.Random | None = None,
@@ -51,19 +53,21 @@ def forward(
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
         k, v: (total_k, kv_heads, head_dim).
         scores: what becomes of Q K^T; a number is the softmax scale alone.
+        aux: the tensors that this takes.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
     Returns:
         out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
-        lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows.
+        lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows, or the
+            sink.
 
     Raises:
         InputError: a tensor does not fit the problem.
     """
     problem = plan.problem if isinstance(plan, Plan) else plan
     check_packed(problem, {"q": q}, {"k": k, "v": v})
-    numerics, scores = ForwardNumerics.of(problem) if numerics is None else numerics, scores_of(scores)
+    numerics = ForwardNumerics.of(problem) if numerics is None else numerics
     out = q.new_zeros(q.shape)
     lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
     starts = TileRows(problem)
@@ -74,9 +78,10 @@ def forward(
             rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, scores, *keys, masks)
+                one = _Head(problem.grid(sequence), numerics, scores_of(scores), *keys, masks)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
-                    out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
+                    sink = None if aux.learnable_sink is None else aux.learnable_sink[head]
+                    out[rows, head], lse[head, rows] = one.run(q[rows, head], sink, rng)
     return out, lse
 
 
@@ -121,16 +126,20 @@ class _Head:
         self.values = [_values(v[left : left + size], size) for left in starts]
         self.scale, self.cap = (x * math.log2(math.e) for x in (scores.softmax_scale, scores.softcap))
 
-    def run(self, q: Tensor, rng: random.Random | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of q, (seqlen_q, head_dim)."""
+    def run(self, q: Tensor, sink: Tensor | None, rng: random.Random | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of q, (seqlen_q, head_dim). The sink is a segment behind all others."""
         lse = q.new_full((len(q),), -torch.inf, dtype=accumulator(q.dtype))
         out = torch.zeros_like(q)
         for top in range(0, len(q), ROWS):
             at = slice(top, min(top + ROWS, len(q)))
             first, last = self.grid.columns(np.arange(at.start, at.stop))
             seen = first <= last
+            found = []
             if seen.any():
                 found = self._segments(q, top, int(first[seen].min()), int(last[seen].max()), rng)
+            if sink is not None:
+                found.append(_of_sink(sink, q))
+            if found:
                 rows = at.stop - at.start
                 out[at], lse[at] = (x[:rows] for x in _results(reduce(_folded, found)))
         return out, lse
@@ -204,6 +213,13 @@ def _folded(before: _State, state: _State) -> _State:
     shift = _finite(maximum)
     left, right = torch.exp2(before.maximum - shift), torch.exp2(state.maximum - shift)
     return _State(maximum, before.total * left + state.total * right, before.out * left + state.out * right)
+
+
+def _of_sink(sink: Tensor, q: Tensor) -> _State:
+    """What a q tile knows of a key that has the sink for its score, and no value."""
+    wide = accumulator(q.dtype)
+    maximum = (sink.detach().to(wide) * math.log2(math.e)).expand(ROWS, 1)
+    return _State(maximum, torch.ones_like(maximum), q.new_zeros(ROWS, q.shape[1], dtype=wide))
 
 
 def _results(state: _State) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...problem import Mask
 from ...scores import Scores, scores_of
+from ..base import NO_AUX, AuxTensors
 from .masks import hidden_elements
 
-__all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention"]
+__all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention", "sink_gradient"]
 
 SLICE = 2**25
 """Elements of a slice of scores."""
@@ -48,6 +49,7 @@ def plain_attention(
     dtype: torch.dtype = torch.float64,
     *,
     q_start: int | None = None,
+    aux: AuxTensors = NO_AUX,
 ) -> Results:
     """Attention and its gradients, one head after the other.
 
@@ -58,14 +60,15 @@ def plain_attention(
         dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
+        aux: the tensors that scores take.
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
-        lse -inf (a natural logarithm) and dq 0. NaN reaches every row of its head that a product touches,
-        seen or not: 0 * NaN is NaN.
+        lse -inf (a natural logarithm) or the sink, and dq 0. NaN reaches every row of its head that a product
+        touches, seen or not: 0 * NaN is NaN.
     """
     dout, q, k, v = inputs
-    softmax_scale, softcap = scores_of(scores)
+    softmax_scale, softcap, *_ = scores_of(scores)
     narrow = dtype.itemsize == 2
     wide = torch.float32 if narrow else dtype
     group = q.shape[1] // k.shape[1]
@@ -89,6 +92,8 @@ def plain_attention(
                 s, slope = capped * softcap, 1.0 - capped * capped
             s.masked_fill_(hidden, -torch.inf)
             lse[head, at] = torch.logsumexp(s, -1)
+            if aux.learnable_sink is not None:
+                lse[head, at] = torch.logaddexp(lse[head, at], aux.learnable_sink[head].to(wide))
             # A row that sees nothing has -inf - -inf = NaN everywhere, and every element of it is hidden.
             p = s.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
             out[at, head] = rounded(rounded(p) @ vh)
@@ -99,6 +104,16 @@ def plain_attention(
             dk[:, head // group] += (ds.mT @ qh).mul_(softmax_scale)
             dv[:, head // group] += rounded(p).mT @ doh
     return Results(out, lse, dq, rounded(dk), rounded(dv))
+
+
+def sink_gradient(dout: Tensor, found: Results, sink: Tensor) -> Tensor:
+    """(heads,) float64: the gradient of the sink, of one sequence.
+
+    Each row gives exp(sink - lse) of its weight to the sink, which has no value: so dP is 0 there, and
+    dS = P (dP - delta) = -exp(sink - lse) delta.
+    """
+    delta = (dout.double() * found.out.double()).sum(2).T
+    return -((sink.double()[:, None] - found.lse.double()).exp() * delta).sum(1)
 
 
 def oracle_forward(

@@ -14,7 +14,17 @@ from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
 from ...scores import PLAIN, Scores
-from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+)
 from .forward.launch import Forward, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
@@ -32,8 +42,10 @@ class _Prepared(Prepared):
     def forward_fingerprint(self) -> str:
         return ForwardNumerics.of(self.problem).fingerprint
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-        _refuse(scores)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
+    ) -> tuple[Tensor, Tensor]:
+        _refuse(scores, aux)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
@@ -54,12 +66,13 @@ class _Prepared(Prepared):
         plan: Plan,
         tensors: Tensors,
         scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
         refuse_backward(self._keys)
-        _refuse(scores)
+        _refuse(scores, aux)
         in_order = ordered and disorder is None
         result = run_backward(plan, tensors, scores.softmax_scale, ordered=in_order, debug=_debug())
         return Gradients(result.dq, result.dk, result.dv)
@@ -86,13 +99,15 @@ def _why_no_scores(scores: Scores) -> str:
     """Why the kernels do not have what is made of scores: they have the softmax scale, and nothing else."""
     for name, value in zip(scores._fields[1:], scores[1:]):
         if value:
-            return f"{name} {value} is not supported by sm90"
+            return f"{name if value is True else f'{name} {value}'} is not supported by sm90"
     return ""
 
 
-def _refuse(scores: Scores) -> None:
+def _refuse(scores: Scores, aux: AuxTensors) -> None:
     if reason := _why_no_scores(scores):
         raise InputError(reason)
+    if aux is not NO_AUX and any(x is not None for x in aux):
+        raise InputError("tensors beside q, k and v are not supported by sm90")
 
 
 @cache

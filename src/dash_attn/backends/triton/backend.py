@@ -15,6 +15,8 @@ from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ...scores import PLAIN, Scores
 from ..base import (
+    NO_AUX,
+    AuxTensors,
     Backend,
     Gradients,
     Keys,
@@ -56,17 +58,20 @@ class _Prepared(Prepared):
     def forward_fingerprint(self) -> str:
         return self._forward.numerics.fingerprint
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
+    ) -> tuple[Tensor, Tensor]:
         of_q, of_k, _ = self._shapes
         self._check({"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)})
         with as_current(self.device):
-            return self._forward(q, k, v, scores)
+            return self._forward(q, k, v, scores, aux)
 
     def backward(
         self,
         plan: Plan,
         tensors: Tensors,
         scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
@@ -86,7 +91,7 @@ class _Prepared(Prepared):
         shapes = (of_q, of_q, of_k, of_k, of_q, of_lse)
         self._check(dict(zip(Tensors._fields, zip(tensors, shapes))))
         with as_current(self.device):
-            return self._backward(plan, tensors, scores, disorder)
+            return self._backward(plan, tensors, scores, aux, disorder)
 
     def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
         """Kernels take lengths and types from the problem: others would be read beyond their ends."""

@@ -3,6 +3,8 @@
 ``prepare_kernel``  per (q tile, q head): delta = rowsum(dO * O), and the log-sum-exp in base 2
 ``dkdv_kernel``     per item of the plan: dK and dV, over its visits, each for all q heads of its head group
 ``fold_kernel``     per kv tile whose q heads are dealt to several head groups: adds their sums, ascending
+``sink_kernel``     per (sequence, q head): its rows' part of the gradient of the sink
+``sinks_kernel``    per q head: the gradient of the sink from the parts of all sequences
 ``dq_kernel``       per (q tile, q head): its contributions to dQ, in the order of their tickets
 
 Scores are computed in both main kernels. Strides of heads, rows and batches are in units of 8 elements.
@@ -42,6 +44,38 @@ def prepare_kernel(
     tl.store(delta + at, tl.sum(o_tile * do_tile, 1), mask=there)
     natural = tl.load(lse + at, mask=there, other=0.0)
     tl.store(lse2 + at, tl.where(natural == float("-inf"), 0.0, natural * LOG2E), mask=there)
+
+
+@triton.jit(do_not_specialize=["lse_batch", "lse_head", "heads"])
+def sink_kernel(
+    lse, delta, sink, sums, table, lse_batch, lse_head, heads, ROWS: tl.constexpr
+):  # fmt: skip
+    """Sums of exp(sink - lse) * delta over tiles of ROWS rows, one after the other; ``sink``: (heads,)."""
+    pid = tl.program_id(0)
+    head = (pid % heads).to(tl.int64)
+    record = table + (pid // heads).to(tl.int64) * 16
+    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+    first = batch_q * lse_batch + head * lse_head + start_q
+    score = tl.load(sink + head)
+    total = tl.full((), 0.0, tl.float32)
+    for top in range(0, seqlen_q, ROWS):
+        rows = top + tl.arange(0, ROWS)
+        there = rows < seqlen_q
+        p = tl.exp2((score - tl.load(lse + first + rows, mask=there, other=0.0)) * LOG2E)
+        total += tl.sum(p * tl.load(delta + first + rows, mask=there, other=0.0), 0)
+    tl.store(sums + pid, total)
+
+
+@triton.jit(do_not_specialize=["sequences", "heads"])
+def sinks_kernel(sums, dsink, sequences, heads):
+    """Minus the parts of all sequences, (sequences, heads), added one after the other."""
+    head = tl.program_id(0)
+    total = tl.full((), 0.0, tl.float32)
+    at = head.to(tl.int64)
+    for _ in range(sequences):
+        total += tl.load(sums + at)
+        at += heads
+    tl.store(dsink + head, -total)
 
 
 @triton.jit

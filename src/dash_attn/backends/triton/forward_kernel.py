@@ -10,6 +10,7 @@ import triton.language as tl
 from .parts import capped, load_rows, row_interval, sequence_of, whole_columns
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
@@ -19,15 +20,15 @@ LN2 = tl.constexpr(0.6931471805599453)
     ]
 )  # fmt: skip
 def forward_kernel(
-    q, k, v, out, lse, table,
+    q, k, v, out, lse, sink, table,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
     tiles, group, left, right, scale2, cap2,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
-    with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e)."""
+    with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -88,6 +89,14 @@ def forward_kernel(
         after = tl.exp2(m - shift)
         total = total * before + total_here * after
         acc = acc * before[:, None] + here * after[:, None]
+        maximum = both
+    if SINK:  # a segment of one key without a value, behind all others
+        m_sink = tl.load(sink + head) * LOG2E
+        both = tl.maximum(maximum, m_sink)
+        shift = tl.where(both == float("-inf"), 0.0, both)
+        before = tl.exp2(maximum - shift)
+        total = total * before + tl.exp2(m_sink - shift)
+        acc = acc * before[:, None]
         maximum = both
 
     lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...schedule import Plan
+from ...schedule.constants import SINK_ROWS
 from ...scores import Scores
-from ..base import Gradients, Keys, Tensors
+from ..base import AuxTensors, Gradients, Keys, Tensors
 from ..cuda.upload import Upload
-from .backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
+from .backward_kernels import (
+    dkdv_kernel,
+    dq_kernel,
+    fold_kernel,
+    prepare_kernel,
+    sink_kernel,
+    sinks_kernel,
+)
 from .forward_kernel import forward_kernel
 from .tables import WORDS, backward_tables, forward_table
 from .tiles import ROOMY, Shape, forward_numerics, padded, shapes_of
@@ -69,7 +77,9 @@ class Forward:
         self._table: _OnDevice | None = None
         self._tiles = 0
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         problem, shape, numerics = self.problem, self._shape, self.numerics
         if self._table is None:
@@ -82,10 +92,12 @@ class Forward:
             return out, lse
         q, k, v = (_aligned(x) for x in (q, k, v))
         forward_kernel[(self._tiles * heads,)](
-            q, k, v, out, lse, *self._table.use(),
+            q, k, v, out, lse, lse if aux.learnable_sink is None else _values(aux.learnable_sink),
+            *self._table.use(),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
             self._tiles, problem.group, *problem.mask.sides, *_of_scores(scores),
-            SOFTCAP=scores.softcap > 0, HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim),
+            SOFTCAP=scores.softcap > 0, SINK=aux.learnable_sink is not None,
+            HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim),
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **_options(shape),
         )  # fmt: skip
@@ -111,11 +123,16 @@ class Backward:
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
-        self, plan: Plan, tensors: Tensors, scores: Scores, disorder: random.Random | None
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        scores: Scores,
+        aux: AuxTensors,
+        disorder: random.Random | None,
     ) -> Gradients:
         """The gradients, by a plan of the problem."""
         tables = self._tables(plan, disorder)
-        items, visits, q_tiles, stretches, folds = tables.place.use()
+        items, visits, q_tiles, stretches, folds, sequences = tables.place.use()
         grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
         dout, q, k, v, out = (_aligned(x) for x in tensors[:5])
         lse = tensors.lse.contiguous()
@@ -154,17 +171,39 @@ class Backward:
                     sums, grads.dk, grads.dv, folds, *_strides(grads.dk), scores.softmax_scale,
                     KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
+        if aux.learnable_sink is not None:
+            return grads._replace(dsink=_sink_gradient(aux.learnable_sink, lse, delta, sequences))
         return grads
 
     def _tables(self, plan: Plan, disorder: random.Random | None) -> _Tables:
         if disorder is None and (known := self._known.get(plan)) is not None:
             return known
         found = backward_tables(plan, self._packed, disorder)
-        place = _OnDevice(plan, found[:5], self._device)
+        place = _OnDevice(plan, [*found[:5], found.sequences], self._device)
         made = _Tables(place, len(found.items), len(found.q_tiles), len(found.folds), found.sums)
         if disorder is None:
             self._known[plan] = made
         return made
+
+
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, sequences: Tensor) -> Tensor:
+    """(heads,), in an order that only the lengths decide; ``sequences``: their records."""
+    heads, count = sink.shape[0], len(sequences) // WORDS
+    sums = torch.empty(count * heads, dtype=torch.float32, device=sink.device)
+    dsink = torch.empty_like(sink, memory_format=torch.contiguous_format)
+    if count:
+        sink_kernel[(count * heads,)](
+            lse, delta, _values(sink), sums, sequences, *_lse_strides(lse), heads,
+            ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    sinks_kernel[(heads,)](sums, dsink, count, heads, num_warps=1)
+    return dsink
+
+
+def _values(x: Tensor) -> Tensor:
+    """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others."""
+    x = x.detach().to(torch.float32).contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _of_scores(scores: Scores) -> tuple[float, float]:

@@ -58,6 +58,7 @@ class BackwardTables(NamedTuple):
         stretches: the stretches of kv tiles that are added to dQ.
         folds: records of the kv tiles whose q heads are dealt to several head groups.
         sums: places of sums of dK and dV.
+        sequences: the first words of a record, per sequence.
     """
 
     items: Words
@@ -66,6 +67,7 @@ class BackwardTables(NamedTuple):
     stretches: Words
     folds: Words
     sums: int
+    sequences: Words
 
 
 def forward_table(problem: Problem, packed: bool, keys: Keys | None, rows: int) -> Words:
@@ -99,6 +101,7 @@ def backward_tables(plan: Plan, packed: bool, disorder: random.Random | None = N
         stretches.table,
         _folds(plan, sequences),
         int(plan.group_sum_first[-1]),
+        sequences,
     )
 
 

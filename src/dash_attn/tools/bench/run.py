@@ -156,8 +156,8 @@ def call_of(plan: Plan, x: Inputs, ordered: bool, backend: str = "auto") -> Call
     chosen = backends_for(x.q.device, backend)[0]
     prepared = chosen.prepare(plan.problem, x.q.device, x.packed)
     tensors = Tensors(x.dout, x.q, x.k, x.v, x.out, x.lse)
-    call: Backward = partial(prepared.backward, plan, tensors, Scores(x.scale), ordered=ordered)
-    return lambda: call
+    scores = Scores(x.scale)
+    return lambda: lambda: prepared.backward(plan, tensors, scores, ordered=ordered)[:3]
 
 
 def _plan(shape: Shape, policy: str, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, ...]) -> Plan:
