@@ -98,6 +98,7 @@ def attention(
     backend: str = "auto",
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
@@ -117,6 +118,9 @@ def attention(
         learnable_sink: (heads,), dtype of q or float32: one score more per q head, of a key without a value.
             ``out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. It is a natural logarithm, neither
             scaled nor capped, and may need a gradient. "sm90" does not have it.
+        alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:
+            ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scaled, capped score of row i and
+            column j. "sm90" does not have it.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
@@ -139,7 +143,7 @@ def attention(
         True
     """
     asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink), asked, return_lse)
+    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
 
 
 def flash_attn_func(
@@ -156,6 +160,7 @@ def flash_attn_func(
     backend: str = "auto",
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -174,9 +179,9 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap, learnable_sink: as in :func:`attention`.
-        flash_options: FlashAttention's other arguments (``dropout_p``, ``alibi_slopes``, ``block_table``,
-            ...) with values that ask for nothing.
+        policy, backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
+        flash_options: FlashAttention's other arguments (``dropout_p``, ``block_table``, ...) with values that
+            ask for nothing.
 
     Returns:
         out, or (out, lse), as :func:`attention`.
@@ -196,7 +201,7 @@ def flash_attn_func(
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink), asked, return_lse)
+    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -218,6 +223,7 @@ def flash_attn_varlen_func(
     backend: str = "auto",
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -247,8 +253,8 @@ def flash_attn_varlen_func(
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
-            learnable_sink, flash_options: as in :func:`flash_attn_func`; lse is (heads, total_q), for dense q
-            (batch, heads, seqlen_q).
+            learnable_sink, alibi_slopes, flash_options: as in :func:`flash_attn_func`; lse is
+            (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
         out: the shape of q, or (out, lse).
@@ -282,7 +288,7 @@ def flash_attn_varlen_func(
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_packed((q, k, v), packing, aux_of(learnable_sink), asked, return_lse)
+    return _run_packed((q, k, v), packing, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
 
 
 def is_supported(
@@ -305,6 +311,7 @@ def is_supported(
     backend: str = "auto",
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -326,7 +333,7 @@ def is_supported(
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
         asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
-        checked = check_call(q, k, v, packing, asked, aux_of(learnable_sink))
+        checked = check_call(q, k, v, packing, asked, aux_of(learnable_sink, alibi_slopes))
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
         return Support(False, str(error))
@@ -347,6 +354,7 @@ def plan_for(
     backend: str = "auto",
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
@@ -360,7 +368,7 @@ def plan_for(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink), asked).plan
+    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked).plan
 
 
 class Fingerprints(NamedTuple):
@@ -392,6 +400,7 @@ def fingerprints(
     backend: str = "auto",
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -405,7 +414,7 @@ def fingerprints(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink), asked)
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
 
@@ -420,6 +429,7 @@ def apply_plan(
     backend: str = "auto",
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
@@ -429,16 +439,17 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend, softcap, learnable_sink: as in :func:`attention`.
+        backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    aux = aux_of(learnable_sink)
-    check_aux(aux, q)
-    scores = Scores(softmax_scale, check_softcap(softcap), learnable_sink is not None)
+    aux = aux_of(learnable_sink, alibi_slopes)
+    check_aux(aux, q, len(plan.problem.sequences))
+    of_aux = (learnable_sink is not None, alibi_slopes is not None)
+    scores = Scores(softmax_scale, check_softcap(softcap), *of_aux)
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -40,7 +40,6 @@ Window = Sequence[int | None] | None
 _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     # FlashAttention-2
     "dropout_p": (0,),
-    "alibi_slopes": (None,),
     "block_table": (None,),
     "return_attn_probs": (False,),
     # FlashAttention-3
@@ -133,9 +132,11 @@ class CheckedCall(NamedTuple):
         return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
 
 
-def aux_of(learnable_sink: Tensor | None) -> AuxTensors:
+def aux_of(learnable_sink: Tensor | None, alibi_slopes: Tensor | None) -> AuxTensors:
     """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none."""
-    return NO_AUX if learnable_sink is None else AuxTensors(learnable_sink)
+    if learnable_sink is None and alibi_slopes is None:
+        return NO_AUX
+    return AuxTensors(learnable_sink, alibi_slopes)
 
 
 def check_call(
@@ -152,7 +153,6 @@ def check_call(
     if torch.is_autocast_enabled(device):
         q, k, v = _autocast(torch.get_autocast_dtype(device), q, k, v)
     _check_dtypes(q, k, v)
-    check_aux(aux, q)
     if packing is None:
         _check_dense(q, k, v)
     elif isinstance(packing, Used):
@@ -163,11 +163,13 @@ def check_call(
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
+    check_aux(aux, q, _batch(q, packing))
     left, right = _sides(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
         check_backend(asked.backend), check_softcap(asked.softcap), aux.learnable_sink is not None,
+        aux.alibi_slopes is not None,
     )  # fmt: skip
     return CheckedCall(q, k, v, aux, spec, packing)
 
@@ -289,25 +291,40 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
 
 
-def check_aux(aux: AuxTensors, q: Tensor) -> None:
-    """Raise InputError if a tensor cannot stand beside q."""
-    if aux.learnable_sink is not None:
-        _check_sink(aux.learnable_sink, q)
-
-
-def _check_sink(sink: object, q: Tensor) -> None:
+def check_aux(aux: AuxTensors, q: Tensor, batch: int) -> None:
+    """Raise InputError if a tensor cannot stand beside q; ``batch``: how many sequences there are."""
     heads = q.shape[-2]
-    if not isinstance(sink, Tensor):
-        raise InputError(f"learnable_sink must be a torch.Tensor, got {type(sink).__name__}")
-    if sink.shape != (heads,):
-        raise InputError(
-            f"learnable_sink must have shape (heads,) = ({heads},), got shape {tuple(sink.shape)}"
-        )
-    if sink.dtype not in (q.dtype, torch.float32):
-        allowed = " or ".join(dict.fromkeys((str(q.dtype), "torch.float32")))
-        raise InputError(f"learnable_sink must be {allowed}, got {sink.dtype}")
-    if sink.device != q.device:
-        raise InputError(f"learnable_sink is on {sink.device}, q is on {q.device}")
+    if aux.learnable_sink is not None:
+        dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
+        _check_beside("learnable_sink", aux.learnable_sink, q, {"(heads,)": (heads,)}, dtypes)
+    if aux.alibi_slopes is not None:
+        shapes = {"(heads,)": (heads,), "(batch, heads)": (batch, heads)}
+        _check_beside("alibi_slopes", aux.alibi_slopes, q, shapes, (torch.float32,))
+        if aux.alibi_slopes.requires_grad:
+            raise InputError("alibi_slopes require a gradient, which they do not get: give them detached")
+
+
+def _check_beside(
+    name: str, x: object, q: Tensor, shapes: dict[str, tuple[int, ...]], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if tuple(x.shape) not in shapes.values():
+        allowed = " or ".join(f"{names} = {sizes}" for names, sizes in shapes.items())
+        raise InputError(f"{name} must have shape {allowed}, got shape {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.device != q.device:
+        raise InputError(f"{name} is on {x.device}, q is on {q.device}")
+
+
+def _batch(q: Tensor, packing: Packing | Used | None) -> int:
+    """How many sequences there are."""
+    if packing is None:
+        return q.shape[0]
+    if isinstance(packing, Used):
+        return packing.seqused_k.shape[0]
+    return packing.cu_seqlens_q.shape[0] - 1
 
 
 def _checked_packing(packing: Packing, device: torch.device) -> Packing:

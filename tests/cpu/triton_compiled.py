@@ -51,7 +51,7 @@ CASES = [
 """fp16 has the programs of bf16; fp32 has one table for all GPUs."""
 
 
-PLAIN = {"SOFTCAP": False, "SINK": False}
+PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False}
 """What becomes of scores: constants of the variants that most calls take."""
 
 
@@ -63,7 +63,8 @@ def sources(
     tile_m, tile_n = TILES[padded(head_dim)]
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
     of_scores = PLAIN | scores
-    tile = {"TILE_M": tile_m, "TILE_N": tile_n, "SOFTCAP": of_scores["SOFTCAP"]}
+    tile = {"TILE_M": tile_m, "TILE_N": tile_n}
+    tile |= {name: of_scores[name] for name in ("SOFTCAP", "ALIBI")}
     numbers = {
         **of_scores,
         "ROWS": forward.rows,
@@ -100,7 +101,7 @@ def compiled(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) ->
 def _type_of(argument: str, dtype: str) -> str:
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
-    if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink"):
+    if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
     if argument in ("table", "visits", "stretches"):
         return "*i32"
@@ -122,6 +123,12 @@ def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", TILES)
 def test_the_forward_with_a_sink_fits(head_dim: int) -> None:
     _assert_fits("forward", *QUICK, head_dim, SINK=True)
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+def test_kernels_with_alibi_fit(head_dim: int) -> None:
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, head_dim, ALIBI=True)
 
 
 def _assert_fits(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> None:

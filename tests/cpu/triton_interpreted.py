@@ -21,7 +21,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import SCALE, executed, expected, packed_tensors, shuffled_placement, split
+from attention_cases import (
+    SCALE,
+    executed,
+    expected,
+    oracle_of_one,
+    packed_tensors,
+    shuffled_placement,
+    split,
+)
 from torch import Tensor
 
 import dash_attn
@@ -473,6 +481,46 @@ def test_sinks(mask: Mask, head_dim: int, dtype: str) -> None:
     assert (found["dsink"] - exact).norm() <= 2 * BOUND[dtype] * exact.norm()
     for name, got in run(plan, tensors, Scores(SCALE, sink=True), aux).items():
         assert_same_bytes(got, found[name], name)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_alibi(mask: Mask, head_dim: int, dtype: str, by_batch: bool) -> None:
+    """Slopes of heads, or of heads of a sequence; with a softcap and a sink, which are not biased."""
+    lengths = LENGTHS if head_dim == 16 else ((33, 150), (70, 40))
+    problem = problem_of(*lengths, mask=mask, head_dim=head_dim, dtype=dtype)
+    tensors, slopes = packed_tensors(problem), torch.tensor([0.02, 0.3])
+    by_sequence = slopes * torch.arange(len(lengths))[:, None] if by_batch else slopes.expand(len(lengths), 2)
+    plan, sink = build_plan(problem, Descending()), torch.tensor([0.5, -1.0])
+    scores = Scores(SCALE, 5.0, sink=True, alibi=True)
+    found = run(plan, tensors, scores, AuxTensors(sink, by_sequence if by_batch else slopes))
+    parts = []
+    for one, mine in zip(split(problem, tensors), by_sequence):
+        parts.append(oracle_of_one(problem, one, scores, aux=AuxTensors(sink, mine)))
+    for name in NAMES:
+        exact = torch.cat([part[name] for part in parts], 1 if name == "lse" else 0)
+        assert (found[name].double() - exact).abs().max() <= BOUND[dtype] * max(exact.abs().max(), 1.0), name
+    for name, got in run(plan, tensors, scores._replace(alibi=False), AuxTensors(sink)).items():
+        assert not same_bytes(got, found[name]), name
+
+
+def test_alibi_in_the_public_functions() -> None:
+    """Dense and packed have the same bytes, which are those of the prepared call."""
+    problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")
+    tensors = packed_tensors(problem)
+    slopes, ends = torch.tensor([[0.1, 0.5], [0.2, 0.0]]), torch.tensor([0, 90, 180], dtype=torch.int32)
+    how: dict[str, Any] = {
+        "causal": True,
+        "softmax_scale": SCALE,
+        "backend": "triton",
+        "alibi_slopes": slopes,
+    }
+    dense = dash_attn.attention(*(x.unflatten(0, (2, 90)) for x in tensors[1:]), **how)
+    packed = dash_attn.flash_attn_varlen_func(*tensors[1:], ends, ends, **how)
+    found = run(build_plan(problem, SPT()), tensors, Scores(SCALE, alibi=True), AuxTensors(None, slopes))
+    assert_same_bytes(packed, found["out"])
+    assert_same_bytes(dense.flatten(0, 1), found["out"])
 
 
 def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_the_batch() -> None:

@@ -456,3 +456,19 @@ def test_sinks(head_dim: int, dtype: str) -> None:
         out = dash_attn.flash_attn_func(*leaves, causal=True, **how)
         assert_same_bytes(out, first["out"])
         assert_same_bytes(torch.autograd.grad(out, sink, dout)[0], dsink)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_alibi(head_dim: int, dtype: str) -> None:
+    leaves, dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.0], device="cuda")
+    how: dict[str, Any] = {"alibi_slopes": slopes}
+    assert dash_attn.is_supported(*leaves, **how).backend == "triton"
+    assert not dash_attn.is_supported(*leaves, backend="sm90", **how)
+    first, exact = trained(leaves, dout, **how), exactly(leaves, dout, aux=AuxTensors(None, slopes))
+    for name, got in first.items():
+        assert relative_error(got, exact[name]) < 2 * BOUND[dtype], name
+    for name, got in trained(leaves, dout, **how).items():
+        assert_same_bytes(got, first[name], name)

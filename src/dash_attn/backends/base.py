@@ -73,9 +73,11 @@ class AuxTensors(NamedTuple):
     """What scores depend on besides q and k. The fields of :class:`Scores` say what there is.
 
     learnable_sink: (heads,), dtype of q or float32: natural logarithms, neither scaled nor capped.
+    alibi_slopes: (heads,) or (batch, heads), float32, without a gradient.
     """
 
     learnable_sink: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
 
 NO_AUX = AuxTensors()

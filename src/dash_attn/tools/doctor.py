@@ -37,6 +37,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "head_dim 256": {"causal": True, "head_dim": 256},
     "softcap": {"causal": True, "softcap": 30.0},
     "learnable sink": {"causal": True, "sink": True},
+    "ALiBi": {"causal": True, "alibi": True},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -129,6 +130,7 @@ def _support(
     dtype: str = "bfloat16",
     softcap: float = 0.0,
     sink: bool = False,
+    alibi: bool = False,
 ) -> str:
     from ..api import is_supported
 
@@ -141,6 +143,7 @@ def _support(
     found = is_supported(
         q, k, k, *bounds, causal=causal, window_size=window_size, backend=backend, softcap=softcap,
         learnable_sink=torch.zeros(4, device=device) if sink else None,
+        alibi_slopes=torch.zeros(4, device=device) if alibi else None,
     )  # fmt: skip
     return "yes" if found else f"no: {found.reason}"
 

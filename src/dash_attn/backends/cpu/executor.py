@@ -38,7 +38,7 @@ from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
 from ..base import NO_AUX, AuxTensors, Gradients, Tensors
 from .sinks import sink_gradient
-from .tiles import TileMasks, TileRows, check_packed, copy_tile, exact
+from .tiles import TileMasks, TileRows, check_packed, copy_tile, distances, exact, slope_of
 
 __all__ = ["backward", "dq_partials", "fold_partials"]
 
@@ -79,7 +79,7 @@ def backward(
         workers = plan.min_workers if ordered else max(len(plan.items), 1)
     if ordered:
         check_workers(plan, workers)
-    state = _Backward(plan.problem, tensors, scores_of(scores))
+    state = _Backward(plan.problem, tensors, scores_of(scores), aux)
     sums: dict[QTile, Tensor] = {}
     with exact():
         for task in task_order(plan, workers, rng, ordered=ordered):
@@ -147,12 +147,12 @@ class _Item:
 class _Backward:
     """The arithmetic of the tasks. It adds what it is told in the order it is told."""
 
-    def __init__(self, problem: Problem, tensors: Tensors, scores: Scores) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, scores: Scores, aux: AuxTensors = NO_AUX) -> None:
         x = tensors
         check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
-        self.problem, self.tensors = problem, tensors
+        self.problem, self.tensors, self.aux = problem, tensors, aux
         self.scale, self.cap = scores.softmax_scale, scores.softcap
         self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
         self.q_rows: dict[QTile, _QRows] = {}
@@ -166,9 +166,12 @@ class _Backward:
         scores = torch.mm(rows.q, item.k.T)
         if self.cap:
             capped = scores.mul_(self.scale / self.cap).tanh_()
-            p = (capped * self.cap).sub_(rows.lse).exp_()
+            scores = capped * self.cap
         else:
-            p = scores.mul_(self.scale).sub_(rows.lse).exp_()
+            scores.mul_(self.scale)
+        if slope := slope_of(self.aux, task.sequence, task.q_head):
+            scores.sub_(self._distances(task, scores).mul_(slope))
+        p = scores.sub_(rows.lse).exp_()
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
         ds = torch.mm(rows.dout, item.v.T).sub_(rows.delta).mul_(p)
@@ -178,6 +181,13 @@ class _Backward:
         item.dv.addmm_(p.to(dtype).to(wide).T, rows.dout)
         item.dk.addmm_(ds.T, rows.q)
         return torch.mm(ds, item.k)
+
+    def _distances(self, task: Task, scores: Tensor) -> Tensor:
+        """Of the rows and columns of a task."""
+        grid = self.problem.grid(task.sequence)
+        start = task.q_tile * grid.tile_m + grid.diagonal - task.kv_tile * grid.tile_n
+        rows, columns = scores.shape
+        return distances(start, rows, columns, scores.dtype)
 
     def dq(self, sums: dict[QTile, Tensor]) -> Tensor:
         """dQ from the sum of every q tile; a q tile without a task has none, and zero gradients."""

@@ -27,7 +27,7 @@ from ...schedule import ForwardNumerics, Plan
 from ...scores import Scores, scores_of
 from ..base import NO_AUX, AuxTensors
 from .masks import hidden_elements
-from .tiles import TileRows, accumulator, check_packed, exact
+from .tiles import TileRows, accumulator, check_packed, distances, exact, slope_of
 
 __all__ = ["forward"]
 
@@ -81,7 +81,8 @@ def forward(
                 one = _Head(problem.grid(sequence), numerics, scores_of(scores), *keys, masks)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
                     sink = None if aux.learnable_sink is None else aux.learnable_sink[head]
-                    out[rows, head], lse[head, rows] = one.run(q[rows, head], sink, rng)
+                    mine = _QHead(q[rows, head], sink, slope_of(aux, sequence, head))
+                    out[rows, head], lse[head, rows] = one.run(mine, rng)
     return out, lse
 
 
@@ -107,6 +108,14 @@ class _State(NamedTuple):
     out: Tensor
 
 
+class _QHead(NamedTuple):
+    """A q head of a sequence: q, (seqlen_q, head_dim), and what only its scores take."""
+
+    q: Tensor
+    sink: Tensor | None
+    slope: float
+
+
 class _Head:
     """One kv head of a sequence; k and v are (seqlen_k, head_dim)."""
 
@@ -126,8 +135,9 @@ class _Head:
         self.values = [_values(v[left : left + size], size) for left in starts]
         self.scale, self.cap = (x * math.log2(math.e) for x in (scores.softmax_scale, scores.softcap))
 
-    def run(self, q: Tensor, sink: Tensor | None, rng: random.Random | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of q, (seqlen_q, head_dim). The sink is a segment behind all others."""
+    def run(self, head: _QHead, rng: random.Random | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a q head. The sink is a segment behind all others."""
+        q = head.q
         lse = q.new_full((len(q),), -torch.inf, dtype=accumulator(q.dtype))
         out = torch.zeros_like(q)
         for top in range(0, len(q), ROWS):
@@ -136,27 +146,28 @@ class _Head:
             seen = first <= last
             found = []
             if seen.any():
-                found = self._segments(q, top, int(first[seen].min()), int(last[seen].max()), rng)
-            if sink is not None:
-                found.append(_of_sink(sink, q))
+                found = self._segments(head, top, int(first[seen].min()), int(last[seen].max()), rng)
+            if head.sink is not None:
+                found.append(_of_sink(head.sink, q))
             if found:
                 rows = at.stop - at.start
                 out[at], lse[at] = (x[:rows] for x in _results(reduce(_folded, found)))
         return out, lse
 
     def _segments(
-        self, q: Tensor, top: int, first: int, last: int, rng: random.Random | None
+        self, head: _QHead, top: int, first: int, last: int, rng: random.Random | None
     ) -> list[_State]:
         """What a q tile, from row ``top`` on, makes of each segment of columns ``first .. last``."""
-        tile = _padded(q[top : top + ROWS], ROWS)
+        head = head._replace(q=_padded(head.q[top : top + ROWS], ROWS))
         segments = self.numerics.segments(first, last)
         order = list(range(len(segments)))
         if rng is not None:
             rng.shuffle(order)
-        found = {at: self._segment(tile, top, segments[at]) for at in order}
+        found = {at: self._segment(head, top, segments[at]) for at in order}
         return [found[at] for at in range(len(segments))]
 
-    def _segment(self, q: Tensor, top: int, kv_tiles: list[int]) -> _State:
+    def _segment(self, head: _QHead, top: int, kv_tiles: list[int]) -> _State:
+        q = head.q
         nothing = q.new_zeros(len(q), 1)
         state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
         for kv in kv_tiles:
@@ -165,6 +176,10 @@ class _Head:
                 scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
             else:
                 scores.mul_(self.scale)
+            if head.slope:
+                start, size = top + self.grid.diagonal - kv * self.numerics.tile, self.numerics.tile
+                slope = head.slope * math.log2(math.e)
+                scores.sub_(distances(start, ROWS, size, scores.dtype).mul_(slope))
             hidden = self._hidden(top, kv * self.numerics.tile)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)

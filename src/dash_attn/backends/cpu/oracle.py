@@ -60,7 +60,7 @@ def plain_attention(
         dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
-        aux: the tensors that scores take.
+        aux: the tensors that scores take; slopes (heads,).
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
@@ -90,6 +90,9 @@ def plain_attention(
             if softcap:
                 capped = s.div_(softcap).tanh_()
                 s, slope = capped * softcap, 1.0 - capped * capped
+            if aux.alibi_slopes is not None:
+                distance = (positions[at, None] - torch.arange(len(k), device=k.device)).abs()
+                s.sub_(aux.alibi_slopes[head].to(wide) * distance)
             s.masked_fill_(hidden, -torch.inf)
             lse[head, at] = torch.logsumexp(s, -1)
             if aux.learnable_sink is not None:

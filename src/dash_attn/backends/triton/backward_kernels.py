@@ -13,7 +13,17 @@ Scores are computed in both main kernels. Strides of heads, rows and batches are
 import triton
 import triton.language as tl
 
-from .parts import capped, load_rows, row_interval, sequence_of, whole_columns, whole_part, whole_rows
+from .parts import (
+    capped,
+    distance,
+    load_rows,
+    row_interval,
+    sequence_of,
+    slope_of,
+    whole_columns,
+    whole_part,
+    whole_rows,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -80,10 +90,12 @@ def sinks_kernel(sums, dsink, sequences, heads):
 
 @triton.jit
 def add_rows(
-    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, q_row, q_head, do_row, do_head, lse_head,
+    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, record,
+    q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-    cap2, SOFTCAP: tl.constexpr, CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
+    cap2, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores."""
     STEPS: tl.constexpr = TILE_M // ROWS
@@ -103,9 +115,14 @@ def add_rows(
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         if SOFTCAP:
             tanh = capped(s, scale2)
-            p = tl.exp2(tanh * cap2 - lse_here[None, :])
+            s = tanh * cap2
         else:
-            p = tl.exp2(s * scale2 - lse_here[None, :])
+            s = s * scale2
+        if ALIBI:
+            positions = (rows + diagonal)[None, :]
+            slope = slope_of(slopes, slope_batch, record, head)
+            s -= slope * distance(positions, begin + tl.arange(0, KEYS)[:, None])
+        p = tl.exp2(s - lse_here[None, :])
         if CUT:
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
@@ -130,16 +147,17 @@ def add_rows(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "lse_batch", "lse_head",
-        "group", "left", "right",
+        "group", "left", "right", "slope_batch",
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, dk, dv, sums, table, visits,
+    q, k, v, dout, lse2, delta, slopes, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, lse_batch, lse_head,
-    group, left, right, scale, scale2, cap2,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    group, left, right, slope_batch, scale, scale2, cap2,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
 
@@ -184,9 +202,10 @@ def dkdv_kernel(
         for third in tl.static_range(3 if BLOCK_D <= 128 else 1):
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
+                slopes, slope_batch, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
                 ends[third], ends[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-                cap2, SOFTCAP, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
+                cap2, SOFTCAP, ALIBI, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
             )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)
@@ -239,16 +258,17 @@ def fold_kernel(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
-        "tiles", "group", "left", "right",
+        "tiles", "group", "left", "right", "slope_batch",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout, lse2, delta, dq, table, stretches,
+    q, k, v, dout, lse2, delta, slopes, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, scale, scale2, cap2, nothing,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tiles, group, left, right, slope_batch, scale, scale2, cap2, nothing,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
@@ -281,6 +301,11 @@ def dq_kernel(
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
 
+    positions = (rows + diagonal)[:, None]
+    slope = 0.0
+    if ALIBI:
+        slope = slope_of(slopes, slope_batch, record, head)
+
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     empty = tl.zeros((ROWS, BLOCK_D), tl.float32) + nothing
     for stretch in range(stretch_first, stretch_first + stretch_count):
@@ -296,9 +321,12 @@ def dq_kernel(
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                 if SOFTCAP:
                     tanh = capped(s, scale2)
-                    p = tl.exp2(tanh * cap2 - lse_here[:, None])
+                    s = tanh * cap2
                 else:
-                    p = tl.exp2(s * scale2 - lse_here[:, None])
+                    s = s * scale2
+                if ALIBI:
+                    s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
+                p = tl.exp2(s - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
                 ds = p * (dp - delta_here[:, None])
                 if SOFTCAP:

@@ -92,11 +92,12 @@ class Forward:
             return out, lse
         q, k, v = (_aligned(x) for x in (q, k, v))
         forward_kernel[(self._tiles * heads,)](
-            q, k, v, out, lse, lse if aux.learnable_sink is None else _values(aux.learnable_sink),
+            q, k, v, out, lse, _values(aux.learnable_sink, lse), _values(aux.alibi_slopes, lse),
             *self._table.use(),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, *_of_scores(scores),
+            self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), *_of_scores(scores),
             SOFTCAP=scores.softcap > 0, SINK=aux.learnable_sink is not None,
+            ALIBI=aux.alibi_slopes is not None,
             HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim),
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **_options(shape),
@@ -142,8 +143,14 @@ class Backward:
         problem = self.problem
         scales = scores.softmax_scale, *_of_scores(scores)
         head = {"HEAD_DIM": problem.head_dim, "BLOCK_D": padded(problem.head_dim)}
-        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n}
-        read = (q, k, v, dout, lse2, delta)
+        tile = {
+            "TILE_M": problem.tile_m,
+            "TILE_N": problem.tile_n,
+            "SOFTCAP": scores.softcap > 0,
+            "ALIBI": aux.alibi_slopes is not None,
+        }
+        sides = (*problem.mask.sides, _slope_batch(aux))
+        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2))
         strides = [s for x in (q, k, v, dout) for s in _strides(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
@@ -153,7 +160,7 @@ class Backward:
             shape = self._shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
-                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0, SOFTCAP=scores.softcap > 0,
+                tables.q_tiles, problem.group, *sides, *scales, 0.0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
         if tables.items:
@@ -163,7 +170,7 @@ class Backward:
             dkdv_kernel[(tables.items * parts,)](
                 *read, grads.dk, grads.dv, sums, items, visits,
                 *strides, *_strides(grads.dk), *_lse_strides(lse),
-                problem.group, *problem.mask.sides, *scales, SOFTCAP=scores.softcap > 0,
+                problem.group, *sides, *scales,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
             if tables.folds:
@@ -193,15 +200,26 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, sequences: Tensor) 
     dsink = torch.empty_like(sink, memory_format=torch.contiguous_format)
     if count:
         sink_kernel[(count * heads,)](
-            lse, delta, _values(sink), sums, sequences, *_lse_strides(lse), heads,
+            lse, delta, _values(sink, lse), sums, sequences, *_lse_strides(lse), heads,
             ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     sinks_kernel[(heads,)](sums, dsink, count, heads, num_warps=1)
     return dsink
 
 
-def _values(x: Tensor) -> Tensor:
-    """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others."""
+def _slope_batch(aux: AuxTensors) -> int:
+    """How far apart the slopes of two sequences are."""
+    slopes = aux.alibi_slopes
+    return 0 if slopes is None or slopes.ndim == 1 else slopes.shape[1]
+
+
+def _values(x: Tensor | None, unread: Tensor) -> Tensor:
+    """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others.
+
+    Without any ``unread``, a tensor of fp32 that stands in its place.
+    """
+    if x is None:
+        return unread
     x = x.detach().to(torch.float32).contiguous()
     return x.clone() if x.data_ptr() % 16 else x
 

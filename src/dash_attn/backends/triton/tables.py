@@ -3,7 +3,7 @@
 A record has WORDS words: batch and first row of q, batch and first row of k, both lengths, the column aligned
 with row 0; then the tile, where its stretches begin in their table and how many there are, the first q head
 (or the kv head) and how many (or how many head groups), its place among the sums of dK and dV (-1: none) and
-the distance to that of the next head group.
+the distance to that of the next head group; then the number of the sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 WORDS = 16
-_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP = range(7, 14)
+_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP, _SEQUENCE = range(7, 15)
 
 Words = NDArray[np.int32]
 
@@ -193,6 +193,7 @@ def _sequences(problem: Problem, packed: bool, keys: Keys | None) -> Words:
     else:
         records[:, 3] = first_of_each(lengths[:, 1])[:-1]
     records[:, 4:6] = lengths
+    records[:, _SEQUENCE] = index
     records[:, 6] = lengths[:, 1] - lengths[:, 0] if problem.q_starts is None else problem.q_starts
     return records
 
