@@ -54,6 +54,7 @@ from dash_attn.backends.base import backend_for
 from dash_attn.backends.sm90.compile import program
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
+from dash_attn.scores import Scores
 from dash_attn.testing import same_bytes
 from dash_attn.tools.bench import require_hopper
 
@@ -193,7 +194,7 @@ def accuracy() -> Iterator[Row]:
 def shipped(problem: Problem, x: errors.Inputs) -> Call:
     """The output of our forward."""
     ours = backend_for(x.q.device).prepare(problem, x.q.device, False)
-    return lambda: ours.forward(*x, problem.head_dim**-0.5)[0]
+    return lambda: ours.forward(*x, Scores(problem.head_dim**-0.5))[0]
 
 
 # All of it

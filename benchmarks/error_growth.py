@@ -23,6 +23,7 @@ from torch import Tensor
 from dash_attn.backends.base import Tensors, backend_for
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, build_plan, choose_policy
+from dash_attn.scores import Scores
 from dash_attn.tools.bench import require_hopper
 
 LENGTHS = tuple(2**n for n in range(10, 18))
@@ -98,10 +99,10 @@ def point(seqlen: int, head_dim: int, causal: bool, dtype: str) -> dict[str, Any
     x = Inputs(*(t.to(getattr(torch, dtype)) for t in drawn))
     dout, q, k, v = (t[None, :, None] for t in x)
     prepared = backend_for(q.device).prepare(problem, q.device, False)
-    out, lse = prepared.forward(q, k, v, scale)
+    out, lse = prepared.forward(q, k, v, Scores(scale))
     tensors = Tensors(dout, q, k, v, out, lse)
-    found = prepared.backward(plan, tensors, scale)
-    loose = prepared.backward(plan, tensors, scale, ordered=False)
+    found = prepared.backward(plan, tensors, Scores(scale))
+    loose = prepared.backward(plan, tensors, Scores(scale), ordered=False)
     rows = torch.randperm(seqlen, generator=generator, device="cuda")[:SAMPLES]
     exact = exact_rows(x, causal, scale, rows)
     row: dict[str, Any] = {"seqlen": seqlen, "head_dim": head_dim, "mask": mask.name, "dtype": dtype}

@@ -13,6 +13,7 @@ import dash_attn
 from dash_attn.backends.base import backend_for, tensor_shapes
 from dash_attn.peers import cudnn, fa4
 from dash_attn.peers.registry import PEERS, Inputs
+from dash_attn.scores import Scores
 
 Call = Callable[[], Any]
 
@@ -41,14 +42,14 @@ def inputs(point: Point, device: torch.device) -> Inputs:
     dout, q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in (of_q, of_q, of_k, of_k))
     bounds = [torch.tensor([0, *side]).cumsum(0).int().to(device) for side in zip(*problem.sequences)]
     scale = float(problem.head_dim) ** -0.5
-    out, lse = backend_for(device).prepare(problem, device, packed).forward(q, k, v, scale)
+    out, lse = backend_for(device).prepare(problem, device, packed).forward(q, k, v, Scores(scale))
     return Inputs(problem, dout, q, k, v, out, lse, tuple(bounds) if packed else (), scale)
 
 
 def _forwards(x: Inputs) -> Iterator[tuple[str, Call]]:
     """Forwards with the log-sum-exp, without autograd."""
     ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
-    yield OURS, lambda: ours.forward(x.q, x.k, x.v, x.scale)
+    yield OURS, lambda: ours.forward(x.q, x.k, x.v, Scores(x.scale))
     mask, lengths = x.problem.mask, x.lengths
     if not fa4.why_not():
         yield "fa4", lambda: fa4.forward(x.q, x.k, x.v, x.scale, mask, lengths)

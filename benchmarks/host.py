@@ -33,6 +33,7 @@ from torch import Tensor
 import dash_attn
 from dash_attn.backends.base import Tensors, backend_for
 from dash_attn.ops.calls import packed_call
+from dash_attn.scores import Scores
 from dash_attn.spec import AttentionSpec
 
 Call = Callable[[], Any]
@@ -262,7 +263,7 @@ def backward_alone(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Iterator[tu
     plan, scale = dash_attn.plan_for(q, k, v, causal=True), q.shape[-1] ** -0.5
     prepared = backend_for(q.device).prepare(plan.problem, q.device, False)
     saved = Tensors(dout, *(x.detach() for x in (q, k, v)), out, lse)
-    yield "dash_attn", lambda: prepared.backward(plan, saved, scale)
+    yield "dash_attn", lambda: prepared.backward(plan, saved, Scores(scale))
     from flash_attn.cute import interface
 
     for name, deterministic in (("fa4", True), ("fa4, no order", False)):

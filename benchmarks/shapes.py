@@ -29,6 +29,7 @@ from dash_attn.backends.base import backend_for
 from dash_attn.peers import fa4
 from dash_attn.peers.registry import Inputs
 from dash_attn.schedule import Plan, build_plan, choose_policy
+from dash_attn.scores import Scores
 from dash_attn.tools.bench import require_hopper
 from dash_attn.tools.bench.run import call_of
 
@@ -40,7 +41,7 @@ def contenders(x: Inputs, plan: Plan) -> dict[Kind, Call]:
     """What is timed of a case. A peer that cannot do it is left out, with a line."""
     ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
     calls: dict[Kind, Call] = {
-        ("forward", OURS, True): lambda: ours.forward(x.q, x.k, x.v, x.scale),
+        ("forward", OURS, True): lambda: ours.forward(x.q, x.k, x.v, Scores(x.scale)),
         ORDERED: call_of(plan, x, ordered=True)(),
         ("backward", OURS, False): call_of(plan, x, ordered=False)(),
     }

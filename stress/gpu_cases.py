@@ -30,6 +30,7 @@ from dash_attn.schedule import (
     build_plan,
     choose_policy,
 )
+from dash_attn.scores import Scores
 from dash_attn.testing import same_bytes
 from fuzz_case import GRADS
 
@@ -159,7 +160,7 @@ def prepared(problem: Problem, device: torch.device, packed: bool) -> Prepared:
 
 def forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(out, lse) of dense or packed tensors of a plan's problem."""
-    return prepared(plan.problem, q.device, q.ndim == 3).forward(q, k, v, scale)
+    return prepared(plan.problem, q.device, q.ndim == 3).forward(q, k, v, Scores(scale))
 
 
 def grads(result: Result) -> dict[str, Tensor]:

@@ -23,6 +23,8 @@ from .arguments import (
     Packing,
     Used,
     Window,
+    aux_of,
+    check_aux,
     check_call,
     check_flag,
     check_flash_options,
@@ -30,6 +32,8 @@ from .arguments import (
     check_softcap,
 )
 from .backends.base import (
+    NO_AUX,
+    AuxTensors,
     Backend,
     Gradients,
     Prepared,
@@ -45,6 +49,7 @@ from .ops.calls import DTYPE_NAMES, Call, dense_call, first_that_covers, packed_
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
+from .scores import Scores
 from .spec import AttentionSpec
 
 __all__ = [
@@ -92,6 +97,8 @@ def attention(
     return_lse: bool = False,
     backend: str = "auto",
     softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
@@ -108,13 +115,19 @@ def attention(
         backend: "auto", "cpu", "sm90" (Hopper) or "triton". "auto" is "cpu" for CPU tensors. On a GPU it is
             "sm90" where that covers the call, else "triton". Another backend gives other bytes.
         softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.
+        learnable_sink: (heads,), dtype of q or float32: one score more per q head, of a key without a value.
+            ``out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. It is a natural logarithm, neither
+            scaled nor capped, and may need a gradient. "sm90" does not have it.
+        alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:
+            ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scaled, capped score of row i and
+            column j. "sm90" does not have it.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
     Returns:
         out: (batch, seqlen_q, heads, head_dim), dtype of q; rows that see no column are zero.
         lse: with ``return_lse``, (batch, heads, seqlen_q) float32 (float64 for float64), natural
-            logarithm; -inf in rows that see no column.
+            logarithm; -inf in rows that see no column. With a sink it includes that: the sink in such rows.
 
     Raises:
         InputError: an argument cannot be used; the message names it and its value.
@@ -130,7 +143,7 @@ def attention(
         True
     """
     asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
-    return _run_dense(q, k, v, asked, return_lse)
+    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
 
 
 def flash_attn_func(
@@ -146,6 +159,8 @@ def flash_attn_func(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -164,9 +179,9 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap: as in :func:`attention`.
-        flash_options: FlashAttention's other arguments (``dropout_p``, ``alibi_slopes``, ``block_table``,
-            ``learnable_sink``, ...) with values that ask for nothing.
+        policy, backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
+        flash_options: FlashAttention's other arguments (``dropout_p``, ``block_table``, ...) with values that
+            ask for nothing.
 
     Returns:
         out, or (out, lse), as :func:`attention`.
@@ -186,7 +201,7 @@ def flash_attn_func(
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_dense(q, k, v, asked, return_lse)
+    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -207,6 +222,8 @@ def flash_attn_varlen_func(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -236,8 +253,8 @@ def flash_attn_varlen_func(
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
-            flash_options: as in :func:`flash_attn_func`; lse is (heads, total_q), for dense q
-            (batch, heads, seqlen_q).
+            learnable_sink, alibi_slopes, flash_options: as in :func:`flash_attn_func`; lse is
+            (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
         out: the shape of q, or (out, lse).
@@ -271,7 +288,7 @@ def flash_attn_varlen_func(
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_packed(q, k, v, packing, asked, return_lse)
+    return _run_packed((q, k, v), packing, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
 
 
 def is_supported(
@@ -293,6 +310,8 @@ def is_supported(
     seqused_k: Tensor | None = None,
     backend: str = "auto",
     softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -314,7 +333,7 @@ def is_supported(
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
         asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
-        checked = check_call(q, k, v, packing, asked)
+        checked = check_call(q, k, v, packing, asked, aux_of(learnable_sink, alibi_slopes))
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
         return Support(False, str(error))
@@ -334,6 +353,8 @@ def plan_for(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
@@ -347,7 +368,7 @@ def plan_for(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    return _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked).plan
+    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked).plan
 
 
 class Fingerprints(NamedTuple):
@@ -378,6 +399,8 @@ def fingerprints(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -391,7 +414,7 @@ def fingerprints(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    call = _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked)
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
 
@@ -405,6 +428,8 @@ def apply_plan(
     disorder: random.Random | None = None,
     backend: str = "auto",
     softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
@@ -414,15 +439,17 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend, softcap: as in :func:`attention`.
+        backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    cap = check_softcap(softcap)
-    scores = {"softcap": cap, "softmax_scale": softmax_scale}
+    aux = aux_of(learnable_sink, alibi_slopes)
+    check_aux(aux, q, len(plan.problem.sequences))
+    of_aux = (learnable_sink is not None, alibi_slopes is not None)
+    scores = Scores(softmax_scale, check_softcap(softcap), *of_aux)
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -432,7 +459,7 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, softmax_scale, cap, disorder), q, k, v)
+    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, aux)
 
 
 class _Planned(NamedTuple):
@@ -440,21 +467,19 @@ class _Planned(NamedTuple):
 
     prepared: Prepared
     plan: Plan
-    softmax_scale: float
-    softcap: float
+    scores: Scores
     disorder: random.Random | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
         with as_current(q.device):
-            return self.prepared.forward(q, k, v, self.softmax_scale, softcap=self.softcap)
+            return self.prepared.forward(q, k, v, self.scores, aux)
 
-    def backward(self, tensors: Tensors) -> Gradients:
+    def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX) -> Gradients:
         ordered = self.disorder is None
         with as_current(tensors.q.device):
             return self.prepared.backward(
-                self.plan, tensors, self.softmax_scale, softcap=self.softcap, ordered=ordered,
-                disorder=self.disorder,
-            )  # fmt: skip
+                self.plan, tensors, self.scores, aux, ordered=ordered, disorder=self.disorder
+            )
 
 
 def _packing(
@@ -482,47 +507,53 @@ _KNOWN_PACKED: KnownCalls[tuple[AttentionSpec, tuple[int, int]]] = KnownCalls()
 
 
 def _run_dense(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors, asked: Asked, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A dense call. One that is like an earlier one is neither checked nor looked up again."""
     check_flag("return_lse", return_lse)
-    if call_directly(q, k, v) and (call := _KNOWN.find(q, k, v, asked)) is not None:
-        out, lse = attend(call, q, k, v)
+    more = () if aux is NO_AUX else aux
+    if call_directly(q, k, v, aux) and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
+        out, lse = attend(call, q, k, v, aux)
         return (out, lse) if return_lse else out
-    call, out, lse = _run(check_call(q, k, v, None, asked))
+    call, out, lse = _run(check_call(q, k, v, None, asked, aux))
     if call is not None:
-        _KNOWN.add(call, q, k, v, asked)
+        _KNOWN.add(call, q, k, v, asked, more)
     return (out, lse) if return_lse else out
 
 
+_QKV = tuple[Tensor, Tensor, Tensor]
+
+
 def _run_packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used, asked: Asked, return_lse: bool
+    qkv: _QKV, packing: Packing | Used, aux: AuxTensors, asked: Asked, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A packed call. One that is like an earlier one is not checked again, but for its lengths."""
     check_flag("return_lse", return_lse)
-    if call_directly(q, k, v) and (known := _KNOWN_PACKED.find(q, k, v, asked, packing)) is not None:
+    q, k, v = qkv
+    more = packing if aux is NO_AUX else (*packing, *aux)
+    if call_directly(q, k, v, aux) and (known := _KNOWN_PACKED.find(q, k, v, asked, more)) is not None:
         spec, longest = known
         if isinstance(packing, Used):
-            refuse_gradients(q, k, v)
-            out, lse = used_call(q, k, (*packing[:3], *longest), spec).forward(q, k, v)
+            refuse_gradients(q, k, v, *aux)
+            out, lse = used_call(q, k, (*packing[:3], *longest), spec).forward(q, k, v, aux)
         else:
-            out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v)
+            out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v, aux)
         return (out, lse) if return_lse else out
-    checked = check_call(q, k, v, packing, asked)
+    checked = check_call(q, k, v, packing, asked, aux)
     call, out, lse = _run(checked)
     if call is not None and checked.packing is not None:
-        _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, packing)
+        _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, more)
     return (out, lse) if return_lse else out
 
 
 def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     """(call, out, lse); the call of those that need no operator."""
-    q, k, v, _, packing = checked
+    q, k, v, aux, _, packing = checked
     if _is_empty(checked):
-        return None, *_empty_results(q, k, v)
-    if call_directly(q, k, v):
+        return None, *_empty_results(q, k, v, aux)
+    if call_directly(q, k, v, aux):
         call = _find(checked)
-        return call, *attend(call, q, k, v)
+        return call, *attend(call, q, k, v, aux)
     if isinstance(packing, Used):
         out, lse = USED(q, k, v, *checked.rest)
         return None, out, lse
@@ -533,14 +564,14 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
 
 
 def _call_of(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor | None, Tensor | None], asked: Asked
+    qkv: _QKV, cu_seqlens: tuple[Tensor | None, Tensor | None], aux: AuxTensors, asked: Asked
 ) -> Call:
     """The call that these arguments lead to, checked and not run."""
-    return _find(check_call(q, k, v, _packing(*cu_seqlens, None, None), asked))
+    return _find(check_call(*qkv, _packing(*cu_seqlens, None, None), asked, aux))
 
 
 def _find(checked: CheckedCall) -> Call:
-    q, k, _, spec, packing = checked
+    q, k, _, _, spec, packing = checked
     if isinstance(packing, Used):
         return used_call(q, k, packing, spec)
     return dense_call(q, k, spec) if packing is None else packed_call(q, k, packing, spec)
@@ -562,9 +593,11 @@ def _is_empty(checked: CheckedCall) -> bool:
     return True
 
 
-def _empty_results(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Results without rows, with gradients without rows."""
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
+    """Results without rows, with gradients without rows, or of 0."""
     out = q + 0 * (k.sum() + v.sum())
+    if aux.learnable_sink is not None:
+        out = out + 0 * aux.learnable_sink.sum()
     *batch, rows, heads, _ = q.shape
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends.base import check_backend, check_device
+from .backends.base import NO_AUX, AuxTensors, check_backend, check_device
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
@@ -25,6 +25,8 @@ __all__ = [
     "Packing",
     "Used",
     "Window",
+    "aux_of",
+    "check_aux",
     "check_call",
     "check_flag",
     "check_flash_options",
@@ -38,7 +40,6 @@ Window = Sequence[int | None] | None
 _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     # FlashAttention-2
     "dropout_p": (0,),
-    "alibi_slopes": (None,),
     "block_table": (None,),
     "return_attn_probs": (False,),
     # FlashAttention-3
@@ -54,7 +55,6 @@ _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     "sm_margin": (0,),
     # FlashAttention-4
     "page_table": (None,),
-    "learnable_sink": (None,),
     "score_mod": (None,),
     "mask_mod": (None,),
     "aux_tensors": (None,),
@@ -68,6 +68,7 @@ _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
 _HINTS = {
     "return_attn_probs": "; use return_lse for the log-sum-exp",
     "seqused_k": "; flash_attn_varlen_func has it",
+    "s_aux": "; learnable_sink is its name here",
 }
 
 
@@ -111,6 +112,7 @@ class CheckedCall(NamedTuple):
 
     Attributes:
         q, k, v: the inputs, cast if autocast says so.
+        aux: tensors beside them.
         spec: what is asked.
         packing: None for a dense call; longest lengths are -1 where not given.
     """
@@ -118,6 +120,7 @@ class CheckedCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    aux: AuxTensors
     spec: AttentionSpec
     packing: Packing | Used | None
 
@@ -125,11 +128,25 @@ class CheckedCall(NamedTuple):
     def rest(self) -> tuple[Any, ...]:
         """What follows the tensors in a call of the operators."""
         if self.packing is None:
-            return tuple(self.spec)
-        return (*self.packing[:-2], *self.spec, *self.packing[-2:])
+            return (*self.aux, *self.spec)
+        return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, asked: Asked) -> CheckedCall:
+def aux_of(learnable_sink: Tensor | None, alibi_slopes: Tensor | None) -> AuxTensors:
+    """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none."""
+    if learnable_sink is None and alibi_slopes is None:
+        return NO_AUX
+    return AuxTensors(learnable_sink, alibi_slopes)
+
+
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing | Used | None,
+    asked: Asked,
+    aux: AuxTensors = NO_AUX,
+) -> CheckedCall:
     """Check the arguments of a call. What needs the lengths of a packed batch is checked when it runs."""
     _check_tensors(q, k, v, packing)
     device = q.device.type
@@ -142,17 +159,19 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, 
         packing = _checked_used(packing, q, k)
         _check_packed(q, k, v)
         if not torch.compiler.is_compiling():  # it sees the operator, which refuses them
-            refuse_gradients(q, k, v)
+            refuse_gradients(q, k, v, *aux)
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
+    check_aux(aux, q, _batch(q, packing))
     left, right = _sides(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend), check_softcap(asked.softcap),
+        check_backend(asked.backend), check_softcap(asked.softcap), aux.learnable_sink is not None,
+        aux.alibi_slopes is not None,
     )  # fmt: skip
-    return CheckedCall(q, k, v, spec, packing)
+    return CheckedCall(q, k, v, aux, spec, packing)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -270,6 +289,42 @@ def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise InputError(f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}")
     if k.shape != v.shape:
         raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+
+
+def check_aux(aux: AuxTensors, q: Tensor, batch: int) -> None:
+    """Raise InputError if a tensor cannot stand beside q; ``batch``: how many sequences there are."""
+    heads = q.shape[-2]
+    if aux.learnable_sink is not None:
+        dtypes = tuple(dict.fromkeys((q.dtype, torch.float32)))
+        _check_beside("learnable_sink", aux.learnable_sink, q, {"(heads,)": (heads,)}, dtypes)
+    if aux.alibi_slopes is not None:
+        shapes = {"(heads,)": (heads,), "(batch, heads)": (batch, heads)}
+        _check_beside("alibi_slopes", aux.alibi_slopes, q, shapes, (torch.float32,))
+        if aux.alibi_slopes.requires_grad:
+            raise InputError("alibi_slopes require a gradient, which they do not get: give them detached")
+
+
+def _check_beside(
+    name: str, x: object, q: Tensor, shapes: dict[str, tuple[int, ...]], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if tuple(x.shape) not in shapes.values():
+        allowed = " or ".join(f"{names} = {sizes}" for names, sizes in shapes.items())
+        raise InputError(f"{name} must have shape {allowed}, got shape {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.device != q.device:
+        raise InputError(f"{name} is on {x.device}, q is on {q.device}")
+
+
+def _batch(q: Tensor, packing: Packing | Used | None) -> int:
+    """How many sequences there are."""
+    if packing is None:
+        return q.shape[0]
+    if isinstance(packing, Used):
+        return packing.seqused_k.shape[0]
+    return packing.cu_seqlens_q.shape[0] - 1
 
 
 def _checked_packing(packing: Packing, device: torch.device) -> Packing:

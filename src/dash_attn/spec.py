@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, get_type_hints
 
 from .problem import Mask
+from .scores import Scores
 
 __all__ = ["AttentionSpec"]
 
@@ -23,7 +24,7 @@ class AttentionSpec(NamedTuple):
         policy: "auto", or the name of a schedule (:class:`dash_attn.schedule.Schedule`).
         ordered: False permits sums of dQ in no fixed order.
         backend: "auto", or the name of one (:mod:`dash_attn.backends.base`).
-        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        softcap, sink, alibi: as in :class:`.scores.Scores`.
 
     >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()[:43]
     ('causal', 'float softmax_scale, int left, int right, s')
@@ -36,6 +37,13 @@ class AttentionSpec(NamedTuple):
     ordered: bool = True
     backend: str = "auto"
     softcap: float = 0.0
+    sink: bool = False
+    alibi: bool = False
+
+    @property
+    def scores(self) -> Scores:
+        """What backends are given; made once per call that is kept, for it takes a moment."""
+        return Scores(*(getattr(self, name) for name in Scores._fields))
 
     @property
     def mask(self) -> Mask:

@@ -13,6 +13,7 @@ from dash_attn.backends.cpu import backward, forward, plain_attention
 from dash_attn.backends.cpu.oracle import Inputs
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan
+from dash_attn.scores import Scores
 
 SCALE = 0.3
 
@@ -31,7 +32,7 @@ def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]
     """out, lse, dq, dk, dv by the executor."""
     dout, q, k, v = tensors
     out, lse = forward(plan, q, k, v, SCALE)
-    dq, dk, dv = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **how)
+    dq, dk, dv, _ = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **how)
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -50,8 +51,10 @@ def split(problem: Problem, tensors: list[Tensor]) -> list[list[Tensor]]:
     return [list(part) for part in zip(*(x.split(n) for x, n in zip(tensors, lengths)))]
 
 
-def oracle_of_one(problem: Problem, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
-    return plain_attention(Inputs(*tensors), problem.mask, SCALE, **how)._asdict()
+def oracle_of_one(
+    problem: Problem, tensors: list[Tensor], scores: Scores | float = SCALE, **how: Any
+) -> dict[str, Tensor]:
+    return plain_attention(Inputs(*tensors), problem.mask, scores, **how)._asdict()
 
 
 def shuffled_placement(plan: Plan, seed: int) -> Plan:

@@ -90,7 +90,7 @@ class _Picky(_CPU):
 
     name: ClassVar[str] = "picky"
 
-    def why_not(self, problem: Problem, device: torch.device, packed: bool, **scores: float) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: object = None) -> str:
         return "" if problem.head_dim == 32 else f"head_dim {problem.head_dim} is not 32"
 
     def tiles(self, head_dim: int) -> tuple[int, int]:

@@ -194,7 +194,7 @@ def test_partials_folded_in_ticket_order_are_dq(dtype):
     problem = small(Mask.causal(), dtype, seqlen=40, heads=4, kv_heads=2, batch=2)
     plan, (dout, q, k, v) = build_plan(problem, SymmetricShift()), packed_tensors(problem)
     out, lse = forward(plan, q, k, v, SCALE)
-    dq, _, _ = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE)
+    dq, *_ = backward(plan, Tensors(dout, q, k, v, out, lse), SCALE)
     folded = torch.zeros_like(dq)
     partials = dq_partials(plan, Tensors(dout, q, k, v, out, lse), SCALE)
     assert len(partials) == 2 * 4 * 5

@@ -184,8 +184,8 @@ def fast(monkeypatch):
 
     slow = backend._Prepared.backward
 
-    def backward(self, plan, tensors, softmax_scale, *, ordered=True, **how):
-        dq, dk, dv = slow(self, plan, tensors, softmax_scale, **how)
+    def backward(self, plan, tensors, *of_scores, ordered=True, **how):
+        dq, dk, dv, _ = slow(self, plan, tensors, *of_scores, **how)
         return Gradients(dq if ordered else dq * math.nan, dk, dv)
 
     monkeypatch.setattr(backend._Prepared, "backward", backward)
@@ -296,13 +296,9 @@ ENDS = cu(0, 5, 20)
 
 FLASH = {
     "dropout": ({"dropout_p": 0.1}, "dropout_p=0.1 is not supported, only 0"),
-    "alibi": (
-        {"alibi_slopes": torch.ones(4)},
-        r"alibi_slopes=a tensor of shape \(4,\) is not supported, only None",
-    ),
     "block table": ({"block_table": [1]}, r"block_table=\[1\] is not supported, only None"),
     "probabilities": ({"return_attn_probs": True}, "return_attn_probs=True is .*; use return_lse"),
-    "sinks": ({"learnable_sink": torch.ones(4)}, "learnable_sink=a tensor"),
+    "sinks": ({"s_aux": torch.ones(4)}, "s_aux=a tensor .*; learnable_sink is its name here"),
     "splits": ({"num_splits": 4}, "num_splits=4 is not supported, only 0 or 1"),
     "causal": ({"causal": None}, "causal must be True or False, got None"),
     "deterministic": ({"deterministic": 1}, "deterministic must be True or False, got 1"),

@@ -13,13 +13,14 @@ import dash_attn
 
 SOURCE = Path(dash_attn.__file__).parent
 
-BELOW_BACKENDS = {"errors", "machine", "problem", "schedule"}
+BELOW_BACKENDS = {"errors", "machine", "problem", "schedule", "scores"}
 LIBRARY = {
     "__init__",
     "errors",
     "machine",
     "problem",
     "schedule",
+    "scores",
     "model",
     "backends",
     "peers",
@@ -31,8 +32,9 @@ LAYERS = {
     "grid": {"errors"},
     "problem": {"errors", "grid"},
     "machine": set(),
+    "scores": set(),
     "schedule": {"errors", "machine", "problem"},
-    "model": BELOW_BACKENDS,
+    "model": {"errors", "machine", "problem", "schedule"},
     "testing": set(),
     "peers": BELOW_BACKENDS,
     "backends/cuda": {"errors"},
@@ -40,10 +42,10 @@ LAYERS = {
     "backends/cpu": {*BELOW_BACKENDS, "backends"},
     "backends/sm90": {*BELOW_BACKENDS, "backends", "backends/cuda"},
     "backends/triton": {*BELOW_BACKENDS, "backends", "backends/cuda"},
-    "spec": {"problem"},
+    "spec": {"problem", "scores"},
     "ops": {*BELOW_BACKENDS, "backends", "spec"},
     "arguments": {*BELOW_BACKENDS, "backends", "ops", "spec"},
-    "api": {"errors", "schedule", "backends", "ops", "arguments", "spec"},
+    "api": {"errors", "schedule", "scores", "backends", "ops", "arguments", "spec"},
     "integrations": {"errors", "api", "arguments", "backends", "ops"},
     "tools": {*LIBRARY, "testing", "backends/cpu", "backends/cuda", "backends/sm90"},
     "__main__": {"tools"},

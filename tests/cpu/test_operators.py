@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.backends.base import NO_AUX, AuxTensors
 from dash_attn.ops.operators import DENSE, VARLEN
 from dash_attn.schedule import Shift
 from dash_attn.spec import AttentionSpec
@@ -45,14 +46,17 @@ def assert_all_same(results, others):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("packed", [False, True])
-def test_opcheck(packed, dtype):
+@pytest.mark.parametrize("sink", [False, True])
+def test_opcheck(packed, dtype, sink):
     tensors = inputs(batch=None if packed else 2, dtype=dtype)
     functions, extra = (VARLEN, (ENDS, ENDS)) if packed else (DENSE, ())
-    rest = (*extra, *OPTIONS, *((13, -1) if packed else ()))
+    aux = AuxTensors(torch.linspace(-1, 1, 4, dtype=dtype).requires_grad_()) if sink else NO_AUX
+    rest = (*aux, *extra, *OPTIONS._replace(sink=sink), *((13, -1) if packed else ()))
     # Gradients of bfloat16 leave the tolerance of float32 when they are compared through another graph.
     opcheck(functions.forward, (*tensors, *rest), rtol=1e-2, atol=1e-2)
     out, lse = functions.forward(*tensors, *rest)
     saved = [x.detach() for x in (torch.ones_like(out), *tensors, out, lse)]
+    rest = (*(x.detach() if isinstance(x, torch.Tensor) else x for x in rest),)
     opcheck(functions.backward, (*saved, *rest), rtol=1e-2, atol=1e-2)
 
 

@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.api import Support
-from dash_attn.backends.base import Keys
+from dash_attn.backends.base import NO_AUX, Keys
 from dash_attn.backends.cpu.backend import BACKEND
 from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
 from dash_attn.errors import InputError, PlanMismatchError
@@ -219,7 +219,7 @@ def test_backends_refuse_other_tensors_and_backwards():
 def test_opcheck(packed):
     ends = (ENDS_Q, ENDS_K) if packed else (None, None)
     tensors = (FLAT_Q, FLAT_K, FLAT_K) if packed else (Q, CACHE, CACHE)
-    opcheck(USED, (*tensors, *ends, LENGTHS, *AttentionSpec(0.1, -1, 0), -1, -1))
+    opcheck(USED, (*tensors, *NO_AUX, *ends, LENGTHS, *AttentionSpec(0.1, -1, 0), -1, -1))
 
 
 def test_compiled_calls_have_the_same_bytes():

@@ -14,6 +14,7 @@ from dash_attn.backends.cpu import oracle_forward, plain_attention
 from dash_attn.backends.cpu.oracle import Inputs
 from dash_attn.errors import InputError
 from dash_attn.problem import Mask
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (40, 0)}]
@@ -59,7 +60,7 @@ def test_gradients_by_finite_differences() -> None:
 
 def test_the_oracle_agrees() -> None:
     q, k, v = (x.detach() for x in drawn())
-    found = plain_attention(Inputs(q[0], q[0], k[0], v[0]), Mask.causal(), 0.25, softcap=5.0)
+    found = plain_attention(Inputs(q[0], q[0], k[0], v[0]), Mask.causal(), Scores(0.25, 5.0))
     torch.testing.assert_close(found.out, plain(q, k, v, 5.0, causal=True)[0])
     uncapped, _ = oracle_forward(q, k, v, Mask.causal(), 0.25)
     assert (found.out - uncapped[0]).abs().max() > 0.01

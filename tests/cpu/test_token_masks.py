@@ -157,8 +157,8 @@ def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
         ({"dropout": 0.1}, "dropout is not supported by 'dash' attention, got 0.1"),
         ({"softcap": -1.0}, "softcap must be 0 or a positive finite float32, got -1.0"),
         (
-            {"s_aux": torch.zeros(4)},
-            r"s_aux is not supported .*, got a tensor of shape \(4,\)",
+            {"position_bias": torch.zeros(4)},
+            r"position_bias is not supported .*, got a tensor of shape \(4,\)",
         ),
         ({"output_attentions": True}, "output_attentions is not supported"),
         (

@@ -15,9 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dash_attn.backends.cuda.cubin import resources_of_cubin
-from dash_attn.backends.triton.backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
+from dash_attn.backends.triton.backward_kernels import (
+    dkdv_kernel,
+    dq_kernel,
+    fold_kernel,
+    prepare_kernel,
+    sink_kernel,
+    sinks_kernel,
+)
 from dash_attn.backends.triton.forward_kernel import forward_kernel
 from dash_attn.backends.triton.tiles import ROOMY, TILES, padded, shapes_of
+from dash_attn.schedule.constants import SINK_ROWS
 
 SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes that a block may use. Code for sm_80 also runs on sm_86 and sm_89, which have less than an A100."""
@@ -43,16 +51,22 @@ CASES = [
 """fp16 has the programs of bf16; fp32 has one table for all GPUs."""
 
 
+PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False}
+"""What becomes of scores: constants of the variants that most calls take."""
+
+
 def sources(
-    head_dim: int, dtype: str, arch: int, softcap: bool = False
+    head_dim: int, dtype: str, arch: int, **scores: bool
 ) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
-    """Kernel, constants, warps and stages by name, as ``launch.py`` has them."""
+    """Kernel, constants, warps and stages by name, as ``launch.py`` has them; ``scores``: those of PLAIN."""
     forward, dkdv, dq = shapes_of(head_dim, dtype, divmod(arch, 10) in ROOMY)
     tile_m, tile_n = TILES[padded(head_dim)]
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
-    tile = {"TILE_M": tile_m, "TILE_N": tile_n, "SOFTCAP": softcap}
+    of_scores = PLAIN | scores
+    tile = {"TILE_M": tile_m, "TILE_N": tile_n}
+    tile |= {name: of_scores[name] for name in ("SOFTCAP", "ALIBI")}
     numbers = {
-        "SOFTCAP": softcap,
+        **of_scores,
         "ROWS": forward.rows,
         "TILE": forward.keys,
         "SEGMENT": 8192,
@@ -65,12 +79,14 @@ def sources(
         "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
         "fold": (fold_kernel, head | {"KEYS": dkdv.keys, "TILE_N": tile_n}, 4, 3),
         "prepare": (prepare_kernel, head | {"ROWS": tile_m}, 4, 3),
+        "sink": (sink_kernel, {"ROWS": SINK_ROWS}, 4, 3),
+        "sinks": (sinks_kernel, {}, 1, 3),
     }
 
 
 @cache
-def compiled(name: str, arch: int, dtype: str, head_dim: int, softcap: bool = False) -> Any:
-    kernel, constants, warps, stages = sources(head_dim, dtype, arch, softcap)[name]
+def compiled(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> Any:
+    kernel, constants, warps, stages = sources(head_dim, dtype, arch, **scores)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
         kind = _type_of(argument, dtype)
@@ -85,7 +101,7 @@ def compiled(name: str, arch: int, dtype: str, head_dim: int, softcap: bool = Fa
 def _type_of(argument: str, dtype: str) -> str:
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
-    if argument in ("lse", "lse2", "delta", "sums"):
+    if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
     if argument in ("table", "visits", "stretches"):
         return "*i32"
@@ -95,17 +111,28 @@ def _type_of(argument: str, dtype: str) -> str:
 @pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
 def test_kernels_fit(arch: int, dtype: str, head_dim: int) -> None:
     for name in sources(head_dim, dtype, arch):
-        _assert_fits(name, arch, dtype, head_dim, False)
+        _assert_fits(name, arch, dtype, head_dim)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
 def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
     for name in ("forward", "dkdv", "dq"):
-        _assert_fits(name, *QUICK, head_dim, True)
+        _assert_fits(name, *QUICK, head_dim, SOFTCAP=True)
 
 
-def _assert_fits(name: str, arch: int, dtype: str, head_dim: int, softcap: bool) -> None:
-    found = compiled(name, arch, dtype, head_dim, softcap)
+@pytest.mark.parametrize("head_dim", TILES)
+def test_the_forward_with_a_sink_fits(head_dim: int) -> None:
+    _assert_fits("forward", *QUICK, head_dim, SINK=True)
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+def test_kernels_with_alibi_fit(head_dim: int) -> None:
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, head_dim, ALIBI=True)
+
+
+def _assert_fits(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> None:
+    found = compiled(name, arch, dtype, head_dim, **scores)
     assert found.metadata.shared <= SHARED[arch], name
     (kernel,) = resources_of_cubin(found.asm["cubin"])
     assert kernel.stack <= MOST_LOCAL, name

@@ -21,13 +21,22 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import SCALE, executed, expected, packed_tensors, shuffled_placement, split
+from attention_cases import (
+    SCALE,
+    executed,
+    expected,
+    oracle_of_one,
+    packed_tensors,
+    shuffled_placement,
+    split,
+)
 from torch import Tensor
 
 import dash_attn
-from dash_attn.backends.base import Keys, Tensors
-from dash_attn.backends.cpu import dq_partials, fold_partials
+from dash_attn.backends.base import NO_AUX, AuxTensors, Keys, Tensors
+from dash_attn.backends.cpu import dq_partials, fold_partials, plain_attention
 from dash_attn.backends.cpu import forward as reference
+from dash_attn.backends.cpu.oracle import Inputs, sink_gradient
 from dash_attn.backends.triton import backward_kernels, launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.parts import capped, whole_columns, whole_part, whole_rows
@@ -36,6 +45,7 @@ from dash_attn.backends.triton.tiles import TILES, forward_numerics
 from dash_attn.errors import InputError, PlacementError, PlanMismatchError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift, build_plan, prove
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from triton_cases import triton_problem
 
@@ -43,18 +53,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, i
 
 CPU = torch.device("cpu")
 NAMES = ("out", "lse", "dq", "dk", "dv")
+SCORES = Scores(SCALE)
 BOUND = {"float32": 2e-6, "float16": 2e-3}
 
 problem_of = partial(triton_problem, head_dim=16, mask=None, dtype="float32", heads=2, kv_heads=1)
 
 
-def run(plan: Plan, tensors: list[Tensor], softcap: float = 0.0, **how: Any) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv."""
+def run(
+    plan: Plan, tensors: list[Tensor], scores: Scores = SCORES, aux: AuxTensors = NO_AUX, **how: Any
+) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv, and dsink if there is a sink."""
     dout, q, k, v = tensors
     prepared = BACKEND.prepare(plan.problem, CPU, packed=q.ndim == 3)
-    out, lse = prepared.forward(q, k, v, SCALE, softcap=softcap)
-    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, softcap=softcap, **how)
-    return {"out": out, "lse": lse, **grads._asdict()}
+    out, lse = prepared.forward(q, k, v, scores, aux)
+    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), scores, aux, **how)
+    found = {"out": out, "lse": lse, **grads._asdict()}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -63,7 +77,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor
     problem = problem_of(
         (len(q), len(k)), mask=mask, head_dim=q.shape[2], dtype=dtype, heads=q.shape[1], kv_heads=k.shape[1]
     )
-    return BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+    return BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCORES)
 
 
 def assert_accurate(problem: Problem, tensors: list[Tensor], found: dict[str, Tensor], **how: Any) -> None:
@@ -163,7 +177,7 @@ def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.Mo
         grown = (k * torch.linspace(*growth, 300)[:, None, None]).to(k.dtype)
         numerics = replace(forward_numerics(problem), segment=128)
         wanted = reference(problem, q, grown, v, SCALE, numerics=numerics)
-        found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCALE)
+        found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCORES)
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
         unit = torch.finfo(getattr(torch, dtype)).eps
         assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
@@ -183,7 +197,7 @@ def test_the_order_of_tiles_is_that_of_the_reference(monkeypatch: pytest.MonkeyP
     k[counts] = torch.randint(-3, 4, k[counts].shape, generator=generator).float()
     scale = math.log(2.0)  # scores are in base 2
     wanted = reference(problem, q, k, v, scale, numerics=numerics)
-    found = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, scale)
+    found = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, Scores(scale))
     assert_same_bytes(found[0], wanted[0], "out")
     other = reference(problem, q, k, v, scale, numerics=replace(numerics, segment=512))
     assert not same_bytes(other[0], wanted[0]), "the example shows nothing"
@@ -196,7 +210,7 @@ def test_maxima_rise_as_in_the_reference() -> None:
     _, q, k, v = packed_tensors(problem)
     k = (k * torch.linspace(3.0, 0.5, 300)[:, None, None]).to(k.dtype)  # scores rise along the tiles' order
     wanted, _ = reference(problem, q, k, v, SCALE, numerics=numerics)
-    found, _ = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+    found, _ = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCORES)
 
     def differing(x: Tensor) -> float:
         return float((x != wanted).float().mean())
@@ -234,7 +248,7 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(
     check((found[0][:, 1:], found[1][1:]), slice(None))
     problem = problem_of(50, length, mask=mask, head_dim=8, dtype=dtype, heads=1, kv_heads=1)
     pair = [torch.cat([x[200:250], x]) for x in (q, k, v)]
-    out, lse = BACKEND.prepare(problem, CPU, packed=True).forward(*pair, SCALE)
+    out, lse = BACKEND.prepare(problem, CPU, packed=True).forward(*pair, SCORES)
     check((out[50:], lse[:, 50:].contiguous()), slice(None))
 
 
@@ -251,18 +265,18 @@ def test_what_is_hidden_may_be_anything(bad: float) -> None:
     problem = problem_of(70, 100, 70, mask=Mask.causal(), heads=1)
     _, q, k, v = packed_tensors(problem)
     prepared = BACKEND.prepare(problem, CPU, packed=True)
-    out, lse = prepared.forward(q, k, v, SCALE)
+    out, lse = prepared.forward(q, k, v, SCORES)
     spoilt = [x.clone() for x in (q, k, v)]
     for x in spoilt:
         x[70:170] = bad
-    found, other = prepared.forward(*spoilt, SCALE)
+    found, other = prepared.forward(*spoilt, SCORES)
     for rows in (slice(70), slice(170, 240)):
         assert_same_bytes(found[rows], out[rows], "out")
         assert_same_bytes(other[:, rows].contiguous(), lse[:, rows].contiguous(), "lse")
     spoilt = [q, k.clone(), v.clone()]
     spoilt[1][120] = bad
     spoilt[2][140] = bad
-    found, _ = prepared.forward(*spoilt, SCALE)
+    found, _ = prepared.forward(*spoilt, SCORES)
     assert_same_bytes(found[70:120], out[70:120], "out")
     assert not found[140:170].isfinite().any()
 
@@ -272,7 +286,7 @@ def test_used_keys(packed: bool) -> None:
     """The first keys of a cache, dense or packed, with NaN behind them."""
     problem = problem_of((3, 40), (3, 0), (3, 70), mask=Mask.causal())
     _, q, k, v = packed_tensors(problem)
-    wanted = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCALE)
+    wanted = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCORES)
     places = [80, 80, 80] if packed else [90, 90, 90]
     caches = [torch.full((3, places[0], *k.shape[1:]), torch.nan) for _ in "kv"]
     for x, cache in zip((k, v), caches):
@@ -283,16 +297,16 @@ def test_used_keys(packed: bool) -> None:
         caches = [cache.flatten(0, 1) for cache in caches]
     keys = Keys(tuple(caches[0].shape), starts)
     prepared = BACKEND.prepare(problem, CPU, packed=True, keys=keys)
-    found = prepared.forward(q, *caches, SCALE)
+    found = prepared.forward(q, *caches, SCORES)
     assert_same_bytes(found[0], wanted[0], "out")
     assert_same_bytes(found[1], wanted[1], "lse")
     dense = BACKEND.prepare(problem, CPU, packed=False, keys=keys).forward(
-        q.unflatten(0, (3, 3)), *caches, SCALE
+        q.unflatten(0, (3, 3)), *caches, SCORES
     )
     assert_same_bytes(dense[0].flatten(0, 1), wanted[0], "out")
     plan = build_plan(problem, FA3())
     with pytest.raises(InputError, match="seqused_k"):
-        prepared.backward(plan, Tensors(q, q, k, v, q, wanted[1]), SCALE)
+        prepared.backward(plan, Tensors(q, q, k, v, q, wanted[1]), SCORES)
 
 
 # The order of the plan
@@ -395,19 +409,19 @@ def test_what_is_refused() -> None:
     problem = problem_of(30)
     dout, q, k, v = packed_tensors(problem)
     prepared = BACKEND.prepare(problem, CPU, packed=True)
-    out, lse = prepared.forward(q, k, v, SCALE)
+    out, lse = prepared.forward(q, k, v, SCORES)
     tensors = Tensors(dout, q, k, v, out, lse)
     with pytest.raises(PlanMismatchError, match="tiles"):
-        prepared.backward(build_plan(replace(problem, tile_m=64), SPT()), tensors, SCALE)
+        prepared.backward(build_plan(replace(problem, tile_m=64), SPT()), tensors, SCORES)
     with pytest.raises(PlanMismatchError, match="the plan is for"):
-        prepared.backward(build_plan(problem_of(31), SPT()), tensors, SCALE)
+        prepared.backward(build_plan(problem_of(31), SPT()), tensors, SCORES)
     with pytest.raises(PlanMismatchError, match="lse has shape"):
-        prepared.backward(build_plan(problem, SPT()), tensors._replace(lse=lse[:1]), SCALE)
+        prepared.backward(build_plan(problem, SPT()), tensors._replace(lse=lse[:1]), SCORES)
     plan = build_plan(problem, SPT())
     with pytest.raises(PlacementError, match="verified"):
-        prepared.backward(plan.with_items(plan.items), tensors, SCALE)
+        prepared.backward(plan.with_items(plan.items), tensors, SCORES)
     with pytest.raises(PlanMismatchError, match="q has shape"):
-        prepared.forward(q[1:], k, v, SCALE)
+        prepared.forward(q[1:], k, v, SCORES)
     with pytest.raises(PlanMismatchError, match="v has shape .* dtype torch.float64"):
         prepared.forward(q, k, v.double(), SCALE)
 
@@ -443,9 +457,119 @@ def test_softcap(mask: Mask, softcap: float) -> None:
     problem = problem_of((160, 160), (20, 130), mask=mask, dtype="float16")
     tensors = packed_tensors(problem)
     plan = build_plan(problem, FA3())
-    found = run(plan, tensors, softcap=softcap)
-    assert_accurate(problem, tensors, found, softcap=softcap)
+    found = run(plan, tensors, Scores(SCALE, softcap))
+    assert_accurate(problem, tensors, found, scores=Scores(SCALE, softcap))
     assert softcap > 1 or not same_bytes(found["out"], run(plan, tensors)["out"])
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
+def test_sinks(mask: Mask, head_dim: int, dtype: str) -> None:
+    """Also rows without keys and sequences without rows; the gradient of the sink is summed over all."""
+    lengths = LENGTHS if head_dim == 16 else ((33, 150),)
+    problem = problem_of(*lengths, mask=mask, head_dim=head_dim, dtype=dtype)
+    tensors, sink = packed_tensors(problem), torch.tensor([0.5, 3.0])
+    plan, aux = build_plan(problem, Descending()), AuxTensors(sink)
+    found = run(plan, tensors, Scores(SCALE, sink=True), aux)
+    assert_accurate(problem, tensors, found, aux=aux)
+    blind = found["out"].flatten(1).eq(0).all(1)
+    assert head_dim != 16 or blind[70:110].all()  # of the sequence without keys
+    torch.testing.assert_close(found["lse"][:, blind], sink[:, None].expand(-1, int(blind.sum())))
+    exact = torch.zeros(2, dtype=torch.float64)
+    for one in split(problem, tensors):
+        exact += sink_gradient(one[0], plain_attention(Inputs(*one), mask, SCALE, aux=aux), sink)
+    assert (found["dsink"] - exact).norm() <= 2 * BOUND[dtype] * exact.norm()
+    for name, got in run(plan, tensors, Scores(SCALE, sink=True), aux).items():
+        assert_same_bytes(got, found[name], name)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_alibi(mask: Mask, head_dim: int, dtype: str, by_batch: bool) -> None:
+    """Slopes of heads, or of heads of a sequence; with a softcap and a sink, which are not biased."""
+    lengths = LENGTHS if head_dim == 16 else ((33, 150), (70, 40))
+    problem = problem_of(*lengths, mask=mask, head_dim=head_dim, dtype=dtype)
+    tensors, slopes = packed_tensors(problem), torch.tensor([0.02, 0.3])
+    by_sequence = slopes * torch.arange(len(lengths))[:, None] if by_batch else slopes.expand(len(lengths), 2)
+    plan, sink = build_plan(problem, Descending()), torch.tensor([0.5, -1.0])
+    scores = Scores(SCALE, 5.0, sink=True, alibi=True)
+    found = run(plan, tensors, scores, AuxTensors(sink, by_sequence if by_batch else slopes))
+    parts = []
+    for one, mine in zip(split(problem, tensors), by_sequence):
+        parts.append(oracle_of_one(problem, one, scores, aux=AuxTensors(sink, mine)))
+    for name in NAMES:
+        exact = torch.cat([part[name] for part in parts], 1 if name == "lse" else 0)
+        assert (found[name].double() - exact).abs().max() <= BOUND[dtype] * max(exact.abs().max(), 1.0), name
+    for name, got in run(plan, tensors, scores._replace(alibi=False), AuxTensors(sink)).items():
+        assert not same_bytes(got, found[name]), name
+
+
+def test_alibi_in_the_public_functions() -> None:
+    """Dense and packed have the same bytes, which are those of the prepared call."""
+    problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")
+    tensors = packed_tensors(problem)
+    slopes, ends = torch.tensor([[0.1, 0.5], [0.2, 0.0]]), torch.tensor([0, 90, 180], dtype=torch.int32)
+    how: dict[str, Any] = {
+        "causal": True,
+        "softmax_scale": SCALE,
+        "backend": "triton",
+        "alibi_slopes": slopes,
+    }
+    dense = dash_attn.attention(*(x.unflatten(0, (2, 90)) for x in tensors[1:]), **how)
+    packed = dash_attn.flash_attn_varlen_func(*tensors[1:], ends, ends, **how)
+    found = run(build_plan(problem, SPT()), tensors, Scores(SCALE, alibi=True), AuxTensors(None, slopes))
+    assert_same_bytes(packed, found["out"])
+    assert_same_bytes(dense.flatten(0, 1), found["out"])
+
+
+def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_the_batch() -> None:
+    """To the byte, whatever the plan; in bfloat16 rounded once, behind the last sum."""
+    problem = problem_of(70, 300, 150, mask=Mask.causal())
+    tensors, sink = packed_tensors(problem), torch.tensor([0.5, 3.0])
+    scores = Scores(SCALE, sink=True)
+    found = run(build_plan(problem, SPT()), tensors, scores, AuxTensors(sink))["dsink"]
+    assert_same_bytes(run(build_plan(problem, FA3()), tensors, scores, AuxTensors(sink))["dsink"], found)
+    total, others = torch.zeros(2), torch.zeros(2)
+    parts = []
+    for (length, _), one in zip(problem.sequences, split(problem, tensors)):
+        plan = build_plan(problem_of(length, mask=Mask.causal()), SPT())
+        parts.append(run(plan, one, scores, AuxTensors(sink))["dsink"])
+    for part, other in zip(parts, reversed(parts)):
+        total, others = total + part, others + other
+    assert_same_bytes(total, found)
+    assert not same_bytes(others, found), "the example shows nothing"
+    halved = run(build_plan(problem, SPT()), tensors, scores, AuxTensors(sink.half()))["dsink"]
+    assert_same_bytes(halved, found.half())
+
+
+def test_a_sink_without_weight_changes_no_byte() -> None:
+    problem = problem_of((70, 70), (33, 150), mask=Mask.causal())
+    tensors, plan = packed_tensors(problem), build_plan(problem, SPT())
+    found = run(plan, tensors, Scores(SCALE, sink=True), AuxTensors(torch.full((2,), -torch.inf)))
+    for name, wanted in run(plan, tensors).items():
+        assert_same_bytes(found[name], wanted, name)
+    assert not found["dsink"].any()
+
+
+def test_sinks_in_the_public_functions() -> None:
+    """The bytes of the prepared call; a sink that is no contiguous fp32; dense."""
+    problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")
+    dout, q, k, v = (x.unflatten(0, (2, 90)) for x in packed_tensors(problem))
+    sink = torch.tensor([[1.0, 9.0], [2.0, 9.0]]).half()[:, 0].requires_grad_()
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), sink]
+    how: dict[str, Any] = {
+        "causal": True,
+        "softmax_scale": SCALE,
+        "backend": "triton",
+        "learnable_sink": sink,
+    }
+    out = dash_attn.attention(q, k, v, **how)
+    grads = torch.autograd.grad(out, leaves, dout)
+    plan = dash_attn.plan_for(q, k, v, causal=True, backend="triton", learnable_sink=sink)
+    found = run(plan, [x.detach() for x in (dout, q, k, v)], Scores(SCALE, sink=True), AuxTensors(sink))
+    for name, got in zip(("out", "dq", "dk", "dv", "dsink"), (out, *grads)):
+        assert_same_bytes(got, found[name], name)
 
 
 def test_capped_is_tanh() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.backends.base import NO_AUX
 from dash_attn.backends.cuda.upload import loadable
 from dash_attn.errors import InputError
 from dash_attn.ops.operators import USED
@@ -185,7 +186,7 @@ def test_compiled_calls_have_the_same_bytes(mode):
 
 def test_opcheck():
     q, cache = draw(2, 3, 4, 64), draw(2, 300, 2, 64, seed=1)
-    opcheck(USED, (q, cache, cache, None, None, int32(200, 70), *AttentionSpec(0.1, -1, 0), -1, -1))
+    opcheck(USED, (q, cache, cache, *NO_AUX, None, None, int32(200, 70), *AttentionSpec(0.1, -1, 0), -1, -1))
 
 
 def test_what_is_refused():

@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
-from dash_attn.backends.base import Keys, Tensors
+from dash_attn.backends.base import NO_AUX, AuxTensors, Keys, Tensors
 from dash_attn.backends.cpu import plain_attention
-from dash_attn.backends.cpu.oracle import Inputs
+from dash_attn.backends.cpu.oracle import Inputs, Results, sink_gradient
 from dash_attn.backends.triton import launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.tiles import forward_numerics
 from dash_attn.integrations import sdpa
 from dash_attn.problem import Mask
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, prove
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import Case, any_case, auto_plan, relative_error, sequence_rows
 from triton_cases import triton_problem
@@ -48,7 +49,7 @@ def run(plan: Plan, case: Case, **how: Any) -> dict[str, Tensor]:
     dout, q, k, v = case.inputs[:4]
     assert BACKEND.why_not(plan.problem, DEVICE, q.ndim == 3) == ""
     prepared = BACKEND.prepare(plan.problem, DEVICE, packed=q.ndim == 3)
-    out, lse = prepared.forward(q, k, v, case.scale)
+    out, lse = prepared.forward(q, k, v, Scores(case.scale))
     grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), case.scale, **how)
     return {"out": out, "lse": lse, **grads._asdict()}
 
@@ -96,7 +97,7 @@ def test_maxima_that_rise(head_dim: int, growth: tuple[float, float]) -> None:
     case = any_case(problem_of(2500, head_dim=head_dim, heads=2))
     _, q, k, v, _, _ = case.inputs
     k = (k * torch.linspace(*growth, k.shape[1], device=DEVICE)[None, :, None, None]).to(k.dtype)
-    out, lse = BACKEND.prepare(case.problem, DEVICE, packed=False).forward(q, k, v, case.scale)
+    out, lse = BACKEND.prepare(case.problem, DEVICE, packed=False).forward(q, k, v, Scores(case.scale))
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * case.scale
     scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     exact = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.double())
@@ -118,7 +119,7 @@ def rows_of(case: Case, q: slice, keys: int, mask: Mask, heads: slice = slice(No
         (parts[0].shape[1], keys), mask=mask, head_dim=p.head_dim, dtype=p.dtype, heads=parts[0].shape[2],
         kv_heads=parts[1].shape[2],
     )  # fmt: skip
-    return BACKEND.prepare(problem, DEVICE, packed=False).forward(*parts, case.scale)
+    return BACKEND.prepare(problem, DEVICE, packed=False).forward(*parts, Scores(case.scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -151,7 +152,7 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(
     other = any_case(problem_of(77, mask=mask, head_dim=head_dim, dtype=dtype))
     packed = problem_of(77, length, mask=mask, head_dim=head_dim, dtype=dtype)
     both = [torch.cat([a[0], b[0]]) for a, b in zip(other.inputs[1:4], case.inputs[1:4])]
-    out, lse = BACKEND.prepare(packed, DEVICE, packed=True).forward(*both, case.scale)
+    out, lse = BACKEND.prepare(packed, DEVICE, packed=True).forward(*both, Scores(case.scale))
     check((out[None, 77:], lse[None, :, 77:].contiguous()), 0, length)
 
 
@@ -182,7 +183,7 @@ def test_used_keys() -> None:
     problem = problem_of((3, 400), (3, 0), (3, 700))
     case = any_case(problem)
     _, q, k, v = case.inputs[:4]
-    wanted = BACKEND.prepare(problem, DEVICE, packed=True).forward(q, k, v, case.scale)
+    wanted = BACKEND.prepare(problem, DEVICE, packed=True).forward(q, k, v, Scores(case.scale))
     caches = [torch.full((3, 800, *k.shape[1:]), torch.nan, dtype=k.dtype, device=DEVICE) for _ in "kv"]
     for x, cache in zip((k, v), caches):
         for place, part in zip(cache, x.split([400, 0, 700])):
@@ -190,7 +191,10 @@ def test_used_keys() -> None:
     dense = BACKEND.prepare(problem, DEVICE, packed=True, keys=Keys(tuple(caches[0].shape), None))
     flat = [cache.flatten(0, 1) for cache in caches]
     packed = BACKEND.prepare(problem, DEVICE, packed=True, keys=Keys(tuple(flat[0].shape), (0, 800, 1600)))
-    for found in (dense.forward(q, *caches, case.scale), packed.forward(q, *flat, case.scale)):
+    for found in (
+        dense.forward(q, *caches, Scores(case.scale)),
+        packed.forward(q, *flat, Scores(case.scale)),
+    ):
         assert_same_bytes(found[0], wanted[0], "out")
         assert_same_bytes(found[1], wanted[1], "lse")
 
@@ -312,7 +316,7 @@ def test_a_captured_graph_replays_the_same_bytes() -> None:
     prepared = BACKEND.prepare(case.problem, DEVICE, packed=False)
 
     def step() -> tuple[Tensor, ...]:
-        out, lse = prepared.forward(q, k, v, case.scale)
+        out, lse = prepared.forward(q, k, v, Scores(case.scale))
         return out, lse, *prepared.backward(plan, Tensors(dout, q, k, v, out, lse), case.scale)
 
     wanted = step()
@@ -340,13 +344,13 @@ def leaves_of(
     return [x.requires_grad_() for x in leaves], dout
 
 
-def exactly(leaves: list[Tensor], dout: Tensor, softcap: float = 0.0) -> dict[str, Tensor]:
+def exactly(
+    leaves: list[Tensor], dout: Tensor, softcap: float = 0.0, aux: AuxTensors = NO_AUX
+) -> dict[str, Tensor]:
     """What :func:`trained` should give, by the oracle."""
     q, k, v = (x.detach() for x in leaves)
-    parts = [
-        plain_attention(Inputs(*one), CAUSAL, q.shape[3] ** -0.5, softcap=softcap)
-        for one in zip(dout, q, k, v)
-    ]
+    scores = Scores(q.shape[3] ** -0.5, softcap)
+    parts = [plain_attention(Inputs(*one), CAUSAL, scores, aux=aux) for one in zip(dout, q, k, v)]
     return {name: torch.stack([getattr(part, name) for part in parts]) for name in NAMES}
 
 
@@ -426,3 +430,45 @@ def test_softcap(head_dim: int, dtype: str) -> None:
     for name, got in trained(leaves, dout, **how).items():
         assert_same_bytes(got, first[name], name)
     assert not same_bytes(first["out"], trained(leaves, dout, backend="triton")["out"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_sinks(head_dim: int, dtype: str) -> None:
+    """``auto`` runs them, with the gradient of the sink; the Hopper kernels refuse them."""
+    leaves, dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    sink = torch.tensor([-1.0, 0.5, 2.0, 4.0], device="cuda").requires_grad_()
+    how: dict[str, Any] = {"learnable_sink": sink}
+    assert dash_attn.is_supported(*leaves, **how).backend == "triton"
+    assert not dash_attn.is_supported(*leaves, backend="sm90", **how)
+    first, exact = trained(leaves, dout, **how), exactly(leaves, dout, aux=AuxTensors(sink.detach()))
+    for name, got in first.items():
+        assert relative_error(got, exact[name]) < 2 * BOUND[dtype], name
+    out = dash_attn.flash_attn_func(*leaves, causal=True, **how)
+    (dsink,) = torch.autograd.grad(out, sink, dout)
+    wanted = torch.zeros(4, dtype=torch.float64, device="cuda")
+    for at in range(2):
+        one = Results(*(exact[name][at] for name in NAMES))
+        wanted += sink_gradient(dout[at], one, sink.detach())
+    assert relative_error(dsink, wanted) < 4 * BOUND[dtype]
+    for _ in range(5):
+        out = dash_attn.flash_attn_func(*leaves, causal=True, **how)
+        assert_same_bytes(out, first["out"])
+        assert_same_bytes(torch.autograd.grad(out, sink, dout)[0], dsink)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_alibi(head_dim: int, dtype: str) -> None:
+    leaves, dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.0], device="cuda")
+    how: dict[str, Any] = {"alibi_slopes": slopes}
+    assert dash_attn.is_supported(*leaves, **how).backend == "triton"
+    assert not dash_attn.is_supported(*leaves, backend="sm90", **how)
+    first, exact = trained(leaves, dout, **how), exactly(leaves, dout, aux=AuxTensors(None, slopes))
+    for name, got in first.items():
+        assert relative_error(got, exact[name]) < 2 * BOUND[dtype], name
+    for name, got in trained(leaves, dout, **how).items():
+        assert_same_bytes(got, first[name], name)

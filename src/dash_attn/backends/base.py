@@ -20,12 +20,15 @@ from torch import Tensor
 from ..errors import InputError
 from ..problem import Problem
 from ..schedule import Plan
+from ..scores import PLAIN, Scores
 
 __all__ = [
     "AUTO",
     "BACKENDS",
     "NOTHING",
+    "NO_AUX",
     "NO_BACKWARD",
+    "AuxTensors",
     "Backend",
     "Gradients",
     "Keys",
@@ -64,6 +67,20 @@ class Tensors(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+
+class AuxTensors(NamedTuple):
+    """What scores depend on besides q and k. The fields of :class:`Scores` say what there is.
+
+    learnable_sink: (heads,), dtype of q or float32: natural logarithms, neither scaled nor capped.
+    alibi_slopes: (heads,) or (batch, heads), float32, without a gradient.
+    """
+
+    learnable_sink: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+
+NO_AUX = AuxTensors()
 
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -111,11 +128,12 @@ def forward_shapes(
 
 
 class Gradients(NamedTuple):
-    """In the shapes and dtype of q, k and v."""
+    """In the shapes and dtypes of q, k, v and of the sink, if there is one."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor | None = None
 
 
 class Prepared(ABC):
@@ -128,18 +146,18 @@ class Prepared(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse). Rows that see no key: out 0, lse -inf. The forward has no plan."""
+        """(out, lse). Rows that see no key: out 0, lse -inf, or the sink. The forward has no plan."""
 
     @abstractmethod
     def backward(
         self,
         plan: Plan,
         tensors: Tensors,
-        softmax_scale: float,
+        scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
-        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -148,7 +166,7 @@ class Prepared(ABC):
         Args:
             plan: a proven plan of the problem.
             tensors: in the layout of the forward.
-            softmax_scale, softcap: as in the forward.
+            scores, aux: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
 
@@ -164,15 +182,7 @@ class Backend(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def why_not(
-        self,
-        problem: Problem,
-        device: torch.device,
-        packed: bool,
-        *,
-        softcap: float = 0.0,
-        softmax_scale: float = 1.0,
-    ) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         """Why it cannot run a problem, given as packed or dense tensors; empty if it can."""
 
     @abstractmethod

@@ -155,7 +155,7 @@ def _backward(
     """dq, dk and dv, as views; ``saved`` is grad_out, query, key, value, out and lse."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in saved[:5])
     grads = run_backward((dout, q, k, v, out, saved[5].contiguous()), band, scale)
-    return tuple(x.transpose(1, 2) for x in grads)
+    return tuple(x.transpose(1, 2) for x in grads[:3])
 
 
 def _sdpa_backward_cpu(
@@ -225,7 +225,7 @@ def _flash_backward(
     refuse(dropout_p=dropout_p)
     band = Band(is_causal, window_size_left, window_size_right)
     saved = grad_out, query, key, value, out, logsumexp
-    grads = run_backward(saved, band, scale, _packed(cum_seq_q, cum_seq_k))
+    grads = run_backward(saved, band, scale, _packed(cum_seq_q, cum_seq_k))[:3]
     return tuple(in_layout_of(x, grad) for x, grad in zip((query, key, value), grads))
 
 

@@ -7,9 +7,9 @@
 Causal, sliding-window, chunked and bidirectional masks, padding on either side, packed sequences (by
 ``position_ids`` or ``cu_seq_lens_q``), growing key caches and caches of fixed length (``StaticCache``) work;
 padded and packed batches run without their padding, so that a sequence's bytes do not depend on its
-neighbours. Keys of a cache of fixed length are not copied where no row is padded. Everything else (masks with
-four dimensions, mask functions of users, dropout, sinks, biases, attention weights as an output)
-raises, and so do models that do their own attention with the mask.
+neighbours. Keys of a cache of fixed length are not copied where no row is padded. Sinks (gpt-oss) and caps of
+scores (Gemma 2) work. Everything else (masks with four dimensions, mask functions of users, dropout, biases,
+attention weights as an output) raises, and so do models that do their own attention with the mask.
 
 Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
 ``position_ids`` on to its attention. Most models do, but Llama 4 does not: give it ``use_cache=False``. A
@@ -42,7 +42,7 @@ __all__ = ["NAME", "attention_forward", "register"]
 
 NAME = "dash"
 
-_REFUSED = ("s_aux", "position_bias", "head_mask", "output_attentions", "block_table")
+_REFUSED = ("position_bias", "head_mask", "output_attentions", "block_table")
 
 
 def register(name: str = NAME) -> None:
@@ -77,6 +77,7 @@ def attention_forward(
     cu_seq_lens_k: Tensor | None = None,
     position_ids: Tensor | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the signature of transformers.
@@ -100,6 +101,7 @@ def attention_forward(
             token to the next, another sequence begins. Ids with more dimensions name places in images, and
             are not looked at.
         softcap: as in :func:`dash_attn.attention`; None: 0.
+        s_aux: (heads,), the ``learnable_sink`` of :func:`dash_attn.attention`, or None.
 
     Returns:
         out: (batch, seqlen_q, heads, head_dim), zero in padded rows; and None for the weights.
@@ -128,7 +130,7 @@ def attention_forward(
         if numbers is not None:
             packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
-    how["softcap"] = 0.0 if softcap is None else softcap
+    how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -146,7 +148,7 @@ def attention_forward(
         return _of_packed(flash_attn_func(q, k, v, **how)), None
     if packing.holes and window != (-1, -1):
         raise InputError(f"sliding_window {window} over padding between the tokens of a sequence")
-    if packing.used_k is not None and _forward_only(q, k, v):
+    if packing.used_k is not None and _forward_only(q, k, v, s_aux):
         return _of_packed(flash_attn_varlen_func(q, k, v, seqused_k=packing.used_k, **how)), None
     return _unpadded(q, k, v, packing, how), None
 
@@ -249,7 +251,7 @@ def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, 
     return out.new_zeros(q.flatten(0, 1).shape).index_copy(0, rows_q, out).view(q.shape)
 
 
-def _forward_only(*tensors: Tensor) -> bool:
+def _forward_only(*tensors: Tensor | None) -> bool:
     """No gradient is wanted, and no transform of torch.func is at work."""
     if needs_grad(*tensors):
         return False

@@ -6,14 +6,15 @@ torch.func need another form, and need it in place of the operator: see :func:`a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.base import NO_BACKWARD, Gradients, Tensors
+from ..backends.base import NO_AUX, NO_BACKWARD, AuxTensors, Gradients, Tensors
 from ..errors import InputError
 
 __all__ = [
@@ -30,21 +31,23 @@ __all__ = [
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
+_SAVED, _AUX = len(Tensors._fields), len(AuxTensors._fields)
+
 
 class Attending(Protocol):
     """A forward and its backward whose options are decided, such as :class:`dash_attn.ops.calls.Call`."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]: ...
 
-    def backward(self, tensors: Tensors) -> Gradients: ...
+    def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX) -> Gradients: ...
 
 
 class Differentiable(NamedTuple):
     """A forward and its backward as operators.
 
     Attributes:
-        forward: (q, k, v, *lengths, *options) to (out, lse).
-        backward: (dout, q, k, v, out, lse, *lengths, *options) to (dq, dk, dv).
+        forward: (q, k, v, *aux, *lengths, *options) to (out, lse).
+        backward: (dout, q, k, v, out, lse, *aux, *lengths, *options) to (dq, dk, dv, dsink).
         lengths: how many tensors of lengths there are.
     """
 
@@ -53,7 +56,7 @@ class Differentiable(NamedTuple):
     lengths: int
 
 
-def call_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def call_directly(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> bool:
     """Whether a public function may call what is under the operators, which saves host time.
 
     torch.compile must see the operator, and so must dispatch modes, subclasses of tensors, and transforms of
@@ -63,14 +66,22 @@ def call_directly(q: Tensor, k: Tensor, v: Tensor) -> bool:
         type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
+        and (aux is NO_AUX or all(x is None or type(x) in _PLAIN for x in aux))
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
     )
 
 
-def attend(call: Attending, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    call: Attending, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX
+) -> tuple[Tensor, Tensor]:
     """The forward with autograd, without operators."""
+    if aux is not NO_AUX:
+        if needs_grad(q, k, v, *aux):
+            out, lse = _Attention.apply(call, q, k, v, *aux)  # type: ignore[no-untyped-call]
+            return out, lse
+        return call.forward(q, k, v, aux)
     if needs_grad(q, k, v):
         out, lse = _Attention.apply(call, q, k, v)  # type: ignore[no-untyped-call]
         return out, lse
@@ -87,7 +98,7 @@ def with_gradients(
     """
     if torch._C._are_functorch_transforms_active():
         return _attended(_TransformedAttention, functions, q, k, v, rest)
-    if needs_grad(q, k, v):
+    if needs_grad(q, k, v, *rest[:_AUX]):
         return _attended(_OperatorAttention, functions, q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return functions.forward(q, k, v, *rest)
@@ -95,7 +106,7 @@ def with_gradients(
 
 def without_second_derivative(backward: Callable[..., Gradients], *arguments: Any) -> Gradients:
     """The autograd of a backward operator."""
-    if needs_grad(*arguments[:6]):
+    if needs_grad(*arguments[: len(Tensors._fields) + _AUX]):
         return _once(_Gradients, backward, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return backward(*arguments)
@@ -105,24 +116,24 @@ def without_gradients(
     forward: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     """The autograd of a forward operator that has no backward."""
-    refuse_gradients(q, k, v)
+    refuse_gradients(q, k, v, *rest[:_AUX])
     with torch._C._AutoDispatchBelowAutograd():
         return forward(q, k, v, *rest)
 
 
-def refuse_gradients(q: Tensor, k: Tensor, v: Tensor) -> None:
+def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raise InputError where a gradient is wanted of a forward with ``seqused_k``, or a transform of it."""
-    if needs_grad(q, k, v):
+    if needs_grad(*tensors):
         raise InputError(NO_BACKWARD)
     if torch._C._are_functorch_transforms_active():
         raise InputError("seqused_k is not supported under the transforms of torch.func")
 
 
-def needs_grad(*tensors: Tensor) -> bool:
+def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a derivative of what is made of these is wanted."""
     if forward_ad._current_level >= 0:
         return True  # the functions below have no forward derivative and say so
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _attended(
@@ -133,8 +144,9 @@ def _attended(
     v: Tensor,
     rest: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
+    aux, rest = rest[:_AUX], rest[_AUX:]
     lengths, options = rest[: functions.lengths], rest[functions.lengths :]
-    out, lse = form.apply(functions, lengths, options, q, k, v)  # type: ignore[no-untyped-call]
+    out, lse = form.apply(functions, lengths, options, q, k, v, *aux)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -148,9 +160,11 @@ class _Attention(torch.autograd.Function):
     """Autograd around a call."""
 
     @staticmethod
-    def forward(ctx: Any, call: Attending, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = call.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(
+        ctx: Any, call: Attending, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = call.forward(q, k, v, AuxTensors(*aux) if aux else NO_AUX)
+        ctx.save_for_backward(q, k, v, out, lse, *aux)
         ctx.mark_non_differentiable(lse)
         ctx.call = call
         return out, lse
@@ -159,17 +173,24 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if torch._C._functorch.is_batchedtensor(dout) or torch._C._functorch.is_legacy_batchedtensor(dout):
             _no_vmap()  # is_grads_batched=True: what follows would read it as one gradient
-        tensors = Tensors(dout, *ctx.saved_tensors)
-        if needs_grad(*tensors):
-            grads = _once(_Gradients, lambda *six: ctx.call.backward(Tensors(*six)), tensors)
-        else:
-            grads = ctx.call.backward(tensors)
-        _, *needed = ctx.needs_input_grad
-        return None, *(grad if need else None for grad, need in zip(grads, needed))
+        saved = (dout, *ctx.saved_tensors)
+        backward = _backward_of(ctx.call)
+        grads = _once(_Gradients, backward, saved) if needs_grad(*saved) else backward(*saved)
+        return None, *_wanted(ctx.needs_input_grad[1:], grads)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
         raise RuntimeError("dash_attn.attention has no forward derivative")
+
+
+def _backward_of(call: Attending) -> Callable[..., Gradients]:
+    """The backward, of the fields of ``Tensors`` and then those of ``AuxTensors``, if there are any."""
+
+    def backward(*saved: Tensor) -> Gradients:
+        tensors, aux = Tensors(*saved[:_SAVED]), saved[_SAVED:]
+        return call.backward(tensors, AuxTensors(*aux) if aux else NO_AUX)
+
+    return backward
 
 
 class _OperatorAttention(torch.autograd.Function):
@@ -181,11 +202,12 @@ class _OperatorAttention(torch.autograd.Function):
         functions: Differentiable,
         lengths: tuple[Tensor, ...],
         options: tuple[Any, ...],
-        *qkv: Tensor,
+        *inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """``inputs``: q, k, v and the fields of ``AuxTensors``."""
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = functions.forward(*qkv, *lengths, *options)
-        ctx.save_for_backward(*qkv, out, lse, *_own(lengths))
+            out, lse = functions.forward(*inputs, *lengths, *options)
+        ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:], *_own(lengths))
         ctx.mark_non_differentiable(lse)
         ctx.backward_of, ctx.options = functions.backward, options
         return out, lse
@@ -193,7 +215,8 @@ class _OperatorAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         arguments = (dout, *ctx.saved_tensors, *ctx.options)
-        return _wanted(ctx, without_second_derivative(ctx.backward_of, *arguments))
+        grads = without_second_derivative(ctx.backward_of, *arguments)
+        return None, None, None, *_wanted(ctx.needs_input_grad[3:], grads)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
@@ -205,13 +228,13 @@ def _own(lengths: tuple[Tensor, ...]) -> list[Tensor]:
     return [x if x.is_cuda else x.clone() for x in lengths]
 
 
-def _wanted(ctx: Any, grads: Gradients) -> tuple[Tensor | None, ...]:
-    need = ctx.needs_input_grad[3:]
-    return (None, None, None, *(grad if needed else None for grad, needed in zip(grads, need)))
+def _wanted(needed: Sequence[bool], grads: Gradients) -> list[Tensor | None]:
+    """A gradient for each of q, k, v and the fields of ``AuxTensors``, or None."""
+    return [grad if need else None for grad, need in zip_longest(grads[: len(needed)], needed)]
 
 
 class _Gradients(torch.autograd.Function):
-    """dq, dk and dv. A node of its own, so that a second derivative is an error and not a missing term:
+    """The gradients. A node of its own, so that a second derivative is an error and not a missing term:
     ``once_differentiable`` says nothing when the gradient of the output is a constant."""
 
     @staticmethod
@@ -235,22 +258,23 @@ class _TransformedAttention(_OperatorAttention):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        functions: Differentiable, lengths: tuple[Tensor, ...], options: tuple[Any, ...], *qkv: Tensor
+        functions: Differentiable, lengths: tuple[Tensor, ...], options: tuple[Any, ...], *inputs: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            return functions.forward(*qkv, *lengths, *options)
+            return functions.forward(*inputs, *lengths, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        functions, lengths, options, *qkv = inputs
-        ctx.save_for_backward(*qkv, *output, *_own(lengths))
+        functions, lengths, options, *tensors = inputs
+        ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], *_own(lengths))
         ctx.mark_non_differentiable(output[1])
         ctx.backward_of, ctx.options = functions.backward, options
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         arguments = (dout, *ctx.saved_tensors, *ctx.options)
-        return _wanted(ctx, _once(_TransformedGradients, ctx.backward_of, arguments))
+        grads = _once(_TransformedGradients, ctx.backward_of, arguments)
+        return None, None, None, *_wanted(ctx.needs_input_grad[3:], grads)
 
 
 class _TransformedGradients(_Gradients):

@@ -15,10 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import Backend, Gradients, Keys, Prepared, Tensors, as_current, backends_for
+from ..backends.base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    as_current,
+    backends_for,
+)
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
+from ..scores import Scores
 from ..spec import AttentionSpec
 from .lengths import Lengths, host_lengths, host_used
 from .policies import forget_with, schedule_named
@@ -66,6 +77,7 @@ class Call:
 
     Attributes:
         spec: what is asked.
+        scores: what it says of scores.
         backend: the first one that covers it.
         problem: the shapes, checked, with the tiles of the backend.
         prepared: the problem on the backend.
@@ -85,9 +97,9 @@ class Call:
         packed: bool,
         keys: Keys | None = None,
     ) -> None:
-        scores = {"softcap": spec.softcap, "softmax_scale": spec.softmax_scale}
+        self.scores = spec.scores
         self.backend, self.problem = first_that_covers(
-            lambda backend: _problem(spec, shapes, backend), spec.backend, device, packed, scores
+            lambda backend: _problem(spec, shapes, backend), spec.backend, device, packed, self.scores
         )
         self.spec, self.device = spec, device
         self.prepared: Prepared = self.backend.prepare(self.problem, device, packed, keys)
@@ -106,18 +118,16 @@ class Call:
             self._plan = _plan(self.problem, self.spec.policy)
         return self._plan
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         with as_current(self.device):
-            return self.prepared.forward(q, k, v, self.spec.softmax_scale, softcap=self.spec.softcap)
+            return self.prepared.forward(q, k, v, self.scores, aux)
 
-    def backward(self, tensors: Tensors) -> Gradients:
+    def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX) -> Gradients:
         """The gradients; in the plan's order unless the spec and the process permit others."""
         ordered = self.spec.ordered or _order_is_required()
         with as_current(self.device):
-            return self.prepared.backward(
-                self.plan, tensors, self.spec.softmax_scale, softcap=self.spec.softcap, ordered=ordered
-            )
+            return self.prepared.backward(self.plan, tensors, self.scores, aux, ordered=ordered)
 
 
 def _order_is_required() -> bool:
@@ -246,7 +256,7 @@ def first_that_covers(
     asked: str,
     device: torch.device,
     packed: bool,
-    scores: dict[str, float],
+    scores: Scores,
 ) -> tuple[Backend, Problem]:
     """The first backend that covers a problem, and the problem.
 
@@ -255,7 +265,7 @@ def first_that_covers(
         asked: "auto", or the name of a backend.
         device: of the tensors.
         packed: they are.
-        scores: what becomes of scores: keywords of :meth:`Backend.why_not`.
+        scores: what becomes of scores.
 
     Raises:
         InputError: none does, or the one that is asked for does not; the message says why.
@@ -263,7 +273,7 @@ def first_that_covers(
     reasons = {}
     for backend in backends_for(device, asked):
         problem = problem_of(backend)
-        reason = backend.why_not(problem, device, packed, **scores)
+        reason = backend.why_not(problem, device, packed, scores)
         if not reason:
             return backend, problem
         reasons[backend.name] = reason

@@ -40,7 +40,7 @@ class KnownCalls(Generic[T]):
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any) -> object:
     """What decides whether a call is accepted; None where that cannot be said by a look at it.
 
-    ``packing``: of tensors what can be said without reading them.
+    ``packing``: what else there is; of tensors what can be said without reading them.
     """
     window, policy = asked[1], asked[3]
     if type(policy) is not str or (window is not None and type(window) is not tuple):
@@ -52,7 +52,8 @@ def _key(q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any) -> object:
     key = (
         q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         q.layout, k.layout, v.layout, asked, *map(type, asked), *map(type, window or ()),
-        *[(x.shape, x.dtype, x.device) if type(x) is Tensor else (type(x), x) for x in packing],
+        *[(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
+          for x in packing],
     )  # fmt: skip
     try:
         hash(key)

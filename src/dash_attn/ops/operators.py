@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Gradients, Tensors
+from ..backends.base import AuxTensors, Gradients, Tensors
 from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
 from .calls import dense_call, packed_call, used_call
@@ -27,8 +27,9 @@ _SPEC = AttentionSpec.schema()
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _USED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor seqused_k"
 _LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
-_INPUTS = "Tensor q, Tensor k, Tensor v"
-_SAVED = ", ".join(f"Tensor {name}" for name in Tensors._fields)
+_AUX = ", ".join(f"Tensor? {name}" for name in AuxTensors._fields)
+_INPUTS = f"Tensor q, Tensor k, Tensor v, {_AUX}"
+_SAVED = ", ".join(f"Tensor {name}" for name in Tensors._fields) + f", {_AUX}"
 _GRADIENTS = ", ".join(f"Tensor {name}" for name in Gradients._fields)
 _SCHEMAS = {
     "forward": f"({_INPUTS}, {_SPEC}) -> (Tensor out, Tensor lse)",
@@ -50,54 +51,64 @@ for _name, _schema in _SCHEMAS.items():
 # Kernels. What follows the tensors is in the order of the schemas.
 
 _TENSORS = len(Tensors._fields)
+_FIELDS = len(AuxTensors._fields)
 
 
-def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
-    out, lse = dense_call(q, k, AttentionSpec(*spec)).forward(q, k, v)
+def _split(rest: tuple[Any, ...]) -> tuple[AuxTensors, tuple[Any, ...]]:
+    return AuxTensors(*rest[:_FIELDS]), rest[_FIELDS:]
+
+
+def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    aux, spec = _split(rest)
+    out, lse = dense_call(q, k, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
 def _backward_kernel(*arguments: Any) -> Gradients:
-    tensors = Tensors(*arguments[:_TENSORS])
-    call = dense_call(tensors.q, tensors.k, AttentionSpec(*arguments[_TENSORS:]))
-    return Gradients(*(x.contiguous() for x in call.backward(tensors)))
+    tensors, (aux, spec) = Tensors(*arguments[:_TENSORS]), _split(arguments[_TENSORS:])
+    return _results(dense_call(tensors.q, tensors.k, AttentionSpec(*spec)).backward(tensors, aux))
 
 
-def _varlen_forward_kernel(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor]:
-    *spec, longest_q, longest_k = rest
+def _results(grads: Gradients) -> Gradients:
+    """As operators return them: nothing is None."""
+    dq, dk, dv, dsink = grads
+    dsink = dq.new_empty(0) if dsink is None else dsink
+    return Gradients(*(x.contiguous() for x in (dq, dk, dv, dsink)))
+
+
+def _varlen_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    aux, (cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k) = _split(rest)
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    out, lse = packed_call(q, k, packing, AttentionSpec(*spec)).forward(q, k, v)
+    out, lse = packed_call(q, k, packing, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
 def _varlen_backward_kernel(*arguments: Any) -> Gradients:
-    tensors = Tensors(*arguments[:_TENSORS])
-    cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k = arguments[_TENSORS:]
+    tensors, (aux, rest) = Tensors(*arguments[:_TENSORS]), _split(arguments[_TENSORS:])
+    cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k = rest
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
     # The forward has seen that the lengths were not changed behind PyTorch's back.
     call = packed_call(tensors.q, tensors.k, packing, AttentionSpec(*spec), check=False)
-    return Gradients(*(x.contiguous() for x in call.backward(tensors)))
+    return _results(call.backward(tensors, aux))
 
 
 def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k = rest
+    aux, (cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k) = _split(rest)
     used = (cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k)
-    out, lse = used_call(q, k, used, AttentionSpec(*spec)).forward(q, k, v)
+    out, lse = used_call(q, k, used, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
 DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, lengths=0)
-"""(q, k, v, *spec), (batch, seqlen, heads, head_dim)."""
+"""(q, k, v, *aux, *spec), (batch, seqlen, heads, head_dim)."""
 
 VARLEN = Differentiable(
     torch.ops.dash_attn.varlen_forward.default, torch.ops.dash_attn.varlen_backward.default, lengths=2
 )
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, *spec, max_seqlen_q, max_seqlen_k)."""
+"""(q, k, v, *aux, cu_seqlens_q, cu_seqlens_k, *spec, max_seqlen_q, max_seqlen_k)."""
 
 USED = torch.ops.dash_attn.varlen_used_forward.default
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, max_seqlen_q, max_seqlen_k), without a backward."""
+"""(q, k, v, *aux, cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, max_seqlen_q, max_seqlen_k): no backward."""
 
 
 # Fake kernels
@@ -109,8 +120,10 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
     return q.new_empty(q.shape), q.new_empty((*batch, heads, rows), dtype=wide)
 
 
-def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:
-    return Gradients(q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Gradients:
+    sink = rest[_TENSORS - 4]
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return Gradients(q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink)
 
 
 for _device in ("CPU", "CUDA"):

@@ -27,6 +27,7 @@ __all__ = [
     "MOST_ITEMS",
     "NUMERICS_VERSION",
     "SHORT",
+    "SINK_ROWS",
     "SMALL_GROUP",
 ]
 
@@ -54,6 +55,9 @@ tiles at once. With several heads each, what they read and add to does not fit L
 
 MOST_ITEMS, FULL_MOST_ITEMS = 1024, 2048
 """About so many items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
+
+SINK_ROWS = 128
+"""Rows whose parts of a sink's gradient are added to one sum, before these are added one after the other."""
 
 FORWARD_VERSION = 3
 

@@ -35,6 +35,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "fp32": {"causal": True, "dtype": "float32"},
     "head_dim 96": {"causal": True, "head_dim": 96},
     "head_dim 256": {"causal": True, "head_dim": 256},
+    "softcap": {"causal": True, "softcap": 30.0},
+    "learnable sink": {"causal": True, "sink": True},
+    "ALiBi": {"causal": True, "alibi": True},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -125,6 +128,9 @@ def _support(
     kv_heads: int = 4,
     head_dim: int = 128,
     dtype: str = "bfloat16",
+    softcap: float = 0.0,
+    sink: bool = False,
+    alibi: bool = False,
 ) -> str:
     from ..api import is_supported
 
@@ -134,7 +140,11 @@ def _support(
     q, k = (torch.zeros(*rows, heads, head_dim, **like) for heads in (4, kv_heads))
     ends = torch.tensor([0, 100, 256], dtype=torch.int32)
     bounds = (ends, ends) if packed else ()
-    found = is_supported(q, k, k, *bounds, causal=causal, window_size=window_size, backend=backend)
+    found = is_supported(
+        q, k, k, *bounds, causal=causal, window_size=window_size, backend=backend, softcap=softcap,
+        learnable_sink=torch.zeros(4, device=device) if sink else None,
+        alibi_slopes=torch.zeros(4, device=device) if alibi else None,
+    )  # fmt: skip
     return "yes" if found else f"no: {found.reason}"
 
 

@@ -13,6 +13,7 @@ from ..model.roofline import CLOCK_GHZ
 from ..model.trace import measured_forward, measured_timeline
 from ..problem import Problem
 from ..schedule import Plan
+from ..scores import Scores
 
 __all__ = ["simulated_and_measured", "simulated_and_measured_forward"]
 
@@ -29,7 +30,7 @@ def simulated_and_measured(plan: Plan) -> tuple[Timeline, Timeline]:
     problem = plan.problem
     q, k, v = _random_inputs(problem)
     scale = problem.head_dim**-0.5
-    out, lse = backend_for(q.device).prepare(problem, q.device, False).forward(q, k, v, scale)
+    out, lse = backend_for(q.device).prepare(problem, q.device, False).forward(q, k, v, Scores(scale))
     tensors = Tensors(torch.randn_like(q), q, k, v, out, lse)
     debug = launch.Debug(trace=True)
     for _ in range(RUNS):

@@ -11,7 +11,18 @@ from torch import Tensor
 from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
+from ...scores import PLAIN, Scores
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+)
 from . import executor
 from .forward import forward
 
@@ -27,7 +38,7 @@ class _Prepared(Prepared):
         return ForwardNumerics.of(self.problem).fingerprint
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
         keys = self._keys
         if keys is not None or q.ndim == 4:
@@ -36,10 +47,10 @@ class _Prepared(Prepared):
         if keys is not None:
             k, v = (self._used(x, keys) for x in (k, v))
         if q.ndim == 3:
-            return forward(self.problem, q, k, v, softmax_scale, softcap=softcap)
+            return forward(self.problem, q, k, v, scores, aux)
         batch, seqlen_q, heads, _ = q.shape
         rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
-        out, lse = forward(self.problem, rows[0], rows[1], rows[2], softmax_scale, softcap=softcap)
+        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores, aux)
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
@@ -64,9 +75,9 @@ class _Prepared(Prepared):
         self,
         plan: Plan,
         tensors: Tensors,
-        softmax_scale: float,
+        scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
-        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -78,24 +89,16 @@ class _Prepared(Prepared):
         if q.ndim == 4:
             rows = [x.flatten(0, 1) for x in tensors[:-1]]
             tensors = Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
-        dq, dk, dv = executor.backward(
-            plan, tensors, softmax_scale, softcap=softcap, rng=disorder, ordered=disorder is None
+        dq, dk, dv, dsink = executor.backward(
+            plan, tensors, scores, aux, rng=disorder, ordered=disorder is None
         )
-        return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape))
+        return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape), dsink)
 
 
 class _CPU(Backend):
     name: ClassVar[str] = "cpu"
 
-    def why_not(
-        self,
-        problem: Problem,
-        device: torch.device,
-        packed: bool,
-        *,
-        softcap: float = 0.0,
-        softmax_scale: float = 1.0,
-    ) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         return "" if device.type == "cpu" else f"the cpu backend does not run on {device}"
 
     def tiles(self, head_dim: int) -> tuple[int, int]:

@@ -35,8 +35,10 @@ from ...problem import Problem
 from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
-from ..base import Gradients, Tensors
-from .tiles import TileMasks, TileRows, check_packed, copy_tile, exact
+from ...scores import Scores, scores_of
+from ..base import NO_AUX, AuxTensors, Gradients, Tensors
+from .sinks import sink_gradient
+from .tiles import TileMasks, TileRows, check_packed, copy_tile, distances, exact, slope_of
 
 __all__ = ["backward", "dq_partials", "fold_partials"]
 
@@ -47,9 +49,9 @@ QTile = tuple[int, int, int]
 def backward(
     plan: Plan,
     tensors: Tensors,
-    softmax_scale: float,
+    scores: Scores | float,
+    aux: AuxTensors = NO_AUX,
     *,
-    softcap: float = 0.0,
     workers: int | None = None,
     rng: random.Random | None = None,
     ordered: bool = True,
@@ -59,16 +61,15 @@ def backward(
     Args:
         plan: a verified plan.
         tensors: in the layout of :func:`.forward.forward`; out and lse are what it returned.
-        softmax_scale: factor on Q K^T.
-        softcap: as in the forward.
+        scores, aux: as in the forward.
         workers: resident workers, default ``plan.min_workers``; without order, one for each item.
         rng: picks a random legal interleaving of the workers instead of a fixed one.
         ordered: False adds to dQ in the order in which ``rng`` happens to run the tasks and ignores
             tickets, as atomic adds do: the negative control.
 
     Returns:
-        dq, dk, dv in the shapes and dtype of q, k, v. Bitwise equal for every placement, ``workers``
-        and ``rng``, as long as ``ordered`` holds.
+        dq, dk, dv in the shapes and dtype of q, k, v, and dsink of a sink. Bitwise equal for every placement,
+        ``workers`` and ``rng``, as long as ``ordered`` holds.
 
     Raises:
         InputError: a tensor does not fit the problem.
@@ -78,7 +79,7 @@ def backward(
         workers = plan.min_workers if ordered else max(len(plan.items), 1)
     if ordered:
         check_workers(plan, workers)
-    state = _Backward(plan.problem, tensors, softmax_scale, softcap)
+    state = _Backward(plan.problem, tensors, scores_of(scores), aux)
     sums: dict[QTile, Tensor] = {}
     with exact():
         for task in task_order(plan, workers, rng, ordered=ordered):
@@ -87,15 +88,15 @@ def backward(
                 sums[tile].add_(partial)
             else:
                 sums[tile] = partial  # the first contribution is stored: dQ needs no zeroing
-        return Gradients(state.dq(sums), *state.dk_dv())
+        return Gradients(state.dq(sums), *state.dk_dv(), sink_gradient(plan.problem, tensors, aux))
 
 
-def dq_partials(plan: Plan, tensors: Tensors, softmax_scale: float) -> dict[QTile, list[Tensor]]:
+def dq_partials(plan: Plan, tensors: Tensors, scores: Scores | float) -> dict[QTile, list[Tensor]]:
     """Every task's contribution to dQ, unscaled: for each (sequence, q head, q tile), in ticket order.
 
     Arguments as in :func:`backward`. :func:`fold_partials` turns such a list into a tile of dQ.
     """
-    state = _Backward(plan.problem, tensors, softmax_scale)
+    state = _Backward(plan.problem, tensors, scores_of(scores))
     partials: dict[QTile, list[Tensor]] = {}
     with exact():
         for task in task_order(plan, plan.min_workers):
@@ -146,14 +147,13 @@ class _Item:
 class _Backward:
     """The arithmetic of the tasks. It adds what it is told in the order it is told."""
 
-    def __init__(
-        self, problem: Problem, tensors: Tensors, softmax_scale: float, softcap: float = 0.0
-    ) -> None:
+    def __init__(self, problem: Problem, tensors: Tensors, scores: Scores, aux: AuxTensors = NO_AUX) -> None:
         x = tensors
         check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
-        self.problem, self.tensors, self.scale, self.cap = problem, tensors, softmax_scale, softcap
+        self.problem, self.tensors, self.aux = problem, tensors, aux
+        self.scale, self.cap = scores.softmax_scale, scores.softcap
         self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
         self.q_rows: dict[QTile, _QRows] = {}
         self.items: dict[int, _Item] = {}
@@ -166,9 +166,12 @@ class _Backward:
         scores = torch.mm(rows.q, item.k.T)
         if self.cap:
             capped = scores.mul_(self.scale / self.cap).tanh_()
-            p = (capped * self.cap).sub_(rows.lse).exp_()
+            scores = capped * self.cap
         else:
-            p = scores.mul_(self.scale).sub_(rows.lse).exp_()
+            scores.mul_(self.scale)
+        if slope := slope_of(self.aux, task.sequence, task.q_head):
+            scores.sub_(self._distances(task, scores).mul_(slope))
+        p = scores.sub_(rows.lse).exp_()
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
         ds = torch.mm(rows.dout, item.v.T).sub_(rows.delta).mul_(p)
@@ -178,6 +181,13 @@ class _Backward:
         item.dv.addmm_(p.to(dtype).to(wide).T, rows.dout)
         item.dk.addmm_(ds.T, rows.q)
         return torch.mm(ds, item.k)
+
+    def _distances(self, task: Task, scores: Tensor) -> Tensor:
+        """Of the rows and columns of a task."""
+        grid = self.problem.grid(task.sequence)
+        start = task.q_tile * grid.tile_m + grid.diagonal - task.kv_tile * grid.tile_n
+        rows, columns = scores.shape
+        return distances(start, rows, columns, scores.dtype)
 
     def dq(self, sums: dict[QTile, Tensor]) -> Tensor:
         """dQ from the sum of every q tile; a q tile without a task has none, and zero gradients."""

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
+from ...scores import Scores, scores_of
+from ..base import NO_AUX, AuxTensors
 from .masks import hidden_elements
-from .tiles import TileRows, accumulator, check_packed, exact
+from .tiles import TileRows, accumulator, check_packed, distances, exact, slope_of
 
 __all__ = ["forward"]
 
@@ -38,9 +40,9 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float,
+    scores: Scores | float,
+    aux: AuxTensors = NO_AUX,
     *,
-    softcap: float = 0.0,
     numerics: ForwardNumerics | None = None,
     rng: random.Random | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -50,14 +52,15 @@ def forward(
         plan: a plan or its problem; the plan of a backward says nothing about the forward.
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
         k, v: (total_k, kv_heads, head_dim).
-        softmax_scale: factor on Q K^T.
-        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        scores: what becomes of Q K^T; a number is the softmax scale alone.
+        aux: the tensors that this takes.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
     Returns:
         out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
-        lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows.
+        lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows, or the
+            sink.
 
     Raises:
         InputError: a tensor does not fit the problem.
@@ -75,9 +78,11 @@ def forward(
             rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, (softmax_scale, softcap), *keys, masks)
+                one = _Head(problem.grid(sequence), numerics, scores_of(scores), *keys, masks)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
-                    out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
+                    sink = None if aux.learnable_sink is None else aux.learnable_sink[head]
+                    mine = _QHead(q[rows, head], sink, slope_of(aux, sequence, head))
+                    out[rows, head], lse[head, rows] = one.run(mine, rng)
     return out, lse
 
 
@@ -103,6 +108,14 @@ class _State(NamedTuple):
     out: Tensor
 
 
+class _QHead(NamedTuple):
+    """A q head of a sequence: q, (seqlen_q, head_dim), and what only its scores take."""
+
+    q: Tensor
+    sink: Tensor | None
+    slope: float
+
+
 class _Head:
     """One kv head of a sequence; k and v are (seqlen_k, head_dim)."""
 
@@ -110,46 +123,51 @@ class _Head:
         self,
         grid: SequenceGrid,
         numerics: ForwardNumerics,
-        factors: tuple[float, float],
+        scores: Scores,
         k: Tensor,
         v: Tensor,
         masks: _Masks,
     ) -> None:
-        """``factors``: softmax scale and softcap."""
         self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
         size = numerics.tile
         starts = range(0, len(k), size)
         self.keys = [_padded(k[left : left + size], size) for left in starts]
         self.values = [_values(v[left : left + size], size) for left in starts]
-        self.scale, self.cap = factors[0] * math.log2(math.e), factors[1] * math.log2(math.e)
+        self.scale, self.cap = (x * math.log2(math.e) for x in (scores.softmax_scale, scores.softcap))
 
-    def run(self, q: Tensor, rng: random.Random | None) -> tuple[Tensor, Tensor]:
-        """(out, lse) of q, (seqlen_q, head_dim)."""
+    def run(self, head: _QHead, rng: random.Random | None) -> tuple[Tensor, Tensor]:
+        """(out, lse) of a q head. The sink is a segment behind all others."""
+        q = head.q
         lse = q.new_full((len(q),), -torch.inf, dtype=accumulator(q.dtype))
         out = torch.zeros_like(q)
         for top in range(0, len(q), ROWS):
             at = slice(top, min(top + ROWS, len(q)))
             first, last = self.grid.columns(np.arange(at.start, at.stop))
             seen = first <= last
+            found = []
             if seen.any():
-                found = self._segments(q, top, int(first[seen].min()), int(last[seen].max()), rng)
+                found = self._segments(head, top, int(first[seen].min()), int(last[seen].max()), rng)
+            if head.sink is not None:
+                found.append(_of_sink(head.sink, q))
+            if found:
                 rows = at.stop - at.start
                 out[at], lse[at] = (x[:rows] for x in _results(reduce(_folded, found)))
         return out, lse
 
     def _segments(
-        self, q: Tensor, top: int, first: int, last: int, rng: random.Random | None
+        self, head: _QHead, top: int, first: int, last: int, rng: random.Random | None
     ) -> list[_State]:
         """What a q tile, from row ``top`` on, makes of each segment of columns ``first .. last``."""
-        tile = _padded(q[top : top + ROWS], ROWS)
+        head = head._replace(q=_padded(head.q[top : top + ROWS], ROWS))
         segments = self.numerics.segments(first, last)
         order = list(range(len(segments)))
         if rng is not None:
             rng.shuffle(order)
-        found = {at: self._segment(tile, top, segments[at]) for at in order}
+        found = {at: self._segment(head, top, segments[at]) for at in order}
         return [found[at] for at in range(len(segments))]
 
-    def _segment(self, q: Tensor, top: int, kv_tiles: list[int]) -> _State:
+    def _segment(self, head: _QHead, top: int, kv_tiles: list[int]) -> _State:
+        q = head.q
         nothing = q.new_zeros(len(q), 1)
         state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
         for kv in kv_tiles:
@@ -158,6 +176,10 @@ class _Head:
                 scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
             else:
                 scores.mul_(self.scale)
+            if head.slope:
+                start, size = top + self.grid.diagonal - kv * self.numerics.tile, self.numerics.tile
+                slope = head.slope * math.log2(math.e)
+                scores.sub_(distances(start, ROWS, size, scores.dtype).mul_(slope))
             hidden = self._hidden(top, kv * self.numerics.tile)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
@@ -206,6 +228,13 @@ def _folded(before: _State, state: _State) -> _State:
     shift = _finite(maximum)
     left, right = torch.exp2(before.maximum - shift), torch.exp2(state.maximum - shift)
     return _State(maximum, before.total * left + state.total * right, before.out * left + state.out * right)
+
+
+def _of_sink(sink: Tensor, q: Tensor) -> _State:
+    """What a q tile knows of a key that has the sink for its score, and no value."""
+    wide = accumulator(q.dtype)
+    maximum = (sink.detach().to(wide) * math.log2(math.e)).expand(ROWS, 1)
+    return _State(maximum, torch.ones_like(maximum), q.new_zeros(ROWS, q.shape[1], dtype=wide))
 
 
 def _results(state: _State) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ...problem import Mask
+from ...scores import Scores, scores_of
+from ..base import NO_AUX, AuxTensors
 from .masks import hidden_elements
 
-__all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention"]
+__all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention", "sink_gradient"]
 
 SLICE = 2**25
 """Elements of a slice of scores."""
@@ -43,29 +45,30 @@ class Results(NamedTuple):
 def plain_attention(
     inputs: Inputs,
     mask: Mask,
-    softmax_scale: float,
+    scores: Scores | float,
     dtype: torch.dtype = torch.float64,
     *,
     q_start: int | None = None,
-    softcap: float = 0.0,
+    aux: AuxTensors = NO_AUX,
 ) -> Results:
     """Attention and its gradients, one head after the other.
 
     Args:
         inputs: one sequence, any float dtype, any device.
         mask: a band mask.
-        softmax_scale: factor on Q K^T.
+        scores: what becomes of Q K^T; a number is the softmax scale alone.
         dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
-        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        aux: the tensors that scores take; slopes (heads,).
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
-        lse -inf (a natural logarithm) and dq 0. NaN reaches every row of its head that a product touches,
-        seen or not: 0 * NaN is NaN.
+        lse -inf (a natural logarithm) or the sink, and dq 0. NaN reaches every row of its head that a product
+        touches, seen or not: 0 * NaN is NaN.
     """
     dout, q, k, v = inputs
+    softmax_scale, softcap, *_ = scores_of(scores)
     narrow = dtype.itemsize == 2
     wide = torch.float32 if narrow else dtype
     group = q.shape[1] // k.shape[1]
@@ -83,14 +86,19 @@ def plain_attention(
         for head in range(q.shape[1]):
             kh, vh = (x[:, head // group].to(wide) for x in (k, v))
             qh, doh = (x[at, head].to(wide) for x in (q, dout))
-            scores, slope = (qh @ kh.mT).mul_(softmax_scale), None
+            s, slope = (qh @ kh.mT).mul_(softmax_scale), None
             if softcap:
-                capped = scores.div_(softcap).tanh_()
-                scores, slope = capped * softcap, 1.0 - capped * capped
-            scores.masked_fill_(hidden, -torch.inf)
-            lse[head, at] = torch.logsumexp(scores, -1)
+                capped = s.div_(softcap).tanh_()
+                s, slope = capped * softcap, 1.0 - capped * capped
+            if aux.alibi_slopes is not None:
+                distance = (positions[at, None] - torch.arange(len(k), device=k.device)).abs()
+                s.sub_(aux.alibi_slopes[head].to(wide) * distance)
+            s.masked_fill_(hidden, -torch.inf)
+            lse[head, at] = torch.logsumexp(s, -1)
+            if aux.learnable_sink is not None:
+                lse[head, at] = torch.logaddexp(lse[head, at], aux.learnable_sink[head].to(wide))
             # A row that sees nothing has -inf - -inf = NaN everywhere, and every element of it is hidden.
-            p = scores.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
+            p = s.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
             out[at, head] = rounded(rounded(p) @ vh)
             delta = (doh * out[at, head]).sum(-1, keepdim=True)
             ds = (doh @ vh.mT).sub_(delta).mul_(p)
@@ -99,6 +107,16 @@ def plain_attention(
             dk[:, head // group] += (ds.mT @ qh).mul_(softmax_scale)
             dv[:, head // group] += rounded(p).mT @ doh
     return Results(out, lse, dq, rounded(dk), rounded(dv))
+
+
+def sink_gradient(dout: Tensor, found: Results, sink: Tensor) -> Tensor:
+    """(heads,) float64: the gradient of the sink, of one sequence.
+
+    Each row gives exp(sink - lse) of its weight to the sink, which has no value: so dP is 0 there, and
+    dS = P (dP - delta) = -exp(sink - lse) delta.
+    """
+    delta = (dout.double() * found.out.double()).sum(2).T
+    return -((sink.double()[:, None] - found.lse.double()).exp() * delta).sum(1)
 
 
 def oracle_forward(

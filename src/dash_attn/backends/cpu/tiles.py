@@ -11,10 +11,19 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...problem import Mask, Problem, SequenceGrid
-from ..base import tensor_shapes
+from ..base import AuxTensors, tensor_shapes
 from .masks import hidden_elements
 
-__all__ = ["TileMasks", "TileRows", "accumulator", "check_packed", "copy_tile", "exact"]
+__all__ = [
+    "TileMasks",
+    "TileRows",
+    "accumulator",
+    "check_packed",
+    "copy_tile",
+    "distances",
+    "exact",
+    "slope_of",
+]
 
 
 @contextmanager
@@ -32,6 +41,20 @@ def copy_tile(x: Tensor, rows: slice, head: int) -> Tensor:
     """Rows of one head in accumulation precision, always a fresh contiguous copy."""
     tile = x[rows, head]
     return tile.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
+
+
+def slope_of(aux: AuxTensors, sequence: int, head: int) -> float:
+    """The ALiBi slope of a q head, 0 without slopes."""
+    slopes = aux.alibi_slopes
+    if slopes is None:
+        return 0.0
+    return float(slopes[head] if slopes.ndim == 1 else slopes[sequence, head])
+
+
+def distances(start: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """(rows, columns): how far each column is from the one aligned with the row; ``start``: that of row 0."""
+    column = torch.arange(columns, device="cpu")  # whatever the default device is
+    return (torch.arange(start, start + rows, device="cpu")[:, None] - column).abs().to(dtype)
 
 
 class TileRows:

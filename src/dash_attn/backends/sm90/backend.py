@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from functools import cache
+from functools import cache, lru_cache
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,18 @@ from torch import Tensor
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
+from ...scores import PLAIN, Scores
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+)
 from .forward.launch import Forward, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
@@ -32,15 +43,15 @@ class _Prepared(Prepared):
         return ForwardNumerics.of(self.problem).fingerprint
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        _refuse(softcap)
+        _refuse(scores, aux)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
             return torch.zeros_like(q), lse
-        return self._forward(q, k, v, softmax_scale)
+        return self._forward(q, k, v, scores.softmax_scale)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
@@ -54,16 +65,16 @@ class _Prepared(Prepared):
         self,
         plan: Plan,
         tensors: Tensors,
-        softmax_scale: float,
+        scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
-        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
         refuse_backward(self._keys)
-        _refuse(softcap)
+        _refuse(scores, aux)
         in_order = ordered and disorder is None
-        result = run_backward(plan, tensors, softmax_scale, ordered=in_order, debug=_debug())
+        result = run_backward(plan, tensors, scores.softmax_scale, ordered=in_order, debug=_debug())
         return Gradients(result.dq, result.dk, result.dv)
 
 
@@ -83,13 +94,20 @@ def _debug() -> Debug | None:
     return Debug(bounded=True, trace="trace" in asked) if asked else None
 
 
-def _why_no_softcap(softcap: float) -> str:
-    return f"softcap {softcap} is not supported by sm90" if softcap else ""
+@lru_cache
+def _why_no_scores(scores: Scores) -> str:
+    """Why the kernels do not have what is made of scores: they have the softmax scale, and nothing else."""
+    for name, value in zip(scores._fields[1:], scores[1:]):
+        if value:
+            return f"{name if value is True else f'{name} {value}'} is not supported by sm90"
+    return ""
 
 
-def _refuse(softcap: float) -> None:
-    if reason := _why_no_softcap(softcap):
+def _refuse(scores: Scores, aux: AuxTensors) -> None:
+    if reason := _why_no_scores(scores):
         raise InputError(reason)
+    if aux is not NO_AUX and any(x is not None for x in aux):
+        raise InputError("tensors beside q, k and v are not supported by sm90")
 
 
 @cache
@@ -100,15 +118,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
-    def why_not(
-        self,
-        problem: Problem,
-        device: torch.device,
-        packed: bool,
-        *,
-        softcap: float = 0.0,
-        softmax_scale: float = 1.0,
-    ) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         if device.type != "cuda":
             return f"the sm90 backend does not run on {device}"
         major, minor = _capability(device)
@@ -119,7 +129,7 @@ class _SM90(Backend):
         if (problem.head_dim, problem.head_dim) not in TILES:
             known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
             return f"head_dim {problem.head_dim} is not supported by sm90; supported: {known}"
-        if reason := _why_no_softcap(softcap) or why_no_scale(softmax_scale):
+        if reason := _why_no_scores(scores) or why_no_scale(scores.softmax_scale):
             return reason
         if problem.q_starts is not None:
             return (

@@ -121,7 +121,7 @@ def run_backward(
     work = _Workspace(variant, place, q.device)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     all_tensors = [loadable(x) for x in (q, k, v, given.out, given.dout)]
-    all_tensors += [given.lse.contiguous(), *grads]
+    all_tensors += [given.lse.contiguous(), *grads[:3]]
     if q.dim() == 3:
         all_tensors = [x.unsqueeze(0) for x in all_tensors]
     launch = arguments.Launch(
@@ -135,7 +135,7 @@ def run_backward(
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
         variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *launch)
     if debug is _NO_DEBUG:
-        return Result(*grads)
+        return Result(*grads[:3])
     return work.result(grads, debug)
 
 
@@ -223,11 +223,11 @@ class _Workspace:
         if debug.bounded:
             _check_hand_overs(self.buffers.errors, trace)
         if not debug.contributions:
-            return Result(*grads, trace=trace)
+            return Result(*grads[:3], trace=trace)
         order = _accumulator_order(config.tile_m, config.head_dim).to(grads.dq.device)
         shape = (tiles, tickets, config.tile_m, config.head_dim)
         contributions = self.buffers.dq_contributions.view(tiles, tickets, -1)[..., order].view(shape)
-        return Result(*grads, contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
+        return Result(*grads[:3], contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
 
 
 def _check_hand_overs(errors: Tensor, trace: Tensor | None) -> None:

@@ -13,7 +13,10 @@ from torch import Tensor
 from ...errors import PlanMismatchError, UnavailableError
 from ...problem import Problem, default_tiles
 from ...schedule import Plan
+from ...scores import PLAIN, Scores
 from ..base import (
+    NO_AUX,
+    AuxTensors,
     Backend,
     Gradients,
     Keys,
@@ -56,20 +59,20 @@ class _Prepared(Prepared):
         return self._forward.numerics.fingerprint
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
         of_q, of_k, _ = self._shapes
         self._check({"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)})
         with as_current(self.device):
-            return self._forward(q, k, v, softmax_scale, softcap)
+            return self._forward(q, k, v, scores, aux)
 
     def backward(
         self,
         plan: Plan,
         tensors: Tensors,
-        softmax_scale: float,
+        scores: Scores,
+        aux: AuxTensors = NO_AUX,
         *,
-        softcap: float = 0.0,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -88,7 +91,7 @@ class _Prepared(Prepared):
         shapes = (of_q, of_q, of_k, of_k, of_q, of_lse)
         self._check(dict(zip(Tensors._fields, zip(tensors, shapes))))
         with as_current(self.device):
-            return self._backward(plan, tensors, (softmax_scale, softcap), disorder)
+            return self._backward(plan, tensors, scores, aux, disorder)
 
     def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
         """Kernels take lengths and types from the problem: others would be read beyond their ends."""
@@ -122,15 +125,7 @@ def _why_unavailable(device: torch.device) -> str:
 class _Triton(Backend):
     name: ClassVar[str] = "triton"
 
-    def why_not(
-        self,
-        problem: Problem,
-        device: torch.device,
-        packed: bool,
-        *,
-        softcap: float = 0.0,
-        softmax_scale: float = 1.0,
-    ) -> str:
+    def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         if reason := _why_unavailable(device):
             return reason
         if device.type == "cuda" and torch.version.hip is None:

@@ -3,6 +3,8 @@
 ``prepare_kernel``  per (q tile, q head): delta = rowsum(dO * O), and the log-sum-exp in base 2
 ``dkdv_kernel``     per item of the plan: dK and dV, over its visits, each for all q heads of its head group
 ``fold_kernel``     per kv tile whose q heads are dealt to several head groups: adds their sums, ascending
+``sink_kernel``     per (sequence, q head): its rows' part of the gradient of the sink
+``sinks_kernel``    per q head: the gradient of the sink from the parts of all sequences
 ``dq_kernel``       per (q tile, q head): its contributions to dQ, in the order of their tickets
 
 Scores are computed in both main kernels. Strides of heads, rows and batches are in units of 8 elements.
@@ -11,7 +13,17 @@ Scores are computed in both main kernels. Strides of heads, rows and batches are
 import triton
 import triton.language as tl
 
-from .parts import capped, load_rows, row_interval, sequence_of, whole_columns, whole_part, whole_rows
+from .parts import (
+    capped,
+    distance,
+    load_rows,
+    row_interval,
+    sequence_of,
+    slope_of,
+    whole_columns,
+    whole_part,
+    whole_rows,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -44,12 +56,46 @@ def prepare_kernel(
     tl.store(lse2 + at, tl.where(natural == float("-inf"), 0.0, natural * LOG2E), mask=there)
 
 
+@triton.jit(do_not_specialize=["lse_batch", "lse_head", "heads"])
+def sink_kernel(
+    lse, delta, sink, sums, table, lse_batch, lse_head, heads, ROWS: tl.constexpr
+):  # fmt: skip
+    """Sums of exp(sink - lse) * delta over tiles of ROWS rows, one after the other; ``sink``: (heads,)."""
+    pid = tl.program_id(0)
+    head = (pid % heads).to(tl.int64)
+    record = table + (pid // heads).to(tl.int64) * 16
+    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+    first = batch_q * lse_batch + head * lse_head + start_q
+    score = tl.load(sink + head)
+    total = tl.full((), 0.0, tl.float32)
+    for top in range(0, seqlen_q, ROWS):
+        rows = top + tl.arange(0, ROWS)
+        there = rows < seqlen_q
+        p = tl.exp2((score - tl.load(lse + first + rows, mask=there, other=0.0)) * LOG2E)
+        total += tl.sum(p * tl.load(delta + first + rows, mask=there, other=0.0), 0)
+    tl.store(sums + pid, total)
+
+
+@triton.jit(do_not_specialize=["sequences", "heads"])
+def sinks_kernel(sums, dsink, sequences, heads):
+    """Minus the parts of all sequences, (sequences, heads), added one after the other."""
+    head = tl.program_id(0)
+    total = tl.full((), 0.0, tl.float32)
+    at = head.to(tl.int64)
+    for _ in range(sequences):
+        total += tl.load(sums + at)
+        at += heads
+    tl.store(dsink + head, -total)
+
+
 @triton.jit
 def add_rows(
-    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, q_row, q_head, do_row, do_head, lse_head,
+    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, record,
+    q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-    cap2, SOFTCAP: tl.constexpr, CUT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
+    cap2, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr,
 ):  # fmt: skip
     """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores."""
     STEPS: tl.constexpr = TILE_M // ROWS
@@ -69,9 +115,14 @@ def add_rows(
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         if SOFTCAP:
             tanh = capped(s, scale2)
-            p = tl.exp2(tanh * cap2 - lse_here[None, :])
+            s = tanh * cap2
         else:
-            p = tl.exp2(s * scale2 - lse_here[None, :])
+            s = s * scale2
+        if ALIBI:
+            positions = (rows + diagonal)[None, :]
+            slope = slope_of(slopes, slope_batch, record, head)
+            s -= slope * distance(positions, begin + tl.arange(0, KEYS)[:, None])
+        p = tl.exp2(s - lse_here[None, :])
         if CUT:
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
@@ -96,16 +147,17 @@ def add_rows(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "lse_batch", "lse_head",
-        "group", "left", "right",
+        "group", "left", "right", "slope_batch",
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, dk, dv, sums, table, visits,
+    q, k, v, dout, lse2, delta, slopes, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, lse_batch, lse_head,
-    group, left, right, scale, scale2, cap2,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    group, left, right, slope_batch, scale, scale2, cap2,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
 
@@ -150,9 +202,10 @@ def dkdv_kernel(
         for third in tl.static_range(3 if BLOCK_D <= 128 else 1):
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
+                slopes, slope_batch, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
                 ends[third], ends[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-                cap2, SOFTCAP, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
+                cap2, SOFTCAP, ALIBI, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
             )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)
@@ -205,16 +258,17 @@ def fold_kernel(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
-        "tiles", "group", "left", "right",
+        "tiles", "group", "left", "right", "slope_batch",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout, lse2, delta, dq, table, stretches,
+    q, k, v, dout, lse2, delta, slopes, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, scale, scale2, cap2, nothing,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tiles, group, left, right, slope_batch, scale, scale2, cap2, nothing,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
@@ -247,6 +301,11 @@ def dq_kernel(
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
 
+    positions = (rows + diagonal)[:, None]
+    slope = 0.0
+    if ALIBI:
+        slope = slope_of(slopes, slope_batch, record, head)
+
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     empty = tl.zeros((ROWS, BLOCK_D), tl.float32) + nothing
     for stretch in range(stretch_first, stretch_first + stretch_count):
@@ -262,9 +321,12 @@ def dq_kernel(
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                 if SOFTCAP:
                     tanh = capped(s, scale2)
-                    p = tl.exp2(tanh * cap2 - lse_here[:, None])
+                    s = tanh * cap2
                 else:
-                    p = tl.exp2(s * scale2 - lse_here[:, None])
+                    s = s * scale2
+                if ALIBI:
+                    s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
+                p = tl.exp2(s - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
                 ds = p * (dp - delta_here[:, None])
                 if SOFTCAP:

@@ -7,27 +7,31 @@ constants of the compiler: with them it might round elsewhere, and a row's bits 
 import triton
 import triton.language as tl
 
-from .parts import capped, load_rows, row_interval, sequence_of, whole_columns
+from .parts import capped, distance, load_rows, row_interval, sequence_of, slope_of, whole_columns
 
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
+        "slope_batch",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q, k, v, out, lse, table,
+    q, k, v, out, lse, sink, slopes, table,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    tiles, group, left, right, scale2, cap2,
-    SOFTCAP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
+    tiles, group, left, right, slope_batch, scale2, cap2,
+    SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
-    with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e)."""
+    with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK;
+    ``slopes``: (heads,) or (batch, heads), read if ALIBI."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -41,6 +45,9 @@ def forward_kernel(
     q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+    slope = 0.0
+    if ALIBI:
+        slope = slope_of(slopes, slope_batch, record, head)
     # What the tile's rows see together. Keys beyond it are not read: they might be NaN.
     lowest = tl.min(first, 0)
     highest = tl.max(last, 0)
@@ -59,6 +66,9 @@ def forward_kernel(
             k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             s = capped(s, scale2) * cap2 if SOFTCAP else s * scale2
+            if ALIBI:
+                positions = (rows + diagonal)[:, None]
+                s -= slope * distance(positions, begin + tl.arange(0, TILE)[None, :])
             # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
             room = tl.zeros((ROWS,), tl.float32)
             if (begin >= all_first) & (begin + TILE - 1 <= all_last):
@@ -88,6 +98,14 @@ def forward_kernel(
         after = tl.exp2(m - shift)
         total = total * before + total_here * after
         acc = acc * before[:, None] + here * after[:, None]
+        maximum = both
+    if SINK:  # a segment of one key without a value, behind all others
+        m_sink = tl.load(sink + head) * LOG2E
+        both = tl.maximum(maximum, m_sink)
+        shift = tl.where(both == float("-inf"), 0.0, both)
+        before = tl.exp2(maximum - shift)
+        total = total * before + tl.exp2(m_sink - shift)
+        acc = acc * before[:, None]
         maximum = both
 
     lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2

@@ -15,9 +15,18 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...schedule import Plan
-from ..base import Gradients, Keys, Tensors
+from ...schedule.constants import SINK_ROWS
+from ...scores import Scores
+from ..base import AuxTensors, Gradients, Keys, Tensors
 from ..cuda.upload import Upload
-from .backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
+from .backward_kernels import (
+    dkdv_kernel,
+    dq_kernel,
+    fold_kernel,
+    prepare_kernel,
+    sink_kernel,
+    sinks_kernel,
+)
 from .forward_kernel import forward_kernel
 from .tables import WORDS, backward_tables, forward_table
 from .tiles import ROOMY, Shape, forward_numerics, padded, shapes_of
@@ -69,7 +78,7 @@ class Forward:
         self._tiles = 0
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         problem, shape, numerics = self.problem, self._shape, self.numerics
@@ -83,12 +92,15 @@ class Forward:
             return out, lse
         q, k, v = (_aligned(x) for x in (q, k, v))
         forward_kernel[(self._tiles * heads,)](
-            q, k, v, out, lse, *self._table.use(),
+            q, k, v, out, lse, _values(aux.learnable_sink, lse), _values(aux.alibi_slopes, lse),
+            *self._table.use(),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, *_of_scores(softmax_scale, softcap),
-            SOFTCAP=softcap > 0, HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim), ROWS=shape.rows,
-            TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep, ROOM=numerics.room,
-            **_options(shape),
+            self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), *_of_scores(scores),
+            SOFTCAP=scores.softcap > 0, SINK=aux.learnable_sink is not None,
+            ALIBI=aux.alibi_slopes is not None,
+            HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim),
+            ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
+            ROOM=numerics.room, **_options(shape),
         )  # fmt: skip
         return out, lse
 
@@ -112,12 +124,16 @@ class Backward:
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
-        self, plan: Plan, tensors: Tensors, factors: tuple[float, float], disorder: random.Random | None
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        scores: Scores,
+        aux: AuxTensors,
+        disorder: random.Random | None,
     ) -> Gradients:
-        """The gradients, by a plan of the problem. ``factors``: softmax scale and softcap."""
-        softmax_scale, softcap = factors
+        """The gradients, by a plan of the problem."""
         tables = self._tables(plan, disorder)
-        items, visits, q_tiles, stretches, folds = tables.place.use()
+        items, visits, q_tiles, stretches, folds, sequences = tables.place.use()
         grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
         dout, q, k, v, out = (_aligned(x) for x in tensors[:5])
         lse = tensors.lse.contiguous()
@@ -125,10 +141,16 @@ class Backward:
             lse = lse.clone()
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         problem = self.problem
-        scales = softmax_scale, *_of_scores(softmax_scale, softcap)
+        scales = scores.softmax_scale, *_of_scores(scores)
         head = {"HEAD_DIM": problem.head_dim, "BLOCK_D": padded(problem.head_dim)}
-        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n}
-        read = (q, k, v, dout, lse2, delta)
+        tile = {
+            "TILE_M": problem.tile_m,
+            "TILE_N": problem.tile_n,
+            "SOFTCAP": scores.softcap > 0,
+            "ALIBI": aux.alibi_slopes is not None,
+        }
+        sides = (*problem.mask.sides, _slope_batch(aux))
+        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2))
         strides = [s for x in (q, k, v, dout) for s in _strides(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
@@ -138,7 +160,7 @@ class Backward:
             shape = self._shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
-                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0, SOFTCAP=softcap > 0,
+                tables.q_tiles, problem.group, *sides, *scales, 0.0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
         if tables.items:
@@ -148,32 +170,65 @@ class Backward:
             dkdv_kernel[(tables.items * parts,)](
                 *read, grads.dk, grads.dv, sums, items, visits,
                 *strides, *_strides(grads.dk), *_lse_strides(lse),
-                problem.group, *problem.mask.sides, *scales, SOFTCAP=softcap > 0,
+                problem.group, *sides, *scales,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
             if tables.folds:
                 fold_kernel[(tables.folds * parts,)](
-                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), softmax_scale,
+                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), scores.softmax_scale,
                     KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
+        if aux.learnable_sink is not None:
+            return grads._replace(dsink=_sink_gradient(aux.learnable_sink, lse, delta, sequences))
         return grads
 
     def _tables(self, plan: Plan, disorder: random.Random | None) -> _Tables:
         if disorder is None and (known := self._known.get(plan)) is not None:
             return known
         found = backward_tables(plan, self._packed, disorder)
-        place = _OnDevice(plan, found[:5], self._device)
+        place = _OnDevice(plan, [*found[:5], found.sequences], self._device)
         made = _Tables(place, len(found.items), len(found.q_tiles), len(found.folds), found.sums)
         if disorder is None:
             self._known[plan] = made
         return made
 
 
-def _of_scores(softmax_scale: float, softcap: float) -> tuple[float, float]:
+def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, sequences: Tensor) -> Tensor:
+    """(heads,), in an order that only the lengths decide; ``sequences``: their records."""
+    heads, count = sink.shape[0], len(sequences) // WORDS
+    sums = torch.empty(count * heads, dtype=torch.float32, device=sink.device)
+    dsink = torch.empty_like(sink, memory_format=torch.contiguous_format)
+    if count:
+        sink_kernel[(count * heads,)](
+            lse, delta, _values(sink, lse), sums, sequences, *_lse_strides(lse), heads,
+            ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    sinks_kernel[(heads,)](sums, dsink, count, heads, num_warps=1)
+    return dsink
+
+
+def _slope_batch(aux: AuxTensors) -> int:
+    """How far apart the slopes of two sequences are."""
+    slopes = aux.alibi_slopes
+    return 0 if slopes is None or slopes.ndim == 1 else slopes.shape[1]
+
+
+def _values(x: Tensor | None, unread: Tensor) -> Tensor:
+    """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others.
+
+    Without any ``unread``, a tensor of fp32 that stands in its place.
+    """
+    if x is None:
+        return unread
+    x = x.detach().to(torch.float32).contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _of_scores(scores: Scores) -> tuple[float, float]:
     """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes."""
-    if softcap == 0:
-        return softmax_scale * _LOG2E, 0.0
-    return softmax_scale / softcap, softcap * _LOG2E
+    if scores.softcap == 0:
+        return scores.softmax_scale * _LOG2E, 0.0
+    return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E
 
 
 def _options(shape: Shape) -> dict[str, Any]:

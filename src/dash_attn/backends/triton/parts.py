@@ -78,6 +78,18 @@ def capped(s, scale):
 
 
 @triton.jit
+def slope_of(slopes, slope_batch, record, head):
+    """The ALiBi slope of a q head, for scores in base 2; ``slope_batch``: 0 where batches have the same."""
+    return tl.load(slopes + tl.load(record + 14).to(tl.int64) * slope_batch + head) * 1.4426950408889634
+
+
+@triton.jit
+def distance(positions, keys):
+    """How far keys are from the columns aligned with rows."""
+    return tl.abs(positions - keys).to(tl.float32)
+
+
+@triton.jit
 def load_rows(
     base, row_stride, top, first, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):

@@ -3,7 +3,7 @@
 A record has WORDS words: batch and first row of q, batch and first row of k, both lengths, the column aligned
 with row 0; then the tile, where its stretches begin in their table and how many there are, the first q head
 (or the kv head) and how many (or how many head groups), its place among the sums of dK and dV (-1: none) and
-the distance to that of the next head group.
+the distance to that of the next head group; then the number of the sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 WORDS = 16
-_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP = range(7, 14)
+_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP, _SEQUENCE = range(7, 15)
 
 Words = NDArray[np.int32]
 
@@ -58,6 +58,7 @@ class BackwardTables(NamedTuple):
         stretches: the stretches of kv tiles that are added to dQ.
         folds: records of the kv tiles whose q heads are dealt to several head groups.
         sums: places of sums of dK and dV.
+        sequences: the first words of a record, per sequence.
     """
 
     items: Words
@@ -66,6 +67,7 @@ class BackwardTables(NamedTuple):
     stretches: Words
     folds: Words
     sums: int
+    sequences: Words
 
 
 def forward_table(problem: Problem, packed: bool, keys: Keys | None, rows: int) -> Words:
@@ -99,6 +101,7 @@ def backward_tables(plan: Plan, packed: bool, disorder: random.Random | None = N
         stretches.table,
         _folds(plan, sequences),
         int(plan.group_sum_first[-1]),
+        sequences,
     )
 
 
@@ -190,6 +193,7 @@ def _sequences(problem: Problem, packed: bool, keys: Keys | None) -> Words:
     else:
         records[:, 3] = first_of_each(lengths[:, 1])[:-1]
     records[:, 4:6] = lengths
+    records[:, _SEQUENCE] = index
     records[:, 6] = lengths[:, 1] - lengths[:, 0] if problem.q_starts is None else problem.q_starts
     return records
 

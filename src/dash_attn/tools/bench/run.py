@@ -15,6 +15,7 @@ from ...backends.base import Tensors, backends_for, tensor_shapes
 from ...errors import InputError, UnavailableError, UnsupportedMaskError
 from ...peers.registry import PEERS, Backward, Inputs
 from ...schedule import Plan
+from ...scores import Scores
 from ..shapes import Shape
 from .timing import Contender, measure
 
@@ -146,7 +147,7 @@ def prepare(shape: Shape) -> tuple[Plan, Inputs]:
         raise InputError(f"{shape}: {reason}")
     (dout, q, k, v), bounds = _tensors(shape, device)
     plan, scale = _plan(shape, shape.policy, q, k, v, bounds), float(shape.head_dim) ** -0.5
-    out, lse = backend.prepare(plan.problem, device, shape.packed).forward(q, k, v, scale)
+    out, lse = backend.prepare(plan.problem, device, shape.packed).forward(q, k, v, Scores(scale))
     return plan, Inputs(shape.problem, dout, q, k, v, out, lse, bounds, scale)
 
 
@@ -155,8 +156,8 @@ def call_of(plan: Plan, x: Inputs, ordered: bool, backend: str = "auto") -> Call
     chosen = backends_for(x.q.device, backend)[0]
     prepared = chosen.prepare(plan.problem, x.q.device, x.packed)
     tensors = Tensors(x.dout, x.q, x.k, x.v, x.out, x.lse)
-    call: Backward = partial(prepared.backward, plan, tensors, x.scale, ordered=ordered)
-    return lambda: call
+    scores = Scores(x.scale)
+    return lambda: lambda: prepared.backward(plan, tensors, scores, ordered=ordered)[:3]
 
 
 def _plan(shape: Shape, policy: str, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, ...]) -> Plan:

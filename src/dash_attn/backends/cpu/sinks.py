@@ -1,0 +1,53 @@
+"""The gradient of a sink, summed in an order that only the lengths of the sequences decide."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from ...schedule.constants import SINK_ROWS
+from ..base import AuxTensors, Tensors
+from .tiles import TileRows, accumulator
+
+__all__ = ["sink_gradient"]
+
+
+def sink_gradient(problem: Problem, tensors: Tensors, aux: AuxTensors) -> Tensor | None:
+    """(heads,): minus the sum over rows of exp(sink - lse) * delta; None without a sink.
+
+    The rows of a sequence are cut into tiles of SINK_ROWS. Within a tile the second half is added to the
+    first one, and so on. Tiles are added one after the other, and so are the sums of sequences.
+
+    Args:
+        tensors: packed, as in :func:`.executor.backward`.
+    """
+    sink = aux.learnable_sink
+    if sink is None:
+        return None
+    wide = accumulator(tensors.q.dtype)
+    total = torch.zeros(problem.heads, dtype=wide)
+    starts = TileRows(problem).q_start
+    for begin, end in pairwise(starts):
+        rows = slice(begin, end)
+        delta = (tensors.dout[rows].to(wide) * tensors.out[rows].to(wide)).sum(2).T
+        parts = (sink.detach().to(wide)[:, None] - tensors.lse[:, rows]).exp_() * delta
+        total.add_(_sum(parts))
+    return total.neg_().to(sink.dtype)
+
+
+def _sum(parts: Tensor) -> Tensor:
+    """(heads, rows) to (heads,)."""
+    heads, rows = parts.shape
+    tiles = parts.new_zeros(heads, -(-rows // SINK_ROWS) * SINK_ROWS)
+    tiles[:, :rows] = parts
+    tiles = tiles.view(heads, -1, SINK_ROWS)
+    while tiles.shape[2] > 1:
+        half = tiles.shape[2] // 2
+        tiles = tiles[..., :half] + tiles[..., half:]
+    total = parts.new_zeros(heads)
+    for tile in tiles.unbind(1):
+        total.add_(tile[:, 0])
+    return total

@@ -1,0 +1,36 @@
+"""What becomes of scores between Q K^T and the softmax: one value, which every backend is given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["PLAIN", "Scores", "scores_of"]
+
+
+class Scores(NamedTuple):
+    """From a product of q and k to a score. A field that asks for nothing has its default.
+
+    Attributes:
+        softmax_scale: factor on Q K^T.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        sink: each q head has one score more, of a key without a value. It is a tensor beside this value.
+        alibi: -slope times the distance of row and column is added, behind the cap. Slopes are a tensor, too.
+    """
+
+    softmax_scale: float
+    softcap: float = 0.0
+    sink: bool = False
+    alibi: bool = False
+
+
+PLAIN = Scores(1.0)
+"""Scores that are the products."""
+
+
+def scores_of(value: Scores | float) -> Scores:
+    """The value; a number is a softmax scale that stands alone.
+
+    >>> scores_of(0.5)
+    Scores(softmax_scale=0.5, softcap=0.0, sink=False, alibi=False)
+    """
+    return value if isinstance(value, Scores) else Scores(value)
