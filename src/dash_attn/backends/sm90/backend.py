@@ -26,10 +26,9 @@ from ..base import (
     forward_shapes,
     refuse_backward,
 )
-from .forward.config import forward_config
-from .forward.launch import Forward, why_no_scale
+from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
-from .tiles import TILES, tiles_of
+from .tiles import HEAD_DIMS, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -58,7 +57,7 @@ class _Prepared(Prepared):
 
     def _forward(self, sink: bool) -> Forward:
         problem = self.problem
-        config = replace(forward_config(problem.head_dim, DTYPES[problem.dtype]), sink=sink)
+        config = replace(config_of(problem), sink=sink)
         found = Forward(problem, self.device, keys=self._keys, config=config)
         return self._forwards.setdefault(sink, found)
 
@@ -141,9 +140,11 @@ class _SM90(Backend):
             return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(DTYPES)}"
-        if (problem.head_dim, problem.head_dim) not in TILES:
-            known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
-            return f"head_dim {problem.head_dim} is not supported by sm90; supported: {known}"
+        if problem.head_dim not in HEAD_DIMS:
+            return (
+                f"head_dim {problem.head_dim} is not supported by sm90; supported: multiples of "
+                f"{HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+            )
         if reason := _why_no_scores(scores) or why_no_scale(scores.softmax_scale):
             return reason
         if problem.q_starts is not None:
@@ -153,9 +154,9 @@ class _SM90(Backend):
         return ""
 
     def tiles(self, head_dim: int) -> tuple[int, int]:
-        if (head_dim, head_dim) not in TILES:
+        if head_dim not in HEAD_DIMS:
             return default_tiles(head_dim)
-        kernel = tiles_of(head_dim)
+        kernel = tiles_of(kernel_of(head_dim)[0])
         return kernel.tile_m, kernel.tile_n
 
     def prepare(

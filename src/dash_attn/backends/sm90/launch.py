@@ -32,6 +32,7 @@ from .backward.config import Accumulation, BackwardConfig
 from .compile import program
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
+from .tiles import kernel_of
 
 __all__ = ["DTYPES", "Debug", "Result", "run_backward"]
 
@@ -184,9 +185,11 @@ def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
 
 @cache
 def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug, spin_limit: int) -> BackwardConfig:
+    kernel, padded = kernel_of(head_dim)
     return BackwardConfig(
-        head_dim,
+        kernel,
         DTYPES[dtype],
+        padded,
         Accumulation.TICKETS if ordered else Accumulation.ATOMIC,
         spin_limit=spin_limit if debug.bounded else 0,
         dump_contributions=debug.contributions,
