@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from forward_points import Point
@@ -118,20 +118,28 @@ PACKED = (
 )
 
 
-def cases() -> Iterator[tuple[str, Point]]:
+HEAD_DIMS = tuple(
+    _square("head dim", batch, seqlen, 16, 16, head_dim, mask)
+    for head_dim in (72, 80, 96, 112)
+    for mask in (CAUSAL, FULL)
+    for batch, seqlen in ((16, 1024), (4, 4096), (1, 16_384))
+)
+
+
+def cases(dense: Iterable[Dense] = DENSE, packed: Iterable[Packed] = PACKED) -> Iterator[tuple[str, Point]]:
     """Every case, by name."""
-    for case in DENSE:
+    for case in dense:
         problem = Problem(
             ((case.seqlen_q, case.seqlen_k),) * case.batch, case.heads, case.kv_heads, case.head_dim,
             case.mask, dtype=case.dtype,
         )  # fmt: skip
         yield _name(case.set, problem), Point(case.set, problem)
-    for packed in PACKED:
-        lengths = packed.lengths or long_tailed(packed.seed)
+    for one in packed:
+        lengths = one.lengths or long_tailed(one.seed)
         problem = Problem.varlen(
-            lengths, heads=packed.heads, kv_heads=packed.kv_heads, head_dim=packed.head_dim, mask=packed.mask
+            lengths, heads=one.heads, kv_heads=one.kv_heads, head_dim=one.head_dim, mask=one.mask
         )
-        what = "one long, 64 short" if packed.lengths else f"lengths of seed {packed.seed}"
+        what = "one long, 64 short" if one.lengths else f"lengths of seed {one.seed}"
         yield _name("packed", problem), Point("packed", problem, what)
 
 

@@ -1,4 +1,5 @@
-"""What the docs quote of other shapes (h200-shapes.json) and of the Triton backend (h200-triton.json)."""
+"""What the docs quote of other shapes (h200-shapes.json), head dims (h200-head-dims.json) and of the Triton
+backend (h200-triton.json)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __all__ = ["RATIOS", "ratio", "shape_values", "times", "triton_values"]
 Kind = tuple[str, str, bool]
 """Pass, implementation, whether it is deterministic."""
 
-SHAPES, TRITON = "h200-shapes.json", "h200-triton.json"
+TRITON = "h200-triton.json"
 RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
     "forward": (("forward", "dash_attn", True), [("forward", "fa4", True)]),
     "det": (("backward", "dash_attn", True), [("backward", "fa4", True)]),
@@ -23,16 +24,16 @@ RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
 """Of which call, and of whose fastest one, speeds are compared."""
 
 
-def shape_values() -> Iterator[tuple[str, Value]]:
-    """``RATIO-STATISTIC`` over all cases, and tables."""
+def shape_values(file: str) -> Iterator[tuple[str, Value]]:
+    """``RATIO-STATISTIC`` over all cases of what ``shapes.py`` wrote, and tables."""
     for name in RATIOS:
         for statistic in STATISTICS:
-            yield f"{name}-{statistic}", partial(_shape_statistic, name, statistic)
-    yield "summary", summary_table
-    yield "table", shape_table
+            yield f"{name}-{statistic}", partial(_shape_statistic, file, name, statistic)
+    yield "summary", partial(summary_table, file)
+    yield "table", partial(shape_table, file)
 
 
-def summary_table() -> str:
+def summary_table(file: str) -> str:
     """Every ratio over all cases."""
     names = {
         "det": "backward / FA4 det",
@@ -41,7 +42,7 @@ def summary_table() -> str:
         "forward": "forward / FA4",
     }
     shown = {"mean": "geometric mean", "least": "least", "behind": "cases below 1", "points": "cases"}
-    lines = [[what, *(_shape_statistic(name, s) for s in shown)] for name, what in names.items()]
+    lines = [[what, *(_shape_statistic(file, name, s) for s in shown)] for name, what in names.items()]
     return table_of(["ratio", *shown.values()], lines)
 
 
@@ -59,22 +60,19 @@ def ratio(ms: Mapping[Kind, float], name: str) -> float:
     return min((ms[other] for other in others if other in ms), default=0.0) / ms[ours]
 
 
-def _cases() -> dict[str, dict[Kind, float]]:
-    return times(read(SHAPES))
+def _shape_statistic(file: str, name: str, statistic: str) -> str:
+    return STATISTICS[statistic]([x for ms in times(read(file)).values() if (x := ratio(ms, name))])
 
 
-def _shape_statistic(name: str, statistic: str) -> str:
-    return STATISTICS[statistic]([ratio(ms, name) for ms in _cases().values()])
-
-
-def shape_table() -> str:
+def shape_table(file: str) -> str:
     """Milliseconds of our backward, and ratios."""
     head = ["case", "backward, ms", "/ FA4 det", "/ FA4", "/ no order", "forward / FA4"]
     lines = []
-    for case, ms in _cases().items():
-        free = ms["backward", "fa4", False] / ms["backward", "dash_attn", True]
+    for case, ms in times(read(file)).items():
+        free = ms.get(("backward", "fa4", False), 0.0) / ms["backward", "dash_attn", True]
         ratios = (ratio(ms, "det"), free, ratio(ms, "order"), ratio(ms, "forward"))
-        lines.append([case, f"{ms['backward', 'dash_attn', True]:.3f}", *(f"{x:.2f}" for x in ratios)])
+        shown = [f"{x:.2f}" if x else "-" for x in ratios]
+        lines.append([case, f"{ms['backward', 'dash_attn', True]:.3f}", *shown])
     return table_of(head, lines)
 
 

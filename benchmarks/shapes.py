@@ -5,6 +5,7 @@ tiny problems, fp16. Timing is sustained, as in forward.py.
 
     python benchmarks/shapes.py --output benchmarks/results/h200-shapes.json
     python benchmarks/shapes.py --only groups window
+    python benchmarks/shapes.py --head-dims --output benchmarks/results/h200-head-dims.json
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from forward import timed
 from forward_calls import OURS, Call, inputs, works
 from forward_points import Point
 from record import Row, write
-from shape_cases import cases
+from shape_cases import HEAD_DIMS, cases
 from shape_values import RATIOS, Kind, ratio, times
 from summary import geometric_mean
 
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write header and rows as JSON")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
+    parser.add_argument("--head-dims", action="store_true", help="other head dims than 64 and 128 instead")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every Nth case only, from I on")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
     args = parser.parse_args(argv)
@@ -94,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = facts_of_run(args.rounds, "torch", "flash-attn-4", "nvidia-cutlass-dsl") | {"timing": "sustained"}
     found: list[Row] = []
     first, of = map(int, args.share.split("/"))
-    chosen = [(name, point) for name, point in cases() if any(only in name for only in args.only)]
+    all_cases = cases(HEAD_DIMS, ()) if args.head_dims else cases()
+    chosen = [(name, point) for name, point in all_cases if any(only in name for only in args.only)]
     for name, point in chosen[first::of]:
         new = rows(name, point, args.rounds)
         found += new
