@@ -48,7 +48,7 @@ def _draw(rng: random.Random, seed: int) -> FuzzCase:
         lengths=tuple(pairs),
         group=group,
         kv_heads=kv_heads,
-        head_dim=rng.choice((64, 128)),
+        head_dim=rng.choice((64, 128, 64, 128, 48, 96)),
         dtype=rng.choice(("bfloat16", "float16")),
         left=left,
         right=right,

@@ -143,18 +143,36 @@ def launch_all(chosen: dict[str, Config]) -> None:
             for label, problem, blocks in forward_problems(config):
                 launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
                 print(f"launched {name}, {label}", flush=True)
-            continue
-        for label, plan in plans(config):
-            launch(config, plan)
-            print(f"launched {name}, {label}", flush=True)
+        elif isinstance(config, BackwardConfig):
+            for label, plan in plans(config):
+                launch(config, plan)
+                print(f"launched {name}, {label}", flush=True)
+        else:
+            launch_sinks()
+            print(f"launched {name}", flush=True)
+
+
+def launch_sinks() -> None:
+    """A backward of a packed batch with a sink, and its gradient."""
+    plan = auto_plan(packed(300, 0, 17, mask=CAUSAL, head_dim=64))
+    arguments = inputs(plan.problem)
+    sink = torch.zeros(plan.problem.heads, device=arguments[1].device)
+    dsink = run_backward(plan, arguments, 0.125, sink=sink).dsink
+    if dsink is None or not dsink.cpu().isfinite().all():
+        raise RuntimeError("the gradient of a sink is not finite")
+
+
+def columns(config: BackwardConfig | ForwardConfig) -> int:
+    """Of tensors: fewer than the kernel has, where it pads them."""
+    return config.head_dim - 24 * config.padded
 
 
 def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
     """What a variant is launched with: a dense batch with a window. The variants that users get also run with
     blocks that wait for each other at every task, packed with empty sequences, and in head groups."""
-    like = {"head_dim": config.head_dim, "dtype": DTYPES[config.dtype]}
+    like = {"head_dim": columns(config), "dtype": DTYPES[config.dtype]}
     yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
-    if config == BackwardConfig(config.head_dim, config.dtype):
+    if config == BackwardConfig(config.head_dim, config.dtype, config.padded):
         yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
         lengths = ((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64)
         yield "packed", auto_plan(packed(*lengths, mask=CAUSAL, **like))
@@ -206,7 +224,7 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
 
 def forward_problems(config: ForwardConfig) -> Iterator[tuple[str, Problem, int | None]]:
     """What a forward is launched with, and on how many blocks (None: on all). Traced ones have a window."""
-    like = {"head_dim": config.head_dim, "dtype": DTYPES[config.dtype]}
+    like = {"head_dim": columns(config), "dtype": DTYPES[config.dtype]}
     yield "window", dense(WINDOW, seqlen=300, **like), 3
     if config.trace:
         return
@@ -250,7 +268,8 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, 
         forward, trace = Forward(problem, q.device, keys=keys, blocks=blocks, config=config), None
         if config.trace:
             trace = empty_trace(forward.plan(), q.device)
-        out, lse = forward(q, k, v, problem.head_dim**-0.5, trace)
+        sink = torch.zeros(problem.heads, device=q.device) if config.sink else None
+        out, lse = forward(q, k, v, problem.head_dim**-0.5, sink=sink, trace=trace)
     if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
         raise RuntimeError("out or lse is not a number")
     if trace is not None and not trace[:, :2].cpu().all():

@@ -24,6 +24,7 @@ import numpy as np
 
 from dash_attn.backends.sm90 import compile
 from dash_attn.backends.sm90.backward.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
+from dash_attn.backends.sm90.tiles import kernel_of
 from dash_attn.schedule import Plan, to_table
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b16": 16, "u16": 16, "s16": 16, "s8": 8, "u8": 8}
@@ -255,12 +256,12 @@ class Machine:
     def _parameter(self, number: int, offset: int) -> int:
         """What is at an offset in a kernel parameter; tensors are where nothing else is."""
         from_the_end, problem = self.program.parameters - number, self.plan.problem
-        if from_the_end in (10, 11, 12):  # dv, dk, dq: pointer, 3 extents, 3 strides
+        if from_the_end in (10, 11, 12):  # dv, dk, dq: pointer, extents, 3 strides
             heads = problem.heads if from_the_end == 12 else problem.kv_heads
             lengths = [pair[0 if from_the_end == 12 else 1] for pair in problem.sequences]
             batch = len(lengths) if len(set(problem.sequences)) == 1 else 1
             rows, row = sum(lengths) // batch, heads * problem.head_dim
-            extents = {8: batch, 12: rows, 16: heads}
+            extents = {8: batch, 12: rows, 16: heads, 20: problem.head_dim}
             strides = {24: rows * row, 32: row, 40: problem.head_dim}
             if offset:
                 return (extents | strides)[offset]
@@ -390,7 +391,7 @@ class Machine:
             (block.loads if loaded else block.stores).append((which, where))
             size = 2 * 64 * (problem.tile_m if which < 4 else problem.tile_n)
         else:
-            tile_bytes = 4 * problem.tile_m * problem.head_dim
+            tile_bytes = 4 * problem.tile_m * kernel_of(problem.head_dim)[0]
             size = self._value(thread, operands[2])
             tile = (self._address(thread, operands[loaded]) - (TENSORS << 13)) // tile_bytes
             if not loaded:

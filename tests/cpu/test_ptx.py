@@ -9,6 +9,7 @@ from ptx_machine import PATIENCE, PLAN, DeadlockError, Instruction, Machine, Pro
 
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.tiles import kernel_of
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, SymmetricShift, build_plan, choose_policy
 from dash_attn.schedule.layout import HEADER_WORDS, ITEM, ITEM_WORDS
@@ -117,6 +118,14 @@ def test_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
     for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):
         assert_complete(ran(f"backward-d{head_dim}-bf16", plan, blocks, seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "head_dim"), [("packed, some empty", 96), ("head groups", 40)])
+def test_with_fewer_columns_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
+    plan = case(name, head_dim)
+    for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):
+        assert_complete(ran(f"backward-d{kernel_of(head_dim)[0]}-bf16-padded", plan, blocks, seed))
 
 
 # Plans whose items wait for each other
