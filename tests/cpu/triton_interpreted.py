@@ -115,6 +115,40 @@ def test_head_dims(head_dim: int, dtype: str) -> None:
     assert_accurate(problem, tensors, found)
 
 
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(24, 16), (16, 40), (192, 128), (8, 136)])
+def test_head_dims_of_v(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    """Several head groups: their sums have both head dims."""
+    problem = problem_of(
+        (70, 90), (33, 20), mask=Mask.causal(), head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype
+    )
+    tensors = packed_tensors(problem)
+    tensors[1] = tensors[1] / head_dim**0.5
+    for head_groups in (1, 2):
+        plan = build_plan(problem, SPT(), head_groups=head_groups)
+        found = run(plan, tensors)
+        assert [x.shape[-1] for x in (found["out"], found["dq"], found["dk"], found["dv"])] == [
+            head_dim_v, head_dim, head_dim, head_dim_v
+        ]  # fmt: skip
+        assert_accurate(problem, tensors, found)
+
+
+def test_head_dims_of_v_in_dense_batches() -> None:
+    """To the byte as packed; and a cache of keys."""
+    problem = problem_of((40, 60), (40, 60), mask=Mask.window(30, 0), head_dim=24, head_dim_v=16)
+    plan, packed = build_plan(problem, SPT()), packed_tensors(problem)
+    wanted = run(plan, packed)
+    dense = [x.unflatten(0, (2, -1)) for x in packed]
+    found = run(plan, dense)
+    for name in ("out", "dq", "dk", "dv"):
+        assert_same_bytes(found[name].flatten(0, 1), wanted[name], name)
+    _, q, k, v = dense
+    keys = Keys((2, 70, 1, 24), None)
+    caches = [torch.cat([x, torch.full_like(x[:, :10], torch.nan)], 1) for x in (k, v)]
+    used = BACKEND.prepare(problem, CPU, packed=False, keys=keys).forward(q, *caches, SCALE)
+    assert_same_bytes(used[0], found["out"], "out")
+
+
 @pytest.mark.parametrize("head_groups", [1, 2, 3])
 def test_head_groups(head_groups: int) -> None:
     problem = problem_of((50, 70), (30, 10), heads=6, kv_heads=2)

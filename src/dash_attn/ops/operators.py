@@ -53,13 +53,13 @@ _TENSORS = len(Tensors._fields)
 
 
 def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
-    out, lse = dense_call(q, k, AttentionSpec(*spec)).forward(q, k, v)
+    out, lse = dense_call(q, k, v, AttentionSpec(*spec)).forward(q, k, v)
     return out.contiguous(), lse
 
 
 def _backward_kernel(*arguments: Any) -> Gradients:
     tensors = Tensors(*arguments[:_TENSORS])
-    call = dense_call(tensors.q, tensors.k, AttentionSpec(*arguments[_TENSORS:]))
+    call = dense_call(tensors.q, tensors.k, tensors.v, AttentionSpec(*arguments[_TENSORS:]))
     return Gradients(*(x.contiguous() for x in call.backward(tensors)))
 
 
@@ -68,7 +68,7 @@ def _varlen_forward_kernel(
 ) -> tuple[Tensor, Tensor]:
     *spec, longest_q, longest_k = rest
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    out, lse = packed_call(q, k, packing, AttentionSpec(*spec)).forward(q, k, v)
+    out, lse = packed_call(q, k, v, packing, AttentionSpec(*spec)).forward(q, k, v)
     return out.contiguous(), lse
 
 
@@ -77,14 +77,14 @@ def _varlen_backward_kernel(*arguments: Any) -> Gradients:
     cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k = arguments[_TENSORS:]
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
     # The forward has seen that the lengths were not changed behind PyTorch's back.
-    call = packed_call(tensors.q, tensors.k, packing, AttentionSpec(*spec), check=False)
+    call = packed_call(tensors.q, tensors.k, tensors.v, packing, AttentionSpec(*spec), check=False)
     return Gradients(*(x.contiguous() for x in call.backward(tensors)))
 
 
 def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k = rest
     used = (cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k)
-    out, lse = used_call(q, k, used, AttentionSpec(*spec)).forward(q, k, v)
+    out, lse = used_call(q, k, v, used, AttentionSpec(*spec)).forward(q, k, v)
     return out.contiguous(), lse
 
 
@@ -106,7 +106,7 @@ USED = torch.ops.dash_attn.varlen_used_forward.default
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     *batch, rows, heads, _d = q.shape
-    return q.new_empty(q.shape), q.new_empty((*batch, heads, rows), dtype=wide)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*batch, heads, rows), dtype=wide)
 
 
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Gradients:

@@ -35,6 +35,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "fp32": {"causal": True, "dtype": "float32"},
     "head_dim 96": {"causal": True, "head_dim": 96},
     "head_dim 256": {"causal": True, "head_dim": 256},
+    "head_dim 192, of v 128": {"causal": True, "head_dim": 192, "head_dim_v": 128},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -124,6 +125,7 @@ def _support(
     packed: bool = False,
     kv_heads: int = 4,
     head_dim: int = 128,
+    head_dim_v: int | None = None,
     dtype: str = "bfloat16",
 ) -> str:
     from ..api import is_supported
@@ -132,9 +134,10 @@ def _support(
     rows = (256,) if packed else (1, 256)
     like = {"dtype": getattr(torch, dtype), "device": device}
     q, k = (torch.zeros(*rows, heads, head_dim, **like) for heads in (4, kv_heads))
+    v = k[..., :head_dim_v]
     ends = torch.tensor([0, 100, 256], dtype=torch.int32)
     bounds = (ends, ends) if packed else ()
-    found = is_supported(q, k, k, *bounds, causal=causal, window_size=window_size, backend=backend)
+    found = is_supported(q, k, v, *bounds, causal=causal, window_size=window_size, backend=backend)
     return "yes" if found else f"no: {found.reason}"
 
 

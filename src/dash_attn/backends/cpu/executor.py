@@ -150,7 +150,7 @@ class _Backward:
         self, problem: Problem, tensors: Tensors, softmax_scale: float, softcap: float = 0.0
     ) -> None:
         x = tensors
-        check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
+        check_packed(problem, q=x.q, dout=x.dout, out=x.out, k=x.k, v=x.v)
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
         self.problem, self.tensors, self.scale, self.cap = problem, tensors, softmax_scale, softcap
@@ -189,7 +189,7 @@ class _Backward:
     def dk_dv(self) -> tuple[Tensor, Tensor]:
         """dK and dV; zero for kv tiles without a task."""
         dk = self.tensors.k.new_zeros(self.tensors.k.shape)
-        dv = torch.zeros_like(dk)
+        dv = self.tensors.v.new_zeros(self.tensors.v.shape)
         for parts in self._items_of_kv_tiles():
             whole = parts[0]
             for part in parts[1:]:

@@ -49,23 +49,23 @@ def forward(
     Args:
         plan: a plan or its problem; the plan of a backward says nothing about the forward.
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
-        k, v: (total_k, kv_heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim); v may have another head dim.
         softmax_scale: factor on Q K^T.
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
     Returns:
-        out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
+        out: (total_q, heads, head dim of v), the dtype of q; zero in rows that see no column.
         lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows.
 
     Raises:
         InputError: a tensor does not fit the problem.
     """
     problem = plan.problem if isinstance(plan, Plan) else plan
-    check_packed(problem, {"q": q}, {"k": k, "v": v})
+    check_packed(problem, q=q, k=k, v=v)
     numerics = ForwardNumerics.of(problem) if numerics is None else numerics
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
     lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
     starts = TileRows(problem)
     masks: _Masks = {}
@@ -104,7 +104,7 @@ class _State(NamedTuple):
 
 
 class _Head:
-    """One kv head of a sequence; k and v are (seqlen_k, head_dim)."""
+    """One kv head of a sequence; k and v are (seqlen_k, head_dim), v with a head dim of its own."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class _Head:
     def run(self, q: Tensor, rng: random.Random | None) -> tuple[Tensor, Tensor]:
         """(out, lse) of q, (seqlen_q, head_dim)."""
         lse = q.new_full((len(q),), -torch.inf, dtype=accumulator(q.dtype))
-        out = torch.zeros_like(q)
+        out = q.new_zeros((len(q), self.numerics.head_dim_v))
         for top in range(0, len(q), ROWS):
             at = slice(top, min(top + ROWS, len(q)))
             first, last = self.grid.columns(np.arange(at.start, at.stop))
@@ -151,7 +151,7 @@ class _Head:
 
     def _segment(self, q: Tensor, top: int, kv_tiles: list[int]) -> _State:
         nothing = q.new_zeros(len(q), 1)
-        state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
+        state = _State(nothing - torch.inf, nothing, q.new_zeros((len(q), self.numerics.head_dim_v)))
         for kv in kv_tiles:
             scores = torch.mm(q, self.keys[kv].T)
             if self.cap:
