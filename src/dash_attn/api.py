@@ -104,7 +104,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads. v may have another head_dim, as
+            in DeepSeek's MLA; "sm90" takes no other.
         causal: row i sees columns up to ``i + seqlen_k - seqlen_q`` (aligned bottom-right).
         window: (left, right) columns around that diagonal, -1 or None: unbounded. With ``causal`` the
             right side is 0, as in FlashAttention.
@@ -125,7 +126,7 @@ def attention(
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim), dtype of q; rows that see no column are zero.
+        out: (batch, seqlen_q, heads, head_dim of v), dtype of q; rows that see no column are zero.
         lse: with ``return_lse``, (batch, heads, seqlen_q) float32 (float64 for float64), natural
             logarithm; -inf in rows that see no column. With a sink it includes that: the sink in such rows.
 
@@ -170,7 +171,7 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads; v may have another head_dim.
         softmax_scale: default ``head_dim ** -0.5``; "sm90" takes positive ones only.
         causal: aligned bottom-right.
         window_size: (left, right), -1 or None: unbounded. With ``causal`` the right side is 0.
@@ -243,8 +244,8 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, heads, head_dim). With ``seqused_k`` and without ``cu_seqlens_q``:
             (batch, seqlen_q, heads, head_dim).
-        k, v: (total_k, kv_heads, head_dim); kv_heads divides heads. With ``seqused_k`` and without
-            ``cu_seqlens_k``: (batch, seqlen_k_max, kv_heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim); kv_heads divides heads; v may have another head_dim. With
+            ``seqused_k`` and without ``cu_seqlens_k``: (batch, seqlen_k_max, kv_heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, on the tensors' device or on the CPU: 0, then the
             end of every sequence. Sequences may be empty. With ``seqused_k``, a sequence's keys begin at its
             ``cu_seqlens_k``, and those that are not used lie between them and the next sequence's.
@@ -257,7 +258,7 @@ def flash_attn_varlen_func(
             (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
-        out: the shape of q, or (out, lse).
+        out: the shape of q with the head_dim of v, or (out, lse).
 
     Raises:
         InputError: an argument cannot be used or honoured; the message names it and its value. With
@@ -535,9 +536,9 @@ def _run_packed(
         spec, longest = known
         if isinstance(packing, Used):
             refuse_gradients(q, k, v, *aux)
-            out, lse = used_call(q, k, (*packing[:3], *longest), spec).forward(q, k, v, aux)
+            out, lse = used_call(q, k, v, (*packing[:3], *longest), spec).forward(q, k, v, aux)
         else:
-            out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v, aux)
+            out, lse = attend(packed_call(q, k, v, (*packing[:2], *longest), spec), q, k, v, aux)
         return (out, lse) if return_lse else out
     checked = check_call(q, k, v, packing, asked, aux)
     call, out, lse = _run(checked)
@@ -571,10 +572,10 @@ def _call_of(
 
 
 def _find(checked: CheckedCall) -> Call:
-    q, k, _, _, spec, packing = checked
+    q, k, v, _, spec, packing = checked
     if isinstance(packing, Used):
-        return used_call(q, k, packing, spec)
-    return dense_call(q, k, spec) if packing is None else packed_call(q, k, packing, spec)
+        return used_call(q, k, v, packing, spec)
+    return dense_call(q, k, v, spec) if packing is None else packed_call(q, k, v, packing, spec)
 
 
 def _is_empty(checked: CheckedCall) -> bool:
@@ -595,7 +596,7 @@ def _is_empty(checked: CheckedCall) -> bool:
 
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
     """Results without rows, with gradients without rows, or of 0."""
-    out = q + 0 * (k.sum() + v.sum())
+    out = q.sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1]) + 0 * (k.sum() + v.sum())
     if aux.learnable_sink is not None:
         out = out + 0 * aux.learnable_sink.sum()
     *batch, rows, heads, _ = q.shape

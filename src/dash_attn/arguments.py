@@ -273,22 +273,22 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
-            raise InputError(
-                f"{name} has batch {x.shape[0]} and head_dim {x.shape[3]}, "
-                f"q has {q.shape[0]} and {q.shape[3]}"
-            )
-    if k.shape != v.shape:
-        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise InputError(
+            f"k has batch {k.shape[0]} and head_dim {k.shape[3]}, q has {q.shape[0]} and {q.shape[3]}"
+        )
+    _check_rows_of_v(k, v)
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[-1] != q.shape[-1]:
-            raise InputError(f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}")
-    if k.shape != v.shape:
-        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise InputError(f"k has head_dim {k.shape[-1]}, q has {q.shape[-1]}")
+    _check_rows_of_v(k, v)
+
+
+def _check_rows_of_v(k: Tensor, v: Tensor) -> None:
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: only head_dim may differ")
 
 
 def check_aux(aux: AuxTensors, q: Tensor, batch: int) -> None:

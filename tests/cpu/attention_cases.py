@@ -23,9 +23,9 @@ torch.set_num_threads(1)  # tests run in parallel processes, and threads of many
 def packed_tensors(problem: Problem, seed: int = 0) -> list[Tensor]:
     """dout, q, k, v in the problem's dtype, packed."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, _ = tensor_shapes(problem)[3]
+    sizes = tensor_shapes(problem)[3].of_tensors[:4]
     dtype = getattr(torch, problem.dtype)
-    return [torch.randn(size, generator=generator).to(dtype) for size in (q, q, k, k)]
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
 
 
 def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:

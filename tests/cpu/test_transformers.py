@@ -55,6 +55,14 @@ def gemma(**change):
     )
 
 
+def deepseek(**change):
+    """Latent attention: heads of 24 in Q and K, and of 16 in V."""
+    heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    lora = {"q_lora_rank": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    return transformers.DeepseekV3Config(**{**SMALL, **heads}, **experts, **lora, **change)
+
+
 CONFIGS = pytest.mark.parametrize("config", [llama, qwen, sliding])
 
 
@@ -296,10 +304,10 @@ def test_generation_with_a_growing_cache(config):
     assert torch.equal(generated("dash"), generated("sdpa"))
 
 
-def trained(implementation, steps=3):
-    """Weights after a few steps of AdamW on padded batches."""
-    model, mask = model_of(qwen, implementation), padding_of("right")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def trained(implementation, steps=3, config=qwen):
+    """Weights after a few steps of AdamW on padded batches, and the losses."""
+    model, mask = model_of(config, implementation), padding_of("right")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(steps):
         tokens = tokens_of(seed=step)
         labels = tokens.masked_fill(mask == 0, -100)
@@ -307,11 +315,12 @@ def trained(implementation, steps=3):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return model.state_dict()
+        losses.append(loss.detach())
+    return model.state_dict(), torch.stack(losses)
 
 
 def test_two_training_runs_end_in_the_same_bytes():
-    first, second, other = trained("dash"), trained("dash"), trained("sdpa")
+    first, second, other = (trained(name)[0] for name in ("dash", "dash", "sdpa"))
     for name, weight in first.items():
         assert_same_bytes(weight, second[name], name)
     # The control: another attention gives other bytes, so it was ours that ran.
@@ -409,6 +418,26 @@ def test_softcap():
         assert torch.allclose(grad, expected_grads[name], atol=2e-6, rtol=1e-3), name
     plain, _ = run(model_of(gemma, "sdpa"), tokens)
     assert (plain - logits).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_another_head_dim_of_v(side):
+    tokens, mask = tokens_of(), None if side is None else padding_of(side)
+    logits, grads = run(model_of(deepseek), tokens, mask)
+    expected, expected_grads = run(model_of(deepseek, "eager"), tokens, mask)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    for name, grad in grads.items():
+        if grad is not None:
+            assert torch.allclose(grad, expected_grads[name], atol=2e-6, rtol=1e-3), name
+
+
+def test_another_head_dim_of_v_trains_as_eager_does_and_twice_alike():
+    weights, losses = trained("dash", config=deepseek)
+    torch.testing.assert_close(losses, trained("eager", config=deepseek)[1], atol=2e-5, rtol=1e-4)
+    again, losses_again = trained("dash", config=deepseek)
+    assert_same_bytes(losses_again, losses)
+    for name, weight in weights.items():
+        assert_same_bytes(weight, again[name], name)
 
 
 def test_models_with_masks_of_their_own_raise():

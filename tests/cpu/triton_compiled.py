@@ -32,6 +32,9 @@ SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 HEAD_DIMS = (*TILES, 80, 192)
 
+PAIRS = ((192, 128), (64, 128), (40, 200))
+"""Head dims of Q and K beside that of V: DeepSeek's MLA, and others."""
+
 MOST_LOCAL = 768
 """Bytes of local memory per thread: registers that do not fit. None would be better."""
 
@@ -56,12 +59,14 @@ PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False}
 
 
 def sources(
-    head_dim: int, dtype: str, arch: int, **scores: bool
+    head_dims: int | tuple[int, int], dtype: str, arch: int, **scores: bool
 ) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them; ``scores``: those of PLAIN."""
-    forward, dkdv, dq = shapes_of(head_dim, dtype, divmod(arch, 10) in ROOMY)
-    tile_m, tile_n = TILES[padded(head_dim)]
-    head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
+    head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
+    forward, dkdv, dq = shapes_of(max(head_dim, head_dim_v), dtype, divmod(arch, 10) in ROOMY)
+    tile_m, tile_n = TILES[padded(max(head_dim, head_dim_v))]
+    of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v)}
+    head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
     of_scores = PLAIN | scores
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
     tile |= {name: of_scores[name] for name in ("SOFTCAP", "ALIBI")}
@@ -78,15 +83,15 @@ def sources(
         "dkdv": (dkdv_kernel, head | tile | {"ROWS": dkdv.rows, "KEYS": dkdv.keys}, *dkdv[2:]),
         "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
         "fold": (fold_kernel, head | {"KEYS": dkdv.keys, "TILE_N": tile_n}, 4, 3),
-        "prepare": (prepare_kernel, head | {"ROWS": tile_m}, 4, 3),
+        "prepare": (prepare_kernel, of_v | {"ROWS": tile_m}, 4, 3),
         "sink": (sink_kernel, {"ROWS": SINK_ROWS}, 4, 3),
         "sinks": (sinks_kernel, {}, 1, 3),
     }
 
 
 @cache
-def compiled(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> Any:
-    kernel, constants, warps, stages = sources(head_dim, dtype, arch, **scores)[name]
+def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> Any:
+    kernel, constants, warps, stages = sources(head_dims, dtype, arch, **scores)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
         kind = _type_of(argument, dtype)
@@ -114,6 +119,13 @@ def test_kernels_fit(arch: int, dtype: str, head_dim: int) -> None:
         _assert_fits(name, arch, dtype, head_dim)
 
 
+@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dims", PAIRS, ids=str)
+def test_kernels_with_another_head_dim_of_v_fit(head_dims: tuple[int, int], arch: int) -> None:
+    for name in sources(head_dims, "bfloat16", arch):
+        _assert_fits(name, arch, "bfloat16", head_dims)
+
+
 @pytest.mark.parametrize("head_dim", TILES)
 def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
     for name in ("forward", "dkdv", "dq"):
@@ -131,8 +143,8 @@ def test_kernels_with_alibi_fit(head_dim: int) -> None:
         _assert_fits(name, *QUICK, head_dim, ALIBI=True)
 
 
-def _assert_fits(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> None:
-    found = compiled(name, arch, dtype, head_dim, **scores)
+def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> None:
+    found = compiled(name, arch, dtype, head_dims, **scores)
     assert found.metadata.shared <= SHARED[arch], name
     (kernel,) = resources_of_cubin(found.asm["cubin"])
     assert kernel.stack <= MOST_LOCAL, name

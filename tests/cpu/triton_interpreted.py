@@ -129,6 +129,63 @@ def test_head_dims(head_dim: int, dtype: str) -> None:
     assert_accurate(problem, tensors, found)
 
 
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(24, 16), (16, 40), (192, 128), (8, 136)])
+def test_head_dims_of_v(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    """Several head groups: their sums have both head dims."""
+    problem = problem_of(
+        (70, 90), (33, 20), mask=Mask.causal(), head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype
+    )
+    tensors = packed_tensors(problem)
+    tensors[1] = tensors[1] / head_dim**0.5
+    for head_groups in (1, 2):
+        plan = build_plan(problem, SPT(), head_groups=head_groups)
+        found = run(plan, tensors)
+        assert [x.shape[-1] for x in (found["out"], found["dq"], found["dk"], found["dv"])] == [
+            head_dim_v, head_dim, head_dim, head_dim_v
+        ]  # fmt: skip
+        assert_accurate(problem, tensors, found)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize(("head_dim", "head_dim_v", "dtype"), [(24, 16, "float32"), (8, 136, "float16")])
+def test_head_dims_of_v_with_a_sink_and_alibi(mask: Mask, head_dim: int, head_dim_v: int, dtype: str) -> None:
+    """With a softcap, too; several head groups. Delta is a sum over the columns of v."""
+    problem = problem_of((70, 90), (33, 20), mask=mask, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype)
+    tensors, scores = packed_tensors(problem), Scores(SCALE, 5.0, sink=True, alibi=True)
+    sink, slopes = torch.tensor([0.5, 3.0]), torch.tensor([[0.02, 0.3], [0.1, 0.0]])
+    parts, exact = [], torch.zeros(2, dtype=torch.float64)
+    for one, mine in zip(split(problem, tensors), slopes):
+        wanted = plain_attention(Inputs(*one), mask, scores, aux=AuxTensors(sink, mine))
+        parts.append(wanted._asdict())
+        exact += sink_gradient(one[0], wanted, sink)
+    joined = {name: torch.cat([x[name] for x in parts], 1 if name == "lse" else 0) for name in NAMES}
+    for head_groups in (1, 2):
+        plan = build_plan(problem, Descending(), head_groups=head_groups)
+        found = run(plan, tensors, scores, AuxTensors(sink, slopes))
+        assert list(found) == [*NAMES, "dsink"]
+        for name, x in joined.items():
+            error = (found[name].double() - x).abs().max()
+            assert error <= BOUND[dtype] * max(x.abs().max(), 1.0), name
+        assert (found["dsink"] - exact).norm() <= 2 * BOUND[dtype] * exact.norm()
+
+
+def test_head_dims_of_v_in_dense_batches() -> None:
+    """To the byte as packed; and a cache of keys."""
+    problem = problem_of((40, 60), (40, 60), mask=Mask.window(30, 0), head_dim=24, head_dim_v=16)
+    plan, packed = build_plan(problem, SPT()), packed_tensors(problem)
+    wanted = run(plan, packed)
+    dense = [x.unflatten(0, (2, -1)) for x in packed]
+    found = run(plan, dense)
+    for name in ("out", "dq", "dk", "dv"):
+        assert_same_bytes(found[name].flatten(0, 1), wanted[name], name)
+    _, q, k, v = dense
+    keys = Keys((2, 70, 1, 24), None)
+    caches = [torch.cat([x, torch.full_like(x[:, :10], torch.nan)], 1) for x in (k, v)]
+    used = BACKEND.prepare(problem, CPU, packed=False, keys=keys).forward(q, *caches, SCORES)
+    assert_same_bytes(used[0], found["out"], "out")
+
+
 @pytest.mark.parametrize("head_groups", [1, 2, 3])
 def test_head_groups(head_groups: int) -> None:
     problem = problem_of((50, 70), (30, 10), heads=6, kv_heads=2)

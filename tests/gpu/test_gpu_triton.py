@@ -73,6 +73,16 @@ def test_head_dims_and_dtypes(head_dim: int, dtype: str) -> None:
     assert_accurate(case, run(auto_plan(case.problem), case))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (40, 200), (24, 16)])
+def test_head_dims_of_v(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    case = any_case(problem_of(*LENGTHS, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype))
+    found = run(auto_plan(case.problem), case)
+    assert_accurate(case, found)
+    for name, again in run(auto_plan(case.problem), case).items():
+        assert_same_bytes(again, found[name], name)
+
+
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW, Mask.window(40, 70)], ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1)])
 def test_masks_and_heads(mask: Mask, heads: int, kv_heads: int) -> None:

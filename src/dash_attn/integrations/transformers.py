@@ -86,7 +86,7 @@ def attention_forward(
         module: without a :class:`.TokenMask`, ``is_causal`` of it counts unless the argument is given.
         query: (batch, heads, seqlen_q, head_dim).
         key, value: (batch, kv_heads, seqlen_k, head_dim); places of a cache for later keys, if a
-            :class:`.TokenMask` says so, may hold anything.
+            :class:`.TokenMask` says so, may hold anything. ``value`` may have another head_dim.
         attention_mask: what :func:`.token_mask` made, which then decides alone what a row sees, as masks do
             for transformers' eager attention. Or (batch, seqlen_k): 0 for padding, otherwise the number of
             the sequence. Or None.
@@ -104,7 +104,7 @@ def attention_forward(
         s_aux: (heads,), the ``learnable_sink`` of :func:`dash_attn.attention`, or None.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim), zero in padded rows; and None for the weights.
+        out: (batch, seqlen_q, heads, head_dim of value), zero in padded rows; and None for the weights.
 
     Raises:
         InputError: an argument cannot be honoured; the message names it and its value.
@@ -248,7 +248,8 @@ def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, 
     rows_q, rows_k = packing.rows_q, packing.rows_k
     packed = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))]
     out = _of_packed(flash_attn_varlen_func(*packed, packing.cu_seqlens_q, packing.cu_seqlens_k, **how))
-    return out.new_zeros(q.flatten(0, 1).shape).index_copy(0, rows_q, out).view(q.shape)
+    rows, heads = q.shape[:2], out.shape[1:]
+    return out.new_zeros((rows.numel(), *heads)).index_copy(0, rows_q, out).view(*rows, *heads)
 
 
 def _forward_only(*tensors: Tensor | None) -> bool:

@@ -149,7 +149,7 @@ class _Backward:
 
     def __init__(self, problem: Problem, tensors: Tensors, scores: Scores, aux: AuxTensors = NO_AUX) -> None:
         x = tensors
-        check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
+        check_packed(problem, q=x.q, dout=x.dout, out=x.out, k=x.k, v=x.v)
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
         self.problem, self.tensors, self.aux = problem, tensors, aux
@@ -199,7 +199,7 @@ class _Backward:
     def dk_dv(self) -> tuple[Tensor, Tensor]:
         """dK and dV; zero for kv tiles without a task."""
         dk = self.tensors.k.new_zeros(self.tensors.k.shape)
-        dv = torch.zeros_like(dk)
+        dv = self.tensors.v.new_zeros(self.tensors.v.shape)
         for parts in self._items_of_kv_tiles():
             whole = parts[0]
             for part in parts[1:]:

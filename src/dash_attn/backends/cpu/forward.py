@@ -51,14 +51,14 @@ def forward(
     Args:
         plan: a plan or its problem; the plan of a backward says nothing about the forward.
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
-        k, v: (total_k, kv_heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim); v may have another head dim.
         scores: what becomes of Q K^T; a number is the softmax scale alone.
         aux: the tensors that this takes.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
     Returns:
-        out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
+        out: (total_q, heads, head dim of v), the dtype of q; zero in rows that see no column.
         lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows, or the
             sink.
 
@@ -66,9 +66,9 @@ def forward(
         InputError: a tensor does not fit the problem.
     """
     problem = plan.problem if isinstance(plan, Plan) else plan
-    check_packed(problem, {"q": q}, {"k": k, "v": v})
+    check_packed(problem, q=q, k=k, v=v)
     numerics = ForwardNumerics.of(problem) if numerics is None else numerics
-    out = q.new_zeros(q.shape)
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
     lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
     starts = TileRows(problem)
     masks: _Masks = {}
@@ -117,7 +117,7 @@ class _QHead(NamedTuple):
 
 
 class _Head:
-    """One kv head of a sequence; k and v are (seqlen_k, head_dim)."""
+    """One kv head of a sequence; k and v are (seqlen_k, head_dim), v with a head dim of its own."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Head:
         """(out, lse) of a q head. The sink is a segment behind all others."""
         q = head.q
         lse = q.new_full((len(q),), -torch.inf, dtype=accumulator(q.dtype))
-        out = torch.zeros_like(q)
+        out = q.new_zeros((len(q), self.numerics.head_dim_v))
         for top in range(0, len(q), ROWS):
             at = slice(top, min(top + ROWS, len(q)))
             first, last = self.grid.columns(np.arange(at.start, at.stop))
@@ -148,7 +148,7 @@ class _Head:
             if seen.any():
                 found = self._segments(head, top, int(first[seen].min()), int(last[seen].max()), rng)
             if head.sink is not None:
-                found.append(_of_sink(head.sink, q))
+                found.append(_of_sink(head.sink, out))
             if found:
                 rows = at.stop - at.start
                 out[at], lse[at] = (x[:rows] for x in _results(reduce(_folded, found)))
@@ -169,7 +169,7 @@ class _Head:
     def _segment(self, head: _QHead, top: int, kv_tiles: list[int]) -> _State:
         q = head.q
         nothing = q.new_zeros(len(q), 1)
-        state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
+        state = _State(nothing - torch.inf, nothing, q.new_zeros((len(q), self.numerics.head_dim_v)))
         for kv in kv_tiles:
             scores = torch.mm(q, self.keys[kv].T)
             if self.cap:
@@ -230,11 +230,11 @@ def _folded(before: _State, state: _State) -> _State:
     return _State(maximum, before.total * left + state.total * right, before.out * left + state.out * right)
 
 
-def _of_sink(sink: Tensor, q: Tensor) -> _State:
-    """What a q tile knows of a key that has the sink for its score, and no value."""
-    wide = accumulator(q.dtype)
+def _of_sink(sink: Tensor, out: Tensor) -> _State:
+    """What a q tile knows of a key that has the sink for its score, and no value; ``out``: of its head."""
+    wide = accumulator(out.dtype)
     maximum = (sink.detach().to(wide) * math.log2(math.e)).expand(ROWS, 1)
-    return _State(maximum, torch.ones_like(maximum), q.new_zeros(ROWS, q.shape[1], dtype=wide))
+    return _State(maximum, torch.ones_like(maximum), out.new_zeros(ROWS, out.shape[1], dtype=wide))
 
 
 def _results(state: _State) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,10 @@ SLICE = 2**25
 
 
 class Inputs(NamedTuple):
-    """One sequence: dout, q (seqlen_q, heads, head_dim), k, v (seqlen_k, kv_heads, head_dim)."""
+    """One sequence: dout, q (seqlen_q, heads, head_dim), k, v (seqlen_k, kv_heads, head_dim).
+
+    v and dout may have another head dim than q and k.
+    """
 
     dout: Tensor
     q: Tensor
@@ -32,7 +35,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of one sequence: out and dq as q, lse (heads, seqlen_q), dk and dv as k; or of a whole batch."""
+    """Of one sequence, or of a batch: out as dout, lse (heads, seqlen_q), dq, dk and dv as q, k and v."""
 
     out: Tensor
     lse: Tensor
@@ -72,7 +75,7 @@ def plain_attention(
     narrow = dtype.itemsize == 2
     wide = torch.float32 if narrow else dtype
     group = q.shape[1] // k.shape[1]
-    out, dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, q, k, v))
+    out, dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (dout, q, k, v))
     lse = q.new_zeros((q.shape[1], len(q)), dtype=wide)
     positions = torch.arange(len(q), device=q.device) + (len(k) - len(q) if q_start is None else q_start)
 
@@ -126,15 +129,16 @@ def oracle_forward(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), any float dtype.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads; v may have another head dim.
         mask: a band mask, aligned bottom-right.
         softmax_scale: factor on Q K^T.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim).
+        out: (batch, seqlen_q, heads, head dim of v).
         lse: (batch, heads, seqlen_q).
     """
-    found = _dense(Inputs(torch.zeros_like(q), q, k, v), mask, softmax_scale)
+    dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    found = _dense(Inputs(dout, q, k, v), mask, softmax_scale)
     return found.out, found.lse
 
 
@@ -143,7 +147,7 @@ def oracle_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of a dense batch in float64, in the shapes of q, k and v.
 
-    Arguments as in :func:`oracle_forward`; dout has the shape of q.
+    Arguments as in :func:`oracle_forward`; dout has the shape of out.
 
     >>> q = torch.ones(1, 2, 1, 1)
     >>> v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)

@@ -34,6 +34,8 @@ __all__ = ["BACKEND"]
 
 class _Prepared(Prepared):
     def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
+        if reason := _why_no_head_dim(problem):
+            raise InputError(reason)
         self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
         self._forward = Forward(problem, device, keys=keys)
         self._shapes = forward_shapes(problem, packed, keys)
@@ -55,9 +57,9 @@ class _Prepared(Prepared):
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
-        if (q.shape, k.shape) == self._shapes and v.shape == k.shape:
+        if (q.shape, k.shape, v.shape) == self._shapes:
             return
-        for name, x, shape in (("q", q, self._shapes[0]), ("k", k, self._shapes[1]), ("v", v, k.shape)):
+        for name, x, shape in zip("qkv", (q, k, v), self._shapes):
             if x.shape != shape:
                 raise PlanMismatchError(f"{name} has shape {tuple(x.shape)}, the problem says {tuple(shape)}")
 
@@ -94,6 +96,14 @@ def _debug() -> Debug | None:
     return Debug(bounded=True, trace="trace" in asked) if asked else None
 
 
+def _why_no_head_dim(problem: Problem) -> str:
+    if (problem.head_dim, problem.head_dim_v) in TILES:
+        return ""
+    known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
+    of_v = "" if problem.head_dim_v == problem.head_dim else f" with head_dim_v {problem.head_dim_v}"
+    return f"head_dim {problem.head_dim}{of_v} is not supported by sm90; supported: {known}"
+
+
 @lru_cache
 def _why_no_scores(scores: Scores) -> str:
     """Why the kernels do not have what is made of scores: they have the softmax scale, and nothing else."""
@@ -126,10 +136,8 @@ class _SM90(Backend):
             return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(DTYPES)}"
-        if (problem.head_dim, problem.head_dim) not in TILES:
-            known = ", ".join(str(head_dim) for head_dim, head_dim_v in TILES if head_dim == head_dim_v)
-            return f"head_dim {problem.head_dim} is not supported by sm90; supported: {known}"
-        if reason := _why_no_scores(scores) or why_no_scale(scores.softmax_scale):
+        of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
+        if reason := _why_no_head_dim(problem) or of_scores:
             return reason
         if problem.q_starts is not None:
             return (

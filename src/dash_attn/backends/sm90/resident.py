@@ -115,7 +115,7 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
 
 def _check_tiles(plan: Plan) -> None:
     p = plan.problem
-    kernel = tiles_of(p.head_dim)
+    kernel = tiles_of(p.head_dim, p.head_dim_v)
     if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
         raise PlanMismatchError(
             f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {p.head_dim} has "

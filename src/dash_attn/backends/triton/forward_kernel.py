@@ -1,13 +1,13 @@
 """The kernel of the forward: one program per (q tile, q head), by the numerics of ``schedule/forward.py``.
 
-There is one variant per head dim and dtype. Masks, lengths, layouts and head counts are values, never
+There is one variant per head dims and dtype. Masks, lengths, layouts and head counts are values, never
 constants of the compiler: with them it might round elsewhere, and a row's bits would follow its company.
 """
 
 import triton
 import triton.language as tl
 
-from .parts import capped, distance, load_rows, row_interval, sequence_of, slope_of, whole_columns
+from .parts import capped, distance, load_rows, row_interval, sequence_of, slope_of, store_rows, whole_columns
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -26,8 +26,8 @@ def forward_kernel(
     out_batch, out_row, out_head, lse_batch, lse_head,
     tiles, group, left, right, slope_batch, scale2, cap2,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
     with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK;
@@ -54,11 +54,11 @@ def forward_kernel(
 
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     for segment in range(lowest // SEGMENT, (highest + SEGMENT) // SEGMENT):
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         total_here = tl.zeros((ROWS,), tl.float32)
-        here = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        here = tl.zeros((ROWS, BLOCK_DV), tl.float32)
         low = tl.maximum(lowest, segment * SEGMENT) // TILE
         high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
         for back in range(high - low + 1):
@@ -89,7 +89,7 @@ def forward_kernel(
             decay = tl.exp2(m - shift)
             p = tl.exp2(s - shift[:, None])
             total_here = total_here * decay + tl.sum(p, 1)
-            v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
+            v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
             here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
             m = new
         both = tl.maximum(maximum, m)
@@ -112,7 +112,5 @@ def forward_kernel(
     tl.store(lse + batch_q * lse_batch + head * lse_head + start_q + rows, lse_tile, mask=there)
     # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
     acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None]) + 0.0
-    dims = tl.arange(0, BLOCK_D)
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
-    where = out_base + rows.to(tl.int64)[:, None] * out_row * 8 + dims[None, :]
-    tl.store(where, acc.to(out.dtype.element_ty), mask=there[:, None] & (dims < HEAD_DIM)[None, :])
+    store_rows(out_base, out_row, rows, there, acc, HEAD_DIM_V, BLOCK_DV)

@@ -73,7 +73,7 @@ class Forward:
     def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
         self.problem, self._device, self._placed = problem, device, (packed, keys)
         self.numerics = forward_numerics(problem, is_roomy(device))
-        self._shape = shapes_of(problem.head_dim, problem.dtype, is_roomy(device)).forward
+        self._shape = shapes_of(problem.widest, problem.dtype, is_roomy(device)).forward
         self._table: _OnDevice | None = None
         self._tiles = 0
 
@@ -85,7 +85,7 @@ class Forward:
         if self._table is None:
             table = forward_table(problem, *self._placed, shape.rows)
             self._tiles, self._table = len(table), _OnDevice(problem, [table], self._device)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
         *batch, rows, heads, _ = q.shape
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
         if not q.numel():
@@ -96,9 +96,7 @@ class Forward:
             *self._table.use(),
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
             self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), *_of_scores(scores),
-            SOFTCAP=scores.softcap > 0, SINK=aux.learnable_sink is not None,
-            ALIBI=aux.alibi_slopes is not None,
-            HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim),
+            **_head(problem), **_variant(scores, aux), SINK=aux.learnable_sink is not None,
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **_options(shape),
         )  # fmt: skip
@@ -120,7 +118,7 @@ class Backward:
 
     def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
         self.problem, self._device, self._packed = problem, device, packed
-        self._shapes = shapes_of(problem.head_dim, problem.dtype, is_roomy(device))
+        self._shapes = shapes_of(problem.widest, problem.dtype, is_roomy(device))
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
@@ -142,20 +140,16 @@ class Backward:
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         problem = self.problem
         scales = scores.softmax_scale, *_of_scores(scores)
-        head = {"HEAD_DIM": problem.head_dim, "BLOCK_D": padded(problem.head_dim)}
-        tile = {
-            "TILE_M": problem.tile_m,
-            "TILE_N": problem.tile_n,
-            "SOFTCAP": scores.softcap > 0,
-            "ALIBI": aux.alibi_slopes is not None,
-        }
+        head = _head(problem)
+        of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV")}
+        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **_variant(scores, aux)}
         sides = (*problem.mask.sides, _slope_batch(aux))
         read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2))
         strides = [s for x in (q, k, v, dout) for s in _strides(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
                 out, dout, lse, delta, lse2, q_tiles, *_strides(out), *_strides(dout), *_lse_strides(lse),
-                tables.q_tiles, ROWS=problem.tile_m, **head, num_warps=4, enable_fp_fusion=False,
+                tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             shape = self._shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
@@ -165,17 +159,18 @@ class Backward:
             )  # fmt: skip
         if tables.items:
             shape = self._shapes.dkdv
-            parts, size = problem.tile_n // shape.keys, problem.tile_n * head["BLOCK_D"]
-            sums = torch.empty(2 * tables.sums * size, dtype=torch.float32, device=q.device)
+            parts, size = problem.tile_n // shape.keys, problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
+            sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
             dkdv_kernel[(tables.items * parts,)](
                 *read, grads.dk, grads.dv, sums, items, visits,
-                *strides, *_strides(grads.dk), *_lse_strides(lse),
+                *strides, *_strides(grads.dk), *_strides(grads.dv), *_lse_strides(lse),
                 problem.group, *sides, *scales,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
             if tables.folds:
                 fold_kernel[(tables.folds * parts,)](
-                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), scores.softmax_scale,
+                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), *_strides(grads.dv),
+                    scores.softmax_scale,
                     KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
         if aux.learnable_sink is not None:
@@ -222,6 +217,17 @@ def _values(x: Tensor | None, unread: Tensor) -> Tensor:
         return unread
     x = x.detach().to(torch.float32).contiguous()
     return x.clone() if x.data_ptr() % 16 else x
+
+
+def _head(problem: Problem) -> dict[str, int]:
+    """Elements of a head, of Q and K and of V, and what a product takes of them."""
+    of_qk, of_v = problem.head_dim, problem.head_dim_v
+    return {"HEAD_DIM": of_qk, "BLOCK_D": padded(of_qk), "HEAD_DIM_V": of_v, "BLOCK_DV": padded(of_v)}
+
+
+def _variant(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
+    """Which variant of the kernels makes the scores."""
+    return {"SOFTCAP": scores.softcap > 0, "ALIBI": aux.alibi_slopes is not None}
 
 
 def _of_scores(scores: Scores) -> tuple[float, float]:

@@ -106,3 +106,18 @@ def load_rows(
     if HEAD_DIM != BLOCK_D:
         mask = mask & (dims < HEAD_DIM)[None, :]
     return tl.load(where, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, row_stride, rows, there, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of one head, those that are ``there``, in the dtype of the tensor; ``row_stride`` as above."""
+    dims = tl.arange(0, BLOCK_D)
+    where = base + rows.to(tl.int64)[:, None] * row_stride * 8 + dims[None, :]
+    mask = there[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(where, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def places(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where rows from ``first`` on lie in a dense array of fp32 sums, (ROWS, COLUMNS)."""
+    return (first + tl.arange(0, ROWS))[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]

@@ -1,8 +1,9 @@
 """What each head dim runs with: the one table. It is part of the numerics; nothing is measured at run time.
 
 Head dims between those of the table use the row of the next one, with zeros behind their elements: products
-take powers of two. Larger heads have smaller tiles: most GPUs have 99 KB of shared memory per block. Heads
-beyond 128 have larger ones on Hopper GPUs (``ROOMY``), and so other bits there.
+take powers of two. Where V has another head dim than Q and K, the larger one says which row. Larger heads
+have smaller tiles: most GPUs have 99 KB of shared memory per block. Heads beyond 128 have larger ones on
+Hopper GPUs (``ROOMY``), and so other bits there.
 """
 
 from __future__ import annotations
@@ -93,6 +94,6 @@ def shapes_of(head_dim: int, dtype: str, roomy: bool = False) -> Shapes:
 
 
 def forward_numerics(problem: Problem, roomy: bool = False) -> ForwardNumerics:
-    """Those of a problem; they look at its head dim and dtype, and at the kind of GPU."""
-    keys = shapes_of(problem.head_dim, problem.dtype, roomy).forward.keys
-    return ForwardNumerics(problem.head_dim, problem.dtype, tile=keys)
+    """Those of a problem; they look at its head dims and dtype, and at the kind of GPU."""
+    keys = shapes_of(problem.widest, problem.dtype, roomy).forward.keys
+    return ForwardNumerics(problem.head_dim, problem.dtype, tile=keys, head_dim_v=problem.head_dim_v)
