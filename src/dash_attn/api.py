@@ -21,6 +21,7 @@ from .arguments import (
     Asked,
     CheckedCall,
     Packing,
+    Rows,
     Used,
     Window,
     check_call,
@@ -28,11 +29,14 @@ from .arguments import (
     check_flash_options,
     check_no_positional,
     check_softcap,
+    checked_rows,
+    row_intervals,
 )
 from .backends.base import (
     Backend,
     Gradients,
     Prepared,
+    RowIntervals,
     Tensors,
     as_current,
     backend_for,
@@ -41,7 +45,16 @@ from .backends.base import (
 )
 from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, dense_call, first_that_covers, packed_call, prepared_once, used_call
+from .ops.calls import (
+    DTYPE_NAMES,
+    Call,
+    WithRows,
+    dense_call,
+    first_that_covers,
+    packed_call,
+    prepared_once,
+    used_call,
+)
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
@@ -92,6 +105,8 @@ def attention(
     return_lse: bool = False,
     backend: str = "auto",
     softcap: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
@@ -109,6 +124,20 @@ def attention(
         backend: "auto", "cpu", "sm90" (Hopper) or "triton". "auto" is "cpu" for CPU tensors. On a GPU it is
             "sm90" where that covers the call, else "triton". Another backend gives other bytes.
         softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.
+        row_starts, row_ends: (batch, seqlen_k) int32, on the tensors' device or on the CPU: key j is seen by
+            rows i with ``row_starts[j] <= i < row_ends[j]`` only, of those that ``causal`` and ``window``
+            leave. None: from the first row, to the last one. So masks of documents, prefixes and trees are
+            given (see below). Any values; the host never reads them. From the CPU they are copied to a GPU at
+            every call. "sm90" takes none.
+
+    **Masks as intervals of rows.** Rows and keys count from the first one of the sequence. Where they are the
+    same tokens, with ``causal=True``: documents by ``row_ends[j]``, the end of the document of token j; a
+    tree in depth-first order by ``row_ends[j]``, the end of the subtree of token j; a prefix that several
+    continuations share likewise, for it is a tree. A prefix whose tokens all see one another (prefix-LM), in
+    front of causal ones: without ``causal``, ``row_starts[j]`` is 0 in the prefix and j behind it.
+    FlashMask's ``startend_row_indices`` has the same numbers: ``row_ends`` where its lower triangle begins to
+    be masked, ``row_starts`` where its upper one ends to be. Who changes them in place before the backward
+    gets an error from it.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
@@ -129,9 +158,13 @@ def attention(
         >>> out.backward(torch.ones_like(out))
         >>> out.shape == q.grad.shape == q.shape
         True
+        >>> ends = torch.tensor([100, 300]).repeat_interleave(torch.tensor([100, 200])).int().expand(2, -1)
+        >>> documents = attention(q, k, k, causal=True, row_ends=ends)
+        >>> torch.equal(documents[:, :100], attention(q[:, :100], k[:, :100], k[:, :100], causal=True))
+        True
     """
     asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
-    return _run_dense(q, k, v, asked, return_lse)
+    return _run_dense(q, k, v, asked, return_lse, (row_starts, row_ends))
 
 
 def flash_attn_func(
@@ -147,6 +180,8 @@ def flash_attn_func(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -165,7 +200,7 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap: as in :func:`attention`.
+        policy, backend, softcap, row_starts, row_ends: as in :func:`attention`.
         flash_options: FlashAttention's other arguments (``dropout_p``, ``alibi_slopes``, ``block_table``,
             ``learnable_sink``, ...) with values that ask for nothing.
 
@@ -187,7 +222,7 @@ def flash_attn_func(
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_dense(q, k, v, asked, return_lse)
+    return _run_dense(q, k, v, asked, return_lse, (row_starts, row_ends))
 
 
 def flash_attn_varlen_func(
@@ -208,6 +243,8 @@ def flash_attn_varlen_func(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -236,6 +273,8 @@ def flash_attn_varlen_func(
             keys) is an error.
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
+        row_starts, row_ends: (total_k,) int32, as in :func:`attention`; rows count from the first one of
+            their sequence. Not with ``seqused_k``.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
             flash_options: as in :func:`flash_attn_func`; lse is (heads, total_q), for dense q
             (batch, heads, seqlen_q).
@@ -272,7 +311,7 @@ def flash_attn_varlen_func(
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_packed(q, k, v, packing, asked, return_lse)
+    return _run_packed(q, k, v, packing, asked, return_lse, (row_starts, row_ends))
 
 
 def is_supported(
@@ -294,6 +333,8 @@ def is_supported(
     seqused_k: Tensor | None = None,
     backend: str = "auto",
     softcap: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -315,7 +356,7 @@ def is_supported(
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
         asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
-        checked = check_call(q, k, v, packing, asked)
+        checked = check_call(q, k, v, packing, asked, (row_starts, row_ends))
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
         return Support(False, str(error))
@@ -335,8 +376,12 @@ def plan_for(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
+
+    It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide; they may lead to another backend.
 
     Raises:
         InputError, UnsupportedMaskError: as :func:`attention`.
@@ -348,7 +393,7 @@ def plan_for(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    return _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked).plan
+    return _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked, (row_starts, row_ends)).plan
 
 
 class Fingerprints(NamedTuple):
@@ -379,6 +424,8 @@ def fingerprints(
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     softcap: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -392,7 +439,7 @@ def fingerprints(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    call = _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked)
+    call = _call_of(q, k, v, (cu_seqlens_q, cu_seqlens_k), asked, (row_starts, row_ends))
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
 
@@ -406,6 +453,8 @@ def apply_plan(
     disorder: random.Random | None = None,
     backend: str = "auto",
     softcap: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
@@ -415,7 +464,7 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend, softcap: as in :func:`attention`.
+        backend, softcap, row_starts, row_ends: as in :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
@@ -423,7 +472,8 @@ def apply_plan(
     """
     packed = q.ndim == 3
     cap = check_softcap(softcap)
-    scores = {"softcap": cap, "softmax_scale": softmax_scale}
+    rows = checked_rows((row_starts, row_ends), k, None)
+    scores = {"softcap": cap, "softmax_scale": softmax_scale, "row_intervals": rows is not None}
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -433,7 +483,7 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, softmax_scale, cap, disorder), q, k, v)
+    return attend(_Planned(prepared, plan, softmax_scale, cap, disorder, rows), q, k, v)
 
 
 class _Planned(NamedTuple):
@@ -444,17 +494,18 @@ class _Planned(NamedTuple):
     softmax_scale: float
     softcap: float
     disorder: random.Random | None
+    rows: RowIntervals | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         with as_current(q.device):
-            return self.prepared.forward(q, k, v, self.softmax_scale, softcap=self.softcap)
+            return self.prepared.forward(q, k, v, self.softmax_scale, softcap=self.softcap, rows=self.rows)
 
     def backward(self, tensors: Tensors) -> Gradients:
         ordered = self.disorder is None
         with as_current(tensors.q.device):
             return self.prepared.backward(
-                self.plan, tensors, self.softmax_scale, softcap=self.softcap, ordered=ordered,
-                disorder=self.disorder,
+                self.plan, tensors, self.softmax_scale, softcap=self.softcap, rows=self.rows,
+                ordered=ordered, disorder=self.disorder,
             )  # fmt: skip
 
 
@@ -483,47 +534,66 @@ _KNOWN_PACKED: KnownCalls[tuple[AttentionSpec, tuple[int, int]]] = KnownCalls()
 
 
 def _run_dense(
-    q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, return_lse: bool, rows: Rows
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A dense call. One that is like an earlier one is neither checked nor looked up again."""
     check_flag("return_lse", return_lse)
-    if call_directly(q, k, v) and (call := _KNOWN.find(q, k, v, asked)) is not None:
-        out, lse = attend(call, q, k, v)
+    named = rows if _given(rows) else ()
+    if call_directly(q, k, v) and (call := _KNOWN.find(q, k, v, asked, named)) is not None:
+        out, lse = _attend(call, q, k, v, rows)
         return (out, lse) if return_lse else out
-    call, out, lse = _run(check_call(q, k, v, None, asked))
+    call, out, lse = _run(check_call(q, k, v, None, asked, rows))
     if call is not None:
-        _KNOWN.add(call, q, k, v, asked)
+        _KNOWN.add(call, q, k, v, asked, named)
     return (out, lse) if return_lse else out
 
 
 def _run_packed(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used, asked: Asked, return_lse: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing | Used,
+    asked: Asked,
+    return_lse: bool,
+    rows: Rows,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A packed call. One that is like an earlier one is not checked again, but for its lengths."""
     check_flag("return_lse", return_lse)
-    if call_directly(q, k, v) and (known := _KNOWN_PACKED.find(q, k, v, asked, packing)) is not None:
+    named = (*packing, *rows) if _given(rows) else packing
+    if call_directly(q, k, v) and (known := _KNOWN_PACKED.find(q, k, v, asked, named)) is not None:
         spec, longest = known
         if isinstance(packing, Used):
             refuse_gradients(q, k, v)
             out, lse = used_call(q, k, v, (*packing[:3], *longest), spec).forward(q, k, v)
         else:
-            out, lse = attend(packed_call(q, k, v, (*packing[:2], *longest), spec), q, k, v)
+            call = packed_call(q, k, v, (*packing[:2], *longest), spec)
+            out, lse = _attend(call, q, k, v, rows)
         return (out, lse) if return_lse else out
-    checked = check_call(q, k, v, packing, asked)
-    call, out, lse = _run(checked)
-    if call is not None and checked.packing is not None:
-        _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, packing)
+    checked = check_call(q, k, v, packing, asked, rows)
+    made, out, lse = _run(checked)
+    if made is not None and checked.packing is not None:
+        _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, named)
     return (out, lse) if return_lse else out
+
+
+def _attend(call: Call, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """A call that was checked, with rows that were."""
+    intervals = row_intervals(rows, q.device) if _given(rows) else None
+    return attend(call if intervals is None else WithRows(call, intervals), q, k, v)
+
+
+def _given(rows: Rows) -> bool:
+    return rows[0] is not None or rows[1] is not None
 
 
 def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     """(call, out, lse); the call of those that need no operator."""
-    q, k, v, _, packing = checked
+    q, k, v, _, packing, rows = checked
     if _is_empty(checked):
         return None, *_empty_results(q, k, v)
     if call_directly(q, k, v):
         call = _find(checked)
-        return call, *attend(call, q, k, v)
+        return call, *attend(call if rows is None else WithRows(call, rows), q, k, v)
     if isinstance(packing, Used):
         out, lse = USED(q, k, v, *checked.rest)
         return None, out, lse
@@ -534,14 +604,19 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
 
 
 def _call_of(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: tuple[Tensor | None, Tensor | None], asked: Asked
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: tuple[Tensor | None, Tensor | None],
+    asked: Asked,
+    rows: Rows,
 ) -> Call:
     """The call that these arguments lead to, checked and not run."""
-    return _find(check_call(q, k, v, _packing(*cu_seqlens, None, None), asked))
+    return _find(check_call(q, k, v, _packing(*cu_seqlens, None, None), asked, rows))
 
 
 def _find(checked: CheckedCall) -> Call:
-    q, k, v, spec, packing = checked
+    q, k, v, spec, packing, _ = checked
     if isinstance(packing, Used):
         return used_call(q, k, v, packing, spec)
     return dense_call(q, k, v, spec) if packing is None else packed_call(q, k, v, packing, spec)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .backends.base import check_backend, check_device
+from .backends.base import RowIntervals, check_backend, check_device
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
@@ -23,6 +23,7 @@ __all__ = [
     "Asked",
     "CheckedCall",
     "Packing",
+    "Rows",
     "Used",
     "Window",
     "check_call",
@@ -30,10 +31,15 @@ __all__ = [
     "check_flash_options",
     "check_no_positional",
     "check_softcap",
+    "checked_rows",
+    "row_intervals",
 ]
 
 Window = Sequence[int | None] | None
 """(left, right) columns around the diagonal; -1 or None leaves a side unbounded."""
+
+Rows = tuple[Tensor | None, Tensor | None]
+"""``row_starts`` and ``row_ends``, as the caller gave them."""
 
 _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     # FlashAttention-2
@@ -113,6 +119,7 @@ class CheckedCall(NamedTuple):
         q, k, v: the inputs, cast if autocast says so.
         spec: what is asked.
         packing: None for a dense call; longest lengths are -1 where not given.
+        rows: which rows see each key, beside the mask; None: all.
     """
 
     q: Tensor
@@ -120,16 +127,27 @@ class CheckedCall(NamedTuple):
     v: Tensor
     spec: AttentionSpec
     packing: Packing | Used | None
+    rows: RowIntervals | None = None
 
     @property
     def rest(self) -> tuple[Any, ...]:
         """What follows the tensors in a call of the operators."""
+        rows: tuple[Tensor | None, ...] = self.rows or (None, None)
         if self.packing is None:
-            return tuple(self.spec)
-        return (*self.packing[:-2], *self.spec, *self.packing[-2:])
+            return (*rows, *self.spec)
+        if isinstance(self.packing, Used):
+            rows = ()  # its operator has none
+        return (*self.packing[:-2], *rows, *self.spec, *self.packing[-2:])
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, asked: Asked) -> CheckedCall:
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing | Used | None,
+    asked: Asked,
+    rows: Rows = (None, None),
+) -> CheckedCall:
     """Check the arguments of a call. What needs the lengths of a packed batch is checked when it runs."""
     _check_tensors(q, k, v, packing)
     device = q.device.type
@@ -146,13 +164,29 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | None, 
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
+    intervals = checked_rows(rows, k, packing)
     left, right = _sides(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend), check_softcap(asked.softcap),
+        check_backend(asked.backend), check_softcap(asked.softcap), intervals is not None,
     )  # fmt: skip
-    return CheckedCall(q, k, v, spec, packing)
+    return CheckedCall(q, k, v, spec, packing, intervals)
+
+
+def checked_rows(rows: Rows, k: Tensor, packing: Packing | Used | None) -> RowIntervals | None:
+    """``row_starts`` and ``row_ends`` of a call, None where neither is given."""
+    _check_rows(rows, k, packing)
+    return row_intervals(rows, k.device)
+
+
+def row_intervals(rows: Rows, device: torch.device) -> RowIntervals | None:
+    """Of checked ``row_starts`` and ``row_ends``: on the device, from the first row and to the last one where
+    they are not given; None: neither is."""
+    starts, ends = (None if x is None else x.to(device).contiguous() for x in rows)
+    if starts is None:
+        return None if ends is None else RowIntervals(torch.zeros_like(ends), ends)
+    return RowIntervals(starts, torch.full_like(starts, 2**31 - 1) if ends is None else ends)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -302,6 +336,29 @@ def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
     return Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
 
 
+def _check_rows(rows: Rows, k: Tensor, packing: Packing | Used | None) -> None:
+    """Their values are not read: an interval may hold no row, or rows that do not exist."""
+    for name, x in zip(("row_starts", "row_ends"), rows):
+        if x is None:
+            continue
+        if isinstance(packing, Used):
+            raise InputError(f"{name} is not supported with seqused_k")
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            raise InputError(f"{name} must be torch.int32, got {x.dtype}")
+        if x.shape != k.shape[:-2]:
+            raise InputError(
+                f"{name} must have shape {tuple(k.shape[:-2])}, a row per key, got {tuple(x.shape)}"
+            )
+        _check_place(name, x, k.device)
+
+
+def _check_place(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device and x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+
+
 def _check_lengths(name: str, x: object, device: torch.device, *, least: int) -> None:
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -310,8 +367,7 @@ def _check_lengths(name: str, x: object, device: torch.device, *, least: int) ->
     if x.ndim != 1 or x.shape[0] < least:
         shape = "(batch + 1,)" if least else "(batch,)"
         raise InputError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    if x.device != device and x.device.type != "cpu":
-        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+    _check_place(name, x, device)
 
 
 def _longest(name: str, value: Any) -> int:

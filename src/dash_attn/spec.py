@@ -24,6 +24,7 @@ class AttentionSpec(NamedTuple):
         ordered: False permits sums of dQ in no fixed order.
         backend: "auto", or the name of one (:mod:`dash_attn.backends.base`).
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        row_intervals: tensors say of every key which rows see it, beside the mask.
 
     >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()[:43]
     ('causal', 'float softmax_scale, int left, int right, s')
@@ -36,6 +37,7 @@ class AttentionSpec(NamedTuple):
     ordered: bool = True
     backend: str = "auto"
     softcap: float = 0.0
+    row_intervals: bool = False
 
     @property
     def mask(self) -> Mask:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Tensors, tensor_shapes
+from dash_attn.backends.base import RowIntervals, Tensors, tensor_shapes
 from dash_attn.backends.cpu import backward, forward, plain_attention
 from dash_attn.backends.cpu.oracle import Inputs
 from dash_attn.problem import Problem
@@ -35,9 +35,18 @@ def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def expected(problem: Problem, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
+def expected(
+    problem: Problem, tensors: list[Tensor], rows: RowIntervals | None = None, **how: Any
+) -> dict[str, Tensor]:
     """The same by the oracle, sequence by sequence, float64."""
-    parts = [oracle_of_one(problem, sequence, **how) for sequence in split(problem, tensors)]
+    each: list[RowIntervals | None] = [None] * len(problem.sequences)
+    if rows is not None:
+        lengths = [seqlen_k for _, seqlen_k in problem.sequences]
+        each = [RowIntervals(*own) for own in zip(*(x.split(lengths) for x in rows))]
+    parts = [
+        oracle_of_one(problem, sequence, rows=own, **how)
+        for sequence, own in zip(split(problem, tensors), each)
+    ]
     if not parts:
         return {}
     joined = {name: torch.cat([part[name] for part in parts]) for name in ("out", "dq", "dk", "dv")}

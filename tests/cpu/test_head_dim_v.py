@@ -153,7 +153,8 @@ def test_compiled_calls_have_the_same_bytes() -> None:
 
 def test_operators() -> None:
     q, k, v = (x.detach().float().requires_grad_() for x in drawn(rows=20))
-    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *AttentionSpec(0.2, -1, 0)))
+    how = (None, None, *AttentionSpec(0.2, -1, 0))
+    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *how))
     out, lse = run_forward(q, k, v, Band(True), None)
     grads = run_backward((out, q, k, v, out, lse), Band(True), None)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]

@@ -48,7 +48,7 @@ def assert_all_same(results, others):
 def test_opcheck(packed, dtype):
     tensors = inputs(batch=None if packed else 2, dtype=dtype)
     functions, extra = (VARLEN, (ENDS, ENDS)) if packed else (DENSE, ())
-    rest = (*extra, *OPTIONS, *((13, -1) if packed else ()))
+    rest = (*extra, None, None, *OPTIONS, *((13, -1) if packed else ()))
     # Gradients of bfloat16 leave the tolerance of float32 when they are compared through another graph.
     opcheck(functions.forward, (*tensors, *rest), rtol=1e-2, atol=1e-2)
     out, lse = functions.forward(*tensors, *rest)

@@ -47,7 +47,7 @@ CASES = [
 
 
 def sources(
-    head_dims: int | tuple[int, int], dtype: str, arch: int, softcap: bool = False
+    head_dims: int | tuple[int, int], dtype: str, arch: int, **variant: bool
 ) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them."""
     head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
@@ -55,9 +55,9 @@ def sources(
     tile_m, tile_n = TILES[padded(max(head_dim, head_dim_v))]
     of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v)}
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
-    tile = {"TILE_M": tile_m, "TILE_N": tile_n, "SOFTCAP": softcap}
-    numbers = {
-        "SOFTCAP": softcap,
+    asked = {"SOFTCAP": False, "INTERVALS": False} | variant
+    tile = {"TILE_M": tile_m, "TILE_N": tile_n} | asked
+    numbers = asked | {
         "ROWS": forward.rows,
         "TILE": forward.keys,
         "SEGMENT": 8192,
@@ -74,10 +74,8 @@ def sources(
 
 
 @cache
-def compiled(
-    name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], softcap: bool = False
-) -> Any:
-    kernel, constants, warps, stages = sources(head_dims, dtype, arch, softcap)[name]
+def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **variant: bool) -> Any:
+    kernel, constants, warps, stages = sources(head_dims, dtype, arch, **variant)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
         kind = _type_of(argument, dtype)
@@ -94,7 +92,7 @@ def _type_of(argument: str, dtype: str) -> str:
         return TYPES[dtype]
     if argument in ("lse", "lse2", "delta", "sums"):
         return "*fp32"
-    if argument in ("table", "visits", "stretches"):
+    if argument in ("table", "visits", "stretches", "row_starts", "row_ends"):
         return "*i32"
     return "fp32" if argument in ("scale", "scale2", "cap2", "nothing") else "i32"
 
@@ -102,24 +100,30 @@ def _type_of(argument: str, dtype: str) -> str:
 @pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
 def test_kernels_fit(arch: int, dtype: str, head_dim: int) -> None:
     for name in sources(head_dim, dtype, arch):
-        _assert_fits(name, arch, dtype, head_dim, False)
+        _assert_fits(name, arch, dtype, head_dim)
 
 
 @pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head_dims", PAIRS, ids=str)
 def test_kernels_with_another_head_dim_of_v_fit(head_dims: tuple[int, int], arch: int) -> None:
     for name in sources(head_dims, "bfloat16", arch):
-        _assert_fits(name, arch, "bfloat16", head_dims, False)
+        _assert_fits(name, arch, "bfloat16", head_dims)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
 def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
     for name in ("forward", "dkdv", "dq"):
-        _assert_fits(name, *QUICK, head_dim, True)
+        _assert_fits(name, *QUICK, head_dim, SOFTCAP=True)
 
 
-def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], softcap: bool) -> None:
-    found = compiled(name, arch, dtype, head_dims, softcap)
+@pytest.mark.parametrize("head_dims", [*TILES, (192, 128)], ids=str)
+def test_kernels_with_intervals_fit(head_dims: int | tuple[int, int]) -> None:
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, head_dims, INTERVALS=True)
+
+
+def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **variant: bool) -> None:
+    found = compiled(name, arch, dtype, head_dims, **variant)
     assert found.metadata.shared <= SHARED[arch], name
     (kernel,) = resources_of_cubin(found.asm["cubin"])
     assert kernel.stack <= MOST_LOCAL, name

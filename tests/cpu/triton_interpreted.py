@@ -25,10 +25,10 @@ from attention_cases import SCALE, executed, expected, packed_tensors, shuffled_
 from torch import Tensor
 
 import dash_attn
-from dash_attn.backends.base import Keys, Tensors
+from dash_attn.backends.base import Keys, RowIntervals, Tensors
 from dash_attn.backends.cpu import dq_partials, fold_partials
 from dash_attn.backends.cpu import forward as reference
-from dash_attn.backends.triton import backward_kernels, launch
+from dash_attn.backends.triton import backward_kernels, forward_kernel, launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.parts import capped, whole_columns, whole_part, whole_rows
 from dash_attn.backends.triton.tables import backward_tables
@@ -37,6 +37,7 @@ from dash_attn.errors import InputError, PlacementError, PlanMismatchError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift, build_plan, prove
 from dash_attn.testing import assert_same_bytes, same_bytes
+from interval_cases import ends_of_documents, random_intervals, random_tree, starts_of_prefix
 from triton_cases import triton_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in rows that see nothing
@@ -48,12 +49,19 @@ BOUND = {"float32": 2e-6, "float16": 2e-3}
 problem_of = partial(triton_problem, head_dim=16, mask=None, dtype="float32", heads=2, kv_heads=1)
 
 
-def run(plan: Plan, tensors: list[Tensor], softcap: float = 0.0, **how: Any) -> dict[str, Tensor]:
+def run(
+    plan: Plan,
+    tensors: list[Tensor],
+    softcap: float = 0.0,
+    rows: RowIntervals | None = None,
+    **how: Any,
+) -> dict[str, Tensor]:
     """out, lse, dq, dk, dv."""
     dout, q, k, v = tensors
     prepared = BACKEND.prepare(plan.problem, CPU, packed=q.ndim == 3)
-    out, lse = prepared.forward(q, k, v, SCALE, softcap=softcap)
-    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, softcap=softcap, **how)
+    scores: dict[str, Any] = {"softcap": softcap, "rows": rows}
+    out, lse = prepared.forward(q, k, v, SCALE, **scores)
+    grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), SCALE, **scores, **how)
     return {"out": out, "lse": lse, **grads._asdict()}
 
 
@@ -480,6 +488,123 @@ def test_softcap(mask: Mask, softcap: float) -> None:
     found = run(plan, tensors, softcap=softcap)
     assert_accurate(problem, tensors, found, softcap=softcap)
     assert softcap > 1 or not same_bytes(found["out"], run(plan, tensors)["out"])
+
+
+# Intervals of rows that see each key
+
+
+def intervals(problem: Problem, seed: int) -> RowIntervals:
+    """Random ones of all sequences, packed."""
+    parts = [random_intervals(n, m, seed + at) for at, (m, n) in enumerate(problem.sequences)]
+    return RowIntervals(*(torch.cat(side) for side in zip(*parts)))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize("dtype", BOUND)
+def test_intervals_beside_masks(mask: Mask, dtype: str) -> None:
+    problem = problem_of(*LENGTHS, (200, 200), mask=mask, dtype=dtype, heads=2, kv_heads=1)
+    tensors, rows = packed_tensors(problem), intervals(problem, 1)
+    found = run(build_plan(problem, Descending()), tensors, rows=rows)
+    assert_accurate(problem, tensors, found, rows=rows)
+    blind = found["lse"][0] == -torch.inf
+    assert blind.any()
+    for name in ("out", "dq"):
+        assert not found[name][blind].any()
+
+
+@pytest.mark.parametrize("head_dim", [40, 72, 200])
+def test_intervals_and_head_dims(head_dim: int) -> None:
+    """Tiles of every size; with a softcap, head groups and a head dim of its own for V."""
+    problem = problem_of((170, 170), mask=Mask.causal(), head_dim=head_dim, head_dim_v=24)
+    tensors, rows = packed_tensors(problem), intervals(problem, 2)
+    tensors[1] = tensors[1] / head_dim**0.5
+    plan = build_plan(problem, SPT(), head_groups=2)
+    found = run(plan, tensors, 5.0, rows)
+    assert_accurate(problem, tensors, found, softcap=5.0, rows=rows)
+
+
+def test_intervals_of_documents_prefixes_and_trees() -> None:
+    """Long enough that tiles of rows and of keys are left out."""
+    nothing = torch.zeros(400, dtype=torch.int32)
+    for mask, rows in (
+        (Mask.causal(), RowIntervals(nothing, ends_of_documents(30, 250, 1, 119))),
+        (Mask.full(), RowIntervals(starts_of_prefix(150, 400), nothing + 400)),
+        (Mask.causal(), RowIntervals(nothing, random_tree(400, 1)[0])),
+    ):
+        problem = problem_of(400, mask=mask, head_dim=72, heads=1)
+        tensors = packed_tensors(problem)
+        tensors[1] = tensors[1] / 4
+        assert_accurate(problem, tensors, run(build_plan(problem, FA3()), tensors, rows=rows), rows=rows)
+
+
+def test_intervals_of_dense_batches() -> None:
+    problem = problem_of((60, 60), (60, 60), mask=Mask.causal())
+    plan, packed, rows = build_plan(problem, SPT()), packed_tensors(problem), intervals(problem, 3)
+    wanted = run(plan, packed, rows=rows)
+    whole = RowIntervals(*(x.view(2, 60) for x in rows))
+    found = run(plan, [x.unflatten(0, (2, -1)) for x in packed], rows=whole)
+    for name in ("out", "dq", "dk", "dv"):
+        assert_same_bytes(found[name].flatten(0, 1), wanted[name], name)
+
+
+@pytest.mark.parametrize("policy", [Shift(2), FA3()], ids=str)
+def test_tiles_that_intervals_empty_may_be_left_out(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving them out changes no byte. What is hidden in them may be anything, as it is not read."""
+    problem = problem_of(500, mask=Mask.full(), head_dim=72, heads=1, dtype="float16")
+    last = ends_of_documents(130, 190, 180)
+    lengths = torch.tensor((130, 190, 180))
+    rows = RowIntervals(last - lengths.repeat_interleave(lengths).int(), last)
+    tensors, plan = packed_tensors(problem), build_plan(problem, policy)
+    first = run(plan, tensors, rows=rows)
+    spoilt = [x.clone() for x in tensors]
+    for x in spoilt:
+        x[320:] = torch.nan  # another document, which begins where a tile does
+    clean = run(plan, spoilt, rows=rows)
+    for name in ("out", "dq", "dk", "dv"):
+        assert_same_bytes(clean[name][:320], first[name][:320], name)
+    for module in (backward_kernels, forward_kernel):
+        monkeypatch.setattr(module, "keys_within", lambda starts, ends, low, high, *_: (low, high))
+    monkeypatch.setattr(backward_kernels, "visible_part", lambda first, step, count, *_: (count * 0, count))
+    for name, got in run(plan, tensors, rows=rows).items():
+        assert_same_bytes(got, first[name], name)
+    for name, got in run(plan, spoilt, rows=rows).items():
+        assert name == "lse" or not got[:320].isfinite().all(), "the example shows nothing"
+
+
+def test_keys_that_intervals_hide_may_be_anything() -> None:
+    """Within tiles that rows see: q and k of another document."""
+    problem = problem_of(150, mask=Mask.causal(), heads=1)
+    _, q, k, v = packed_tensors(problem)
+    rows = RowIntervals(torch.zeros(150, dtype=torch.int32), ends_of_documents(40, 110))
+    prepared = BACKEND.prepare(problem, CPU, packed=True)
+    out, lse = prepared.forward(q, k, v, SCALE, rows=rows)
+    q[:40], k[:40] = torch.nan, torch.inf
+    found, other = prepared.forward(q, k, v, SCALE, rows=rows)
+    assert_same_bytes(found[40:], out[40:], "out")
+    assert_same_bytes(other[:, 40:].contiguous(), lse[:, 40:].contiguous(), "lse")
+
+
+def test_intervals_that_hide_nothing_change_no_byte() -> None:
+    problem = problem_of(200, (30, 90), mask=Mask.causal(), dtype="float16")
+    tensors, plan = packed_tensors(problem), build_plan(problem, SPT())
+    nothing = torch.zeros(290, dtype=torch.int32)
+    found = run(plan, tensors, rows=RowIntervals(nothing, nothing + 200))
+    for name, wanted in run(plan, tensors).items():
+        assert_same_bytes(found[name], wanted, name)
+
+
+def test_public_functions_with_intervals() -> None:
+    problem = problem_of((90, 90), (20, 130), mask=Mask.causal(), head_dim=40)
+    dout, q, k, v = packed_tensors(problem)
+    rows = intervals(problem, 4)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    ends = [torch.tensor([0, *side]).cumsum(0).int() for side in zip(*problem.sequences)]
+    how: dict[str, Any] = {"causal": True, "backend": "triton", **dict(zip(("row_starts", "row_ends"), rows))}
+    out = dash_attn.flash_attn_varlen_func(*leaves, *ends, softmax_scale=SCALE, **how)
+    plan = dash_attn.plan_for(*leaves, *ends, **how)
+    found = run(plan, [x.detach() for x in (dout, q, k, v)], rows=rows)
+    for name, got in zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, leaves, dout))):
+        assert_same_bytes(got, found[name], name)
 
 
 def test_capped_is_tanh() -> None:

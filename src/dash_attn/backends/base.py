@@ -30,6 +30,7 @@ __all__ = [
     "Gradients",
     "Keys",
     "Prepared",
+    "RowIntervals",
     "Shapes",
     "Tensors",
     "as_current",
@@ -117,6 +118,17 @@ class Keys(NamedTuple):
     starts: tuple[int, ...] | None
 
 
+class RowIntervals(NamedTuple):
+    """Which rows see a key, beside the mask: those with ``starts <= row < ends``.
+
+    Rows count from the first one of the sequence. int32, contiguous, on the tensors' device. Dense
+    (batch, seqlen_k), or packed (total_k,). Any values: an interval may hold no row.
+    """
+
+    starts: Tensor
+    ends: Tensor
+
+
 def forward_shapes(problem: Problem, packed: bool, keys: Keys | None) -> tuple[_Size, _Size, _Size]:
     """Shapes of q, k and v, () of what cannot be dense: no tensor fits then. ``packed``: q is."""
     if keys is None:
@@ -147,7 +159,14 @@ class Prepared(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        *,
+        softcap: float = 0.0,
+        rows: RowIntervals | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse). Rows that see no key: out 0, lse -inf. The forward has no plan."""
 
@@ -159,15 +178,16 @@ class Prepared(ABC):
         softmax_scale: float,
         *,
         softcap: float = 0.0,
+        rows: RowIntervals | None = None,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
         """The gradients, summed in the plan's order.
 
         Args:
-            plan: a proven plan of the problem.
+            plan: a proven plan of the problem. It is that of the mask, whatever ``rows`` hide.
             tensors: in the layout of the forward.
-            softmax_scale, softcap: as in the forward.
+            softmax_scale, softcap, rows: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
 
@@ -191,6 +211,7 @@ class Backend(ABC):
         *,
         softcap: float = 0.0,
         softmax_scale: float = 1.0,
+        row_intervals: bool = False,
     ) -> str:
         """Why it cannot run a problem, given as packed or dense tensors; empty if it can."""
 

@@ -45,7 +45,7 @@ class Differentiable(NamedTuple):
     Attributes:
         forward: (q, k, v, *lengths, *options) to (out, lse).
         backward: (dout, q, k, v, out, lse, *lengths, *options) to (dq, dk, dv).
-        lengths: how many tensors of lengths there are.
+        lengths: how many tensors of lengths and rows there are, those that are None included.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -179,7 +179,7 @@ class _OperatorAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         functions: Differentiable,
-        lengths: tuple[Tensor, ...],
+        lengths: tuple[Tensor | None, ...],
         options: tuple[Any, ...],
         *qkv: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -200,9 +200,9 @@ class _OperatorAttention(torch.autograd.Function):
         raise RuntimeError("dash_attn.attention has no forward derivative")
 
 
-def _own(lengths: tuple[Tensor, ...]) -> list[Tensor]:
+def _own(lengths: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """The lengths that the backward will read: the forward's, whoever writes to a buffer on the CPU."""
-    return [x if x.is_cuda else x.clone() for x in lengths]
+    return [x if x is None or x.is_cuda else x.clone() for x in lengths]
 
 
 def _wanted(ctx: Any, grads: Gradients) -> tuple[Tensor | None, ...]:
@@ -235,7 +235,7 @@ class _TransformedAttention(_OperatorAttention):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        functions: Differentiable, lengths: tuple[Tensor, ...], options: tuple[Any, ...], *qkv: Tensor
+        functions: Differentiable, lengths: tuple[Tensor | None, ...], options: tuple[Any, ...], *qkv: Tensor
     ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             return functions.forward(*qkv, *lengths, *options)

@@ -10,12 +10,21 @@ import os
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..backends.base import Backend, Gradients, Keys, Prepared, Tensors, as_current, backends_for
+from ..backends.base import (
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    RowIntervals,
+    Tensors,
+    as_current,
+    backends_for,
+)
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
@@ -28,6 +37,7 @@ __all__ = [
     "Call",
     "Packing",
     "Used",
+    "WithRows",
     "dense_call",
     "first_that_covers",
     "packed_call",
@@ -88,7 +98,9 @@ class Call:
         packed: bool,
         keys: Keys | None = None,
     ) -> None:
-        scores = {"softcap": spec.softcap, "softmax_scale": spec.softmax_scale}
+        scores = {
+            "softcap": spec.softcap, "softmax_scale": spec.softmax_scale, "row_intervals": spec.row_intervals
+        }  # fmt: skip
         self.backend, self.problem = first_that_covers(
             lambda backend: _problem(spec, shapes, backend), spec.backend, device, packed, scores
         )
@@ -109,18 +121,43 @@ class Call:
             self._plan = _plan(self.problem, self.spec.policy)
         return self._plan
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: RowIntervals | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         with as_current(self.device):
-            return self.prepared.forward(q, k, v, self.spec.softmax_scale, softcap=self.spec.softcap)
+            return self.prepared.forward(
+                q, k, v, self.spec.softmax_scale, softcap=self.spec.softcap, rows=rows
+            )
 
-    def backward(self, tensors: Tensors) -> Gradients:
+    def backward(self, tensors: Tensors, rows: RowIntervals | None = None) -> Gradients:
         """The gradients; in the plan's order unless the spec and the process permit others."""
         ordered = self.spec.ordered or _order_is_required()
         with as_current(self.device):
             return self.prepared.backward(
-                self.plan, tensors, self.spec.softmax_scale, softcap=self.spec.softcap, ordered=ordered
-            )
+                self.plan, tensors, self.spec.softmax_scale, softcap=self.spec.softcap, rows=rows,
+                ordered=ordered,
+            )  # fmt: skip
+
+
+class WithRows:
+    """A call with the intervals of rows of one use of it, for autograd."""
+
+    def __init__(self, call: Call, rows: RowIntervals) -> None:
+        self._call, self._rows, self._versions = call, rows, _versions(rows)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self._call.forward(q, k, v, self._rows)
+
+    def backward(self, tensors: Tensors) -> Gradients:
+        if _versions(self._rows) != self._versions:
+            raise InputError("row_starts or row_ends was changed in place before the backward has read it")
+        return self._call.backward(tensors, self._rows)
+
+
+def _versions(rows: RowIntervals) -> list[int]:
+    """How often PyTorch has written to them; -1: it does not count."""
+    return [-1 if x.is_inference() else x._version for x in rows]
 
 
 def _order_is_required() -> bool:
@@ -258,7 +295,7 @@ def first_that_covers(
     asked: str,
     device: torch.device,
     packed: bool,
-    scores: dict[str, float],
+    scores: dict[str, Any],
 ) -> tuple[Backend, Problem]:
     """The first backend that covers a problem, and the problem.
 

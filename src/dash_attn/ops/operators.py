@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Gradients, Tensors
+from ..backends.base import Gradients, RowIntervals, Tensors
 from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
 from .calls import dense_call, packed_call, used_call
@@ -26,15 +26,16 @@ __all__ = ["DENSE", "USED", "VARLEN"]
 _SPEC = AttentionSpec.schema()
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _USED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor seqused_k"
+_ROWS = "Tensor? row_starts, Tensor? row_ends"
 _LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _INPUTS = "Tensor q, Tensor k, Tensor v"
 _SAVED = ", ".join(f"Tensor {name}" for name in Tensors._fields)
 _GRADIENTS = ", ".join(f"Tensor {name}" for name in Gradients._fields)
 _SCHEMAS = {
-    "forward": f"({_INPUTS}, {_SPEC}) -> (Tensor out, Tensor lse)",
-    "backward": f"({_SAVED}, {_SPEC}) -> ({_GRADIENTS})",
-    "varlen_forward": f"({_INPUTS}, {_LENGTHS}, {_SPEC}, {_LONGEST}) -> (Tensor out, Tensor lse)",
-    "varlen_backward": f"({_SAVED}, {_LENGTHS}, {_SPEC}, {_LONGEST}) -> ({_GRADIENTS})",
+    "forward": f"({_INPUTS}, {_ROWS}, {_SPEC}) -> (Tensor out, Tensor lse)",
+    "backward": f"({_SAVED}, {_ROWS}, {_SPEC}) -> ({_GRADIENTS})",
+    "varlen_forward": f"({_INPUTS}, {_LENGTHS}, {_ROWS}, {_SPEC}, {_LONGEST}) -> (Tensor out, Tensor lse)",
+    "varlen_backward": f"({_SAVED}, {_LENGTHS}, {_ROWS}, {_SPEC}, {_LONGEST}) -> ({_GRADIENTS})",
     "varlen_used_forward": f"({_INPUTS}, {_USED}, {_SPEC}, {_LONGEST}) -> (Tensor out, Tensor lse)",
 }
 
@@ -52,33 +53,42 @@ for _name, _schema in _SCHEMAS.items():
 _TENSORS = len(Tensors._fields)
 
 
-def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *spec: Any) -> tuple[Tensor, Tensor]:
-    out, lse = dense_call(q, k, v, AttentionSpec(*spec)).forward(q, k, v)
+def _rows(starts: Tensor | None, ends: Tensor | None) -> RowIntervals | None:
+    return None if starts is None or ends is None else RowIntervals(starts, ends)
+
+
+def _forward_kernel(
+    q: Tensor, k: Tensor, v: Tensor, row_starts: Tensor | None, row_ends: Tensor | None, *spec: Any
+) -> tuple[Tensor, Tensor]:
+    call = dense_call(q, k, v, AttentionSpec(*spec))
+    out, lse = call.forward(q, k, v, _rows(row_starts, row_ends))
     return out.contiguous(), lse
 
 
 def _backward_kernel(*arguments: Any) -> Gradients:
     tensors = Tensors(*arguments[:_TENSORS])
-    call = dense_call(tensors.q, tensors.k, tensors.v, AttentionSpec(*arguments[_TENSORS:]))
-    return Gradients(*(x.contiguous() for x in call.backward(tensors)))
+    row_starts, row_ends, *spec = arguments[_TENSORS:]
+    call = dense_call(tensors.q, tensors.k, tensors.v, AttentionSpec(*spec))
+    return Gradients(*(x.contiguous() for x in call.backward(tensors, _rows(row_starts, row_ends))))
 
 
 def _varlen_forward_kernel(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    *spec, longest_q, longest_k = rest
+    row_starts, row_ends, *spec, longest_q, longest_k = rest
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    out, lse = packed_call(q, k, v, packing, AttentionSpec(*spec)).forward(q, k, v)
+    call = packed_call(q, k, v, packing, AttentionSpec(*spec))
+    out, lse = call.forward(q, k, v, _rows(row_starts, row_ends))
     return out.contiguous(), lse
 
 
 def _varlen_backward_kernel(*arguments: Any) -> Gradients:
     tensors = Tensors(*arguments[:_TENSORS])
-    cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k = arguments[_TENSORS:]
+    cu_seqlens_q, cu_seqlens_k, row_starts, row_ends, *spec, longest_q, longest_k = arguments[_TENSORS:]
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
     # The forward has seen that the lengths were not changed behind PyTorch's back.
     call = packed_call(tensors.q, tensors.k, tensors.v, packing, AttentionSpec(*spec), check=False)
-    return Gradients(*(x.contiguous() for x in call.backward(tensors)))
+    return Gradients(*(x.contiguous() for x in call.backward(tensors, _rows(row_starts, row_ends))))
 
 
 def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -88,13 +98,13 @@ def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[T
     return out.contiguous(), lse
 
 
-DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, lengths=0)
-"""(q, k, v, *spec), (batch, seqlen, heads, head_dim)."""
+DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, lengths=2)
+"""(q, k, v, row_starts, row_ends, *spec), (batch, seqlen, heads, head_dim)."""
 
 VARLEN = Differentiable(
-    torch.ops.dash_attn.varlen_forward.default, torch.ops.dash_attn.varlen_backward.default, lengths=2
+    torch.ops.dash_attn.varlen_forward.default, torch.ops.dash_attn.varlen_backward.default, lengths=4
 )
-"""(q, k, v, cu_seqlens_q, cu_seqlens_k, *spec, max_seqlen_q, max_seqlen_k)."""
+"""(q, k, v, cu_seqlens_q, cu_seqlens_k, row_starts, row_ends, *spec, max_seqlen_q, max_seqlen_k)."""
 
 USED = torch.ops.dash_attn.varlen_used_forward.default
 """(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, max_seqlen_q, max_seqlen_k), without a backward."""

@@ -36,6 +36,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "head_dim 96": {"causal": True, "head_dim": 96},
     "head_dim 256": {"causal": True, "head_dim": 256},
     "head_dim 192, of v 128": {"causal": True, "head_dim": 192, "head_dim_v": 128},
+    "documents by row_ends": {"causal": True, "documents": True},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -127,6 +128,7 @@ def _support(
     head_dim: int = 128,
     head_dim_v: int | None = None,
     dtype: str = "bfloat16",
+    documents: bool = False,
 ) -> str:
     from ..api import is_supported
 
@@ -137,7 +139,14 @@ def _support(
     v = k[..., :head_dim_v]
     ends = torch.tensor([0, 100, 256], dtype=torch.int32)
     bounds = (ends, ends) if packed else ()
-    found = is_supported(q, k, v, *bounds, causal=causal, window_size=window_size, backend=backend)
+    row_ends = torch.full(k.shape[:-2], 256, dtype=torch.int32) if documents else None
+    how: dict[str, Any] = {
+        "causal": causal,
+        "window_size": window_size,
+        "row_ends": row_ends,
+        "backend": backend,
+    }
+    found = is_supported(q, k, v, *bounds, **how)
     return "yes" if found else f"no: {found.reason}"
 
 

@@ -11,7 +11,16 @@ from torch import Tensor
 from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
+from ..base import (
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    RowIntervals,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+)
 from . import executor
 from .forward import forward
 
@@ -27,7 +36,14 @@ class _Prepared(Prepared):
         return ForwardNumerics.of(self.problem).fingerprint
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        *,
+        softcap: float = 0.0,
+        rows: RowIntervals | None = None,
     ) -> tuple[Tensor, Tensor]:
         keys = self._keys
         if keys is not None or q.ndim == 4:
@@ -36,10 +52,10 @@ class _Prepared(Prepared):
         if keys is not None:
             k, v = (self._used(x, keys) for x in (k, v))
         if q.ndim == 3:
-            return forward(self.problem, q, k, v, softmax_scale, softcap=softcap)
+            return forward(self.problem, q, k, v, softmax_scale, softcap=softcap, rows=rows)
         batch, seqlen_q, heads, _ = q.shape
-        rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
-        out, lse = forward(self.problem, rows[0], rows[1], rows[2], softmax_scale, softcap=softcap)
+        x, y, z = (x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v))
+        out, lse = forward(self.problem, x, y, z, softmax_scale, softcap=softcap, rows=_packed(rows))
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, (*q.shape[:-1], out.shape[-1]))
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
@@ -65,6 +81,7 @@ class _Prepared(Prepared):
         softmax_scale: float,
         *,
         softcap: float = 0.0,
+        rows: RowIntervals | None = None,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -74,12 +91,17 @@ class _Prepared(Prepared):
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         _, q, k, v, _, _ = tensors
         if q.ndim == 4:
-            rows = [x.flatten(0, 1) for x in tensors[:-1]]
-            tensors = Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
+            five = [x.flatten(0, 1) for x in tensors[:-1]]
+            tensors = Tensors._make([*five, tensors.lse.transpose(0, 1).flatten(1)])
         dq, dk, dv = executor.backward(
-            plan, tensors, softmax_scale, softcap=softcap, rng=disorder, ordered=disorder is None
-        )
+            plan, tensors, softmax_scale, softcap=softcap, rows=_packed(rows), rng=disorder,
+            ordered=disorder is None,
+        )  # fmt: skip
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape))
+
+
+def _packed(rows: RowIntervals | None) -> RowIntervals | None:
+    return None if rows is None else RowIntervals(*(x.flatten() for x in rows))
 
 
 class _CPU(Backend):
@@ -93,6 +115,7 @@ class _CPU(Backend):
         *,
         softcap: float = 0.0,
         softmax_scale: float = 1.0,
+        row_intervals: bool = False,
     ) -> str:
         return "" if device.type == "cpu" else f"the cpu backend does not run on {device}"
 

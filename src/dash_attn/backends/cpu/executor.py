@@ -35,7 +35,8 @@ from ...problem import Problem
 from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
-from ..base import Gradients, Tensors
+from ..base import Gradients, RowIntervals, Tensors
+from .masks import outside_intervals
 from .tiles import TileMasks, TileRows, check_packed, copy_tile, exact
 
 __all__ = ["backward", "dq_partials", "fold_partials"]
@@ -50,6 +51,7 @@ def backward(
     softmax_scale: float,
     *,
     softcap: float = 0.0,
+    rows: RowIntervals | None = None,
     workers: int | None = None,
     rng: random.Random | None = None,
     ordered: bool = True,
@@ -60,7 +62,7 @@ def backward(
         plan: a verified plan.
         tensors: in the layout of :func:`.forward.forward`; out and lse are what it returned.
         softmax_scale: factor on Q K^T.
-        softcap: as in the forward.
+        softcap, rows: as in the forward.
         workers: resident workers, default ``plan.min_workers``; without order, one for each item.
         rng: picks a random legal interleaving of the workers instead of a fixed one.
         ordered: False adds to dQ in the order in which ``rng`` happens to run the tasks and ignores
@@ -78,7 +80,7 @@ def backward(
         workers = plan.min_workers if ordered else max(len(plan.items), 1)
     if ordered:
         check_workers(plan, workers)
-    state = _Backward(plan.problem, tensors, softmax_scale, softcap)
+    state = _Backward(plan.problem, tensors, softmax_scale, softcap, rows)
     sums: dict[QTile, Tensor] = {}
     with exact():
         for task in task_order(plan, workers, rng, ordered=ordered):
@@ -147,14 +149,19 @@ class _Backward:
     """The arithmetic of the tasks. It adds what it is told in the order it is told."""
 
     def __init__(
-        self, problem: Problem, tensors: Tensors, softmax_scale: float, softcap: float = 0.0
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        softmax_scale: float,
+        softcap: float = 0.0,
+        rows: RowIntervals | None = None,
     ) -> None:
         x = tensors
         check_packed(problem, q=x.q, dout=x.dout, out=x.out, k=x.k, v=x.v)
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
         self.problem, self.tensors, self.scale, self.cap = problem, tensors, softmax_scale, softcap
-        self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
+        self.rows, self.masks, self.intervals = TileRows(problem), TileMasks(problem.mask), rows
         self.q_rows: dict[QTile, _QRows] = {}
         self.items: dict[int, _Item] = {}
 
@@ -162,7 +169,7 @@ class _Backward:
         """One task: adds to its item's dK and dV and returns its contribution to dQ, unscaled."""
         rows, item = self._q_rows_of(task), self._item_of(task)
         dtype, wide = self.tensors.q.dtype, rows.q.dtype
-        hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
+        hidden = self._hidden(task, len(rows.q), item.rows)
         scores = torch.mm(rows.q, item.k.T)
         if self.cap:
             capped = scores.mul_(self.scale / self.cap).tanh_()
@@ -178,6 +185,15 @@ class _Backward:
         item.dv.addmm_(p.to(dtype).to(wide).T, rows.dout)
         item.dk.addmm_(ds.T, rows.q)
         return torch.mm(ds, item.k)
+
+    def _hidden(self, task: Task, rows: int, keys: slice) -> Tensor | None:
+        """(rows, keys) bool: what the mask hides, and what the intervals of the keys do."""
+        hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
+        if self.intervals is None:
+            return hidden
+        of_keys = RowIntervals(*(x[keys] for x in self.intervals))
+        outside = outside_intervals(of_keys, task.q_tile * self.problem.tile_m, rows)
+        return outside if hidden is None else hidden | outside
 
     def dq(self, sums: dict[QTile, Tensor]) -> Tensor:
         """dQ from the sum of every q tile; a q tile without a task has none, and zero gradients."""

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
-from .masks import hidden_elements
+from ..base import RowIntervals
+from .masks import hidden_elements, outside_intervals
 from .tiles import TileRows, accumulator, check_packed, exact
 
 __all__ = ["forward"]
@@ -41,6 +42,7 @@ def forward(
     softmax_scale: float,
     *,
     softcap: float = 0.0,
+    rows: RowIntervals | None = None,
     numerics: ForwardNumerics | None = None,
     rng: random.Random | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -52,6 +54,7 @@ def forward(
         k, v: (total_k, kv_heads, head_dim); v may have another head dim.
         softmax_scale: factor on Q K^T.
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        rows: which rows see each key, beside the mask; packed.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
@@ -72,12 +75,15 @@ def forward(
     with exact():
         for sequence in range(len(problem.sequences)):
             both = (starts.q_start, starts.k_start)
-            rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
+            at, columns = (slice(*side[sequence : sequence + 2]) for side in both)
+            intervals = None if rows is None else RowIntervals(*(x[columns] for x in rows))
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, (softmax_scale, softcap), *keys, masks)
+                one = _Head(
+                    problem.grid(sequence), numerics, (softmax_scale, softcap), *keys, masks, intervals
+                )
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
-                    out[rows, head], lse[head, rows] = one.run(q[rows, head], rng)
+                    out[at, head], lse[head, at] = one.run(q[at, head], rng)
     return out, lse
 
 
@@ -114,9 +120,11 @@ class _Head:
         k: Tensor,
         v: Tensor,
         masks: _Masks,
+        intervals: RowIntervals | None,
     ) -> None:
-        """``factors``: softmax scale and softcap."""
+        """``factors``: softmax scale and softcap; ``masks``: of the mask alone, kept for all heads."""
         self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
+        self.intervals = intervals
         size = numerics.tile
         starts = range(0, len(k), size)
         self.keys = [_padded(k[left : left + size], size) for left in starts]
@@ -159,6 +167,8 @@ class _Head:
             else:
                 scores.mul_(self.scale)
             hidden = self._hidden(top, kv * self.numerics.tile)
+            if self.intervals is not None:
+                hidden = self._outside(top, kv * self.numerics.tile, hidden)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
             state = self._with(state, scores, hidden, self.values[kv])
@@ -174,6 +184,15 @@ class _Head:
             hidden[:, there:] = True
             self.masks[start, there] = hidden if hidden.any() else None
         return self.masks[start, there]
+
+    def _outside(self, top: int, left: int, hidden: Tensor | None) -> Tensor:
+        """(ROWS, tile) bool: what is hidden, by the intervals of the keys as well."""
+        assert self.intervals is not None
+        size = self.numerics.tile
+        of_keys = RowIntervals(*(x[left : left + size] for x in self.intervals))
+        outside = outside_intervals(of_keys, top, ROWS)
+        outside = torch.nn.functional.pad(outside, (0, size - outside.shape[1]), value=True)
+        return outside if hidden is None else outside | hidden
 
     def _with(self, state: _State, scores: Tensor, hidden: Tensor | None, values: _Values) -> _State:
         """A state that has seen one more kv tile."""

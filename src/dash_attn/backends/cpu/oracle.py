@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...problem import Mask
-from .masks import hidden_elements
+from ..base import RowIntervals
+from .masks import hidden_elements, outside_intervals
 
 __all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention"]
 
@@ -51,6 +52,7 @@ def plain_attention(
     *,
     q_start: int | None = None,
     softcap: float = 0.0,
+    rows: RowIntervals | None = None,
 ) -> Results:
     """Attention and its gradients, one head after the other.
 
@@ -62,6 +64,7 @@ def plain_attention(
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
         softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
+        rows: which rows see each key, beside the mask; (seqlen_k,).
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
@@ -83,6 +86,8 @@ def plain_attention(
     for start in range(0, len(q), step):
         at = slice(start, start + step)
         hidden = hidden_elements(mask, positions[at], len(k))
+        if rows is not None:
+            hidden |= outside_intervals(rows, start, len(hidden))
         for head in range(q.shape[1]):
             kh, vh = (x[:, head // group].to(wide) for x in (k, v))
             qh, doh = (x[at, head].to(wide) for x in (q, dout))

@@ -13,7 +13,16 @@ from torch import Tensor
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
-from ..base import Backend, Gradients, Keys, Prepared, Tensors, forward_shapes, refuse_backward
+from ..base import (
+    Backend,
+    Gradients,
+    Keys,
+    Prepared,
+    RowIntervals,
+    Tensors,
+    forward_shapes,
+    refuse_backward,
+)
 from .forward.launch import Forward, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
@@ -34,13 +43,20 @@ class _Prepared(Prepared):
         return ForwardNumerics.of(self.problem).fingerprint
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        *,
+        softcap: float = 0.0,
+        rows: RowIntervals | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _refuse(softcap)
+        _refuse(softcap, rows is not None)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
-            *batch, rows, heads, _ = q.shape
-            lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
+            *batch, seqlen, heads, _ = q.shape
+            lse = q.new_full((*batch, heads, seqlen), -torch.inf, dtype=torch.float32)
             return torch.zeros_like(q), lse
         return self._forward(q, k, v, softmax_scale)
 
@@ -59,11 +75,12 @@ class _Prepared(Prepared):
         softmax_scale: float,
         *,
         softcap: float = 0.0,
+        rows: RowIntervals | None = None,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
         refuse_backward(self._keys)
-        _refuse(softcap)
+        _refuse(softcap, rows is not None)
         in_order = ordered and disorder is None
         result = run_backward(plan, tensors, softmax_scale, ordered=in_order, debug=_debug())
         return Gradients(result.dq, result.dk, result.dv)
@@ -97,8 +114,12 @@ def _why_no_softcap(softcap: float) -> str:
     return f"softcap {softcap} is not supported by sm90" if softcap else ""
 
 
-def _refuse(softcap: float) -> None:
-    if reason := _why_no_softcap(softcap):
+def _why_no_intervals(row_intervals: bool) -> str:
+    return "row_starts and row_ends are not supported by sm90" if row_intervals else ""
+
+
+def _refuse(softcap: float, row_intervals: bool) -> None:
+    if reason := _why_no_softcap(softcap) or _why_no_intervals(row_intervals):
         raise InputError(reason)
 
 
@@ -118,6 +139,7 @@ class _SM90(Backend):
         *,
         softcap: float = 0.0,
         softmax_scale: float = 1.0,
+        row_intervals: bool = False,
     ) -> str:
         if device.type != "cuda":
             return f"the sm90 backend does not run on {device}"
@@ -126,7 +148,11 @@ class _SM90(Backend):
             return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(DTYPES)}"
-        if reason := _why_no_head_dim(problem) or _why_no_softcap(softcap) or why_no_scale(softmax_scale):
+        reasons = (
+            _why_no_head_dim(problem), _why_no_softcap(softcap), why_no_scale(softmax_scale),
+            _why_no_intervals(row_intervals),
+        )  # fmt: skip
+        for reason in filter(None, reasons):
             return reason
         if problem.q_starts is not None:
             return (

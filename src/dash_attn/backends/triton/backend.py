@@ -18,6 +18,7 @@ from ..base import (
     Gradients,
     Keys,
     Prepared,
+    RowIntervals,
     Shapes,
     Tensors,
     as_current,
@@ -54,11 +55,18 @@ class _Prepared(Prepared):
         return self._forward.numerics.fingerprint
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, *, softcap: float = 0.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        *,
+        softcap: float = 0.0,
+        rows: RowIntervals | None = None,
     ) -> tuple[Tensor, Tensor]:
         self._check(dict(zip("qkv", zip((q, k, v), self._shapes[:3]))))
         with as_current(self.device):
-            return self._forward(q, k, v, softmax_scale, softcap)
+            return self._forward(q, k, v, softmax_scale, softcap, rows)
 
     def backward(
         self,
@@ -67,6 +75,7 @@ class _Prepared(Prepared):
         softmax_scale: float,
         *,
         softcap: float = 0.0,
+        rows: RowIntervals | None = None,
         ordered: bool = True,
         disorder: random.Random | None = None,
     ) -> Gradients:
@@ -83,7 +92,7 @@ class _Prepared(Prepared):
         _ = plan.min_workers  # an error unless it was proven; how many there are is no matter here
         self._check(dict(zip(Tensors._fields, zip(tensors, self._shapes.of_tensors))))
         with as_current(self.device):
-            return self._backward(plan, tensors, (softmax_scale, softcap), disorder)
+            return self._backward(plan, tensors, (softmax_scale, softcap), rows, disorder)
 
     def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
         """Kernels take lengths and types from the problem: others would be read beyond their ends."""
@@ -125,6 +134,7 @@ class _Triton(Backend):
         *,
         softcap: float = 0.0,
         softmax_scale: float = 1.0,
+        row_intervals: bool = False,
     ) -> str:
         if reason := _why_unavailable(device):
             return reason

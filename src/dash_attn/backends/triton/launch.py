@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...schedule import Plan
-from ..base import Gradients, Keys, Tensors
+from ..base import Gradients, Keys, RowIntervals, Tensors
 from ..cuda.upload import Upload
 from .backward_kernels import dkdv_kernel, dq_kernel, fold_kernel, prepare_kernel
 from .forward_kernel import forward_kernel
@@ -69,24 +69,32 @@ class Forward:
         self._tiles = 0
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        softcap: float,
+        rows_of_keys: RowIntervals | None,
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         problem, shape, numerics = self.problem, self._shape, self.numerics
         if self._table is None:
-            table = forward_table(problem, *self._placed, shape.rows)
-            self._tiles, self._table = len(table), _OnDevice(problem, [table], self._device)
+            records = forward_table(problem, *self._placed, shape.rows)
+            self._tiles, self._table = len(records), _OnDevice(problem, [records], self._device)
         out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
         *batch, rows, heads, _ = q.shape
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
         q, k, v = (_aligned(x) for x in (q, k, v))
+        (table,) = self._table.use()
+        *starts_ends, rows_batch = _intervals(rows_of_keys, table)
         forward_kernel[(self._tiles * heads,)](
-            q, k, v, out, lse, *self._table.use(),
+            q, k, v, out, lse, table, *starts_ends,
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, *_of_scores(softmax_scale, softcap),
-            SOFTCAP=softcap > 0, **_head(problem), ROWS=shape.rows,
+            rows_batch, self._tiles, problem.group, *problem.mask.sides, *_of_scores(softmax_scale, softcap),
+            SOFTCAP=softcap > 0, INTERVALS=rows_of_keys is not None, **_head(problem), ROWS=shape.rows,
             TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep, ROOM=numerics.room,
             **_options(shape),
         )  # fmt: skip
@@ -112,7 +120,12 @@ class Backward:
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
-        self, plan: Plan, tensors: Tensors, factors: tuple[float, float], disorder: random.Random | None
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        factors: tuple[float, float],
+        rows_of_keys: RowIntervals | None,
+        disorder: random.Random | None,
     ) -> Gradients:
         """The gradients, by a plan of the problem. ``factors``: softmax scale and softcap."""
         softmax_scale, softcap = factors
@@ -131,6 +144,8 @@ class Backward:
         tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n}
         read = (q, k, v, dout, lse2, delta)
         strides = [s for x in (q, k, v, dout) for s in _strides(x)]
+        *starts_ends, rows_batch = _intervals(rows_of_keys, q_tiles)
+        variant = {"SOFTCAP": softcap > 0, "INTERVALS": rows_of_keys is not None}
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
                 out, dout, lse, delta, lse2, q_tiles, *_strides(out), *_strides(dout), *_lse_strides(lse),
@@ -138,8 +153,9 @@ class Backward:
             )  # fmt: skip
             shape = self._shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
-                *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
-                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0, SOFTCAP=softcap > 0,
+                *read, grads.dq, q_tiles, stretches, *starts_ends,
+                *strides, *_strides(grads.dq), *_lse_strides(lse), rows_batch,
+                tables.q_tiles, problem.group, *problem.mask.sides, *scales, 0.0, **variant,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
         if tables.items:
@@ -147,9 +163,9 @@ class Backward:
             parts, size = problem.tile_n // shape.keys, problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
             sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
             dkdv_kernel[(tables.items * parts,)](
-                *read, grads.dk, grads.dv, sums, items, visits,
-                *strides, *_strides(grads.dk), *_strides(grads.dv), *_lse_strides(lse),
-                problem.group, *problem.mask.sides, *scales, SOFTCAP=softcap > 0,
+                *read, grads.dk, grads.dv, sums, items, visits, *starts_ends,
+                *strides, *_strides(grads.dk), *_strides(grads.dv), *_lse_strides(lse), rows_batch,
+                problem.group, *problem.mask.sides, *scales, **variant,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
             if tables.folds:
@@ -174,6 +190,14 @@ def _head(problem: Problem) -> dict[str, int]:
     """Elements of a head, of Q and K and of V, and what a product takes of them."""
     of_qk, of_v = problem.head_dim, problem.head_dim_v
     return {"HEAD_DIM": of_qk, "BLOCK_D": padded(of_qk), "HEAD_DIM_V": of_v, "BLOCK_DV": padded(of_v)}
+
+
+def _intervals(rows: RowIntervals | None, nothing: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Which rows see each key, and the stride of the batch; ``nothing``: in place of what nobody reads."""
+    if rows is None:
+        return nothing, nothing, 0
+    starts, ends = (x.clone() if x.data_ptr() % 16 else x for x in rows)  # or there would be other variants
+    return starts, ends, starts.shape[1] if starts.ndim == 2 else 0
 
 
 def _of_scores(softmax_scale: float, softcap: float) -> tuple[float, float]:
