@@ -29,7 +29,9 @@ from .arguments import (
     check_flag,
     check_flash_options,
     check_no_positional,
+    check_rows,
     check_softcap,
+    with_rows,
 )
 from .backends.base import (
     NO_AUX,
@@ -45,7 +47,15 @@ from .backends.base import (
 )
 from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, dense_call, first_that_covers, packed_call, prepared_once, used_call
+from .ops.calls import (
+    DTYPE_NAMES,
+    Call,
+    dense_call,
+    first_that_covers,
+    packed_call,
+    prepared_once,
+    used_call,
+)
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
@@ -99,6 +109,8 @@ def attention(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
@@ -122,6 +134,20 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:
             ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scaled, capped score of row i and
             column j. "sm90" does not have it.
+        row_starts, row_ends: (batch, seqlen_k) int32, on the tensors' device or on the CPU: key j is seen by
+            rows i with ``row_starts[j] <= i < row_ends[j]`` only, of those that ``causal`` and ``window``
+            leave. None: from the first row, to the last one. So masks of documents, prefixes and trees are
+            given (see below). Any values; the host never reads them. From the CPU they are copied to a GPU at
+            every call. "sm90" takes none.
+
+    **Masks as intervals of rows.** Rows and keys count from the first one of the sequence. Where they are the
+    same tokens, with ``causal=True``: documents by ``row_ends[j]``, the end of the document of token j; a
+    tree in depth-first order by ``row_ends[j]``, the end of the subtree of token j; a prefix that several
+    continuations share likewise, for it is a tree. A prefix whose tokens all see one another (prefix-LM), in
+    front of causal ones: without ``causal``, ``row_starts[j]`` is 0 in the prefix and j behind it.
+    FlashMask's ``startend_row_indices`` has the same numbers: ``row_ends`` where its lower triangle begins to
+    be masked, ``row_starts`` where its upper one ends to be. Who changes them in place before the backward
+    gets an error from it.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
@@ -142,9 +168,14 @@ def attention(
         >>> out.backward(torch.ones_like(out))
         >>> out.shape == q.grad.shape == q.shape
         True
+        >>> ends = torch.tensor([100, 300]).repeat_interleave(torch.tensor([100, 200])).int().expand(2, -1)
+        >>> documents = attention(q, k, k, causal=True, row_ends=ends)
+        >>> torch.equal(documents[:, :100], attention(q[:, :100], k[:, :100], k[:, :100], causal=True))
+        True
     """
     asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    return _run_dense(q, k, v, aux, asked, return_lse)
 
 
 def flash_attn_func(
@@ -162,6 +193,8 @@ def flash_attn_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -180,7 +213,7 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
+        policy, backend, softcap, learnable_sink, alibi_slopes, row_starts, row_ends: as in :func:`attention`.
         flash_options: FlashAttention's other arguments (``dropout_p``, ``block_table``, ...) with values that
             ask for nothing.
 
@@ -202,7 +235,8 @@ def flash_attn_func(
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    return _run_dense(q, k, v, aux, asked, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -225,6 +259,8 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -253,6 +289,8 @@ def flash_attn_varlen_func(
             keys) is an error.
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
+        row_starts, row_ends: (total_k,) int32, as in :func:`attention`; rows count from the first one of
+            their sequence. Not with ``seqused_k``.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
             learnable_sink, alibi_slopes, flash_options: as in :func:`flash_attn_func`; lse is
             (heads, total_q), for dense q (batch, heads, seqlen_q).
@@ -289,7 +327,8 @@ def flash_attn_varlen_func(
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_packed((q, k, v), packing, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    return _run_packed((q, k, v), packing, aux, asked, return_lse)
 
 
 def is_supported(
@@ -313,6 +352,8 @@ def is_supported(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -334,7 +375,8 @@ def is_supported(
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
         asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
-        checked = check_call(q, k, v, packing, asked, aux_of(learnable_sink, alibi_slopes))
+        aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+        checked = check_call(q, k, v, packing, asked, aux)
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
         return Support(False, str(error))
@@ -356,8 +398,12 @@ def plan_for(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
+
+    It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide; they may lead to another backend.
 
     Raises:
         InputError, UnsupportedMaskError: as :func:`attention`.
@@ -369,7 +415,8 @@ def plan_for(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked).plan
+    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked).plan
 
 
 class Fingerprints(NamedTuple):
@@ -402,6 +449,8 @@ def fingerprints(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -415,7 +464,8 @@ def fingerprints(
     """
     window = _one_window(window, window_size)
     asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked)
+    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
 
@@ -431,6 +481,8 @@ def apply_plan(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
@@ -440,17 +492,17 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
+        backend, softcap, learnable_sink, alibi_slopes, row_starts, row_ends: as in :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    aux = aux_of(learnable_sink, alibi_slopes)
+    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
     check_aux(aux, q, len(plan.problem.sequences))
-    of_aux = (learnable_sink is not None, alibi_slopes is not None)
-    scores = Scores(softmax_scale, check_softcap(softcap), *of_aux)
+    check_rows(aux, k, None)
+    scores = Scores(softmax_scale, check_softcap(softcap), *aux.given)
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -460,7 +512,7 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, aux)
+    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, with_rows(aux, q.device))
 
 
 class _Planned(NamedTuple):
@@ -514,7 +566,7 @@ def _run_dense(
     check_flag("return_lse", return_lse)
     more = () if aux is NO_AUX else aux
     if call_directly(q, k, v, aux) and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
-        out, lse = attend(call, q, k, v, aux)
+        out, lse = attend(call, q, k, v, with_rows(aux, q.device))
         return (out, lse) if return_lse else out
     call, out, lse = _run(check_call(q, k, v, None, asked, aux))
     if call is not None:
@@ -538,11 +590,12 @@ def _run_packed(
             refuse_gradients(q, k, v, *aux)
             out, lse = used_call(q, k, v, (*packing[:3], *longest), spec).forward(q, k, v, aux)
         else:
-            out, lse = attend(packed_call(q, k, v, (*packing[:2], *longest), spec), q, k, v, aux)
+            call = packed_call(q, k, v, (*packing[:2], *longest), spec)
+            out, lse = attend(call, q, k, v, with_rows(aux, q.device))
         return (out, lse) if return_lse else out
     checked = check_call(q, k, v, packing, asked, aux)
-    call, out, lse = _run(checked)
-    if call is not None and checked.packing is not None:
+    made, out, lse = _run(checked)
+    if made is not None and checked.packing is not None:
         _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, more)
     return (out, lse) if return_lse else out
 

@@ -31,7 +31,9 @@ __all__ = [
     "check_flag",
     "check_flash_options",
     "check_no_positional",
+    "check_rows",
     "check_softcap",
+    "with_rows",
 ]
 
 Window = Sequence[int | None] | None
@@ -112,7 +114,7 @@ class CheckedCall(NamedTuple):
 
     Attributes:
         q, k, v: the inputs, cast if autocast says so.
-        aux: tensors beside them.
+        aux: tensors beside them, as :func:`with_rows` makes them.
         spec: what is asked.
         packing: None for a dense call; longest lengths are -1 where not given.
     """
@@ -132,11 +134,38 @@ class CheckedCall(NamedTuple):
         return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
 
 
-def aux_of(learnable_sink: Tensor | None, alibi_slopes: Tensor | None) -> AuxTensors:
+def aux_of(
+    learnable_sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    row_starts: Tensor | None,
+    row_ends: Tensor | None,
+) -> AuxTensors:
     """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none."""
-    if learnable_sink is None and alibi_slopes is None:
+    if learnable_sink is None and alibi_slopes is None and row_starts is None and row_ends is None:
         return NO_AUX
-    return AuxTensors(learnable_sink, alibi_slopes)
+    return AuxTensors(learnable_sink, alibi_slopes, row_starts, row_ends)
+
+
+def with_rows(aux: AuxTensors, device: torch.device) -> AuxTensors:
+    """``aux`` with both sides of the intervals of rows on the device, if one is given: the other one is then
+    the first row, or behind the last one."""
+    starts, ends = (
+        None if x is None else _saved(x.to(device).contiguous()) for x in (aux.row_starts, aux.row_ends)
+    )
+    if starts is None and ends is None:
+        return aux
+    if starts is None:
+        assert ends is not None
+        starts = torch.zeros_like(ends)
+    elif ends is None:
+        ends = torch.full_like(starts, 2**31 - 1)
+    return aux._replace(row_starts=starts, row_ends=ends)
+
+
+def _saved(x: Tensor) -> Tensor:
+    """One that autograd may save, which it refuses to do with tensors of the inference mode."""
+    outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+    return x.clone() if outside and x.is_inference() else x
 
 
 def check_call(
@@ -164,14 +193,14 @@ def check_call(
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
     check_aux(aux, q, _batch(q, packing))
+    check_rows(aux, k, packing)
     left, right = _sides(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend), check_softcap(asked.softcap), aux.learnable_sink is not None,
-        aux.alibi_slopes is not None,
+        check_backend(asked.backend), check_softcap(asked.softcap), *aux.given,
     )  # fmt: skip
-    return CheckedCall(q, k, v, aux, spec, packing)
+    return CheckedCall(q, k, v, with_rows(aux, q.device), spec, packing)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -357,6 +386,30 @@ def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
     return Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
 
 
+def check_rows(aux: AuxTensors, k: Tensor, packing: Packing | Used | None) -> None:
+    """Raise InputError if intervals of rows cannot stand beside k. Their values are not read: an interval may
+    hold no row, or rows that do not exist."""
+    for name, x in (("row_starts", aux.row_starts), ("row_ends", aux.row_ends)):
+        if x is None:
+            continue
+        if isinstance(packing, Used):
+            raise InputError(f"{name} is not supported with seqused_k")
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            raise InputError(f"{name} must be torch.int32, got {x.dtype}")
+        if x.shape != k.shape[:-2]:
+            raise InputError(
+                f"{name} must have shape {tuple(k.shape[:-2])}, a row per key, got {tuple(x.shape)}"
+            )
+        _check_place(name, x, k.device)
+
+
+def _check_place(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device and x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+
+
 def _check_lengths(name: str, x: object, device: torch.device, *, least: int) -> None:
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -365,8 +418,7 @@ def _check_lengths(name: str, x: object, device: torch.device, *, least: int) ->
     if x.ndim != 1 or x.shape[0] < least:
         shape = "(batch + 1,)" if least else "(batch,)"
         raise InputError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    if x.device != device and x.device.type != "cpu":
-        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+    _check_place(name, x, device)
 
 
 def _longest(name: str, value: Any) -> int:

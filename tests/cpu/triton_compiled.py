@@ -54,7 +54,7 @@ CASES = [
 """fp16 has the programs of bf16; fp32 has one table for all GPUs."""
 
 
-PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False}
+PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False, "INTERVALS": False}
 """What becomes of scores: constants of the variants that most calls take."""
 
 
@@ -69,7 +69,7 @@ def sources(
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
     of_scores = PLAIN | scores
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
-    tile |= {name: of_scores[name] for name in ("SOFTCAP", "ALIBI")}
+    tile |= {name: of_scores[name] for name in of_scores if name != "SINK"}
     numbers = {
         **of_scores,
         "ROWS": forward.rows,
@@ -108,7 +108,7 @@ def _type_of(argument: str, dtype: str) -> str:
         return TYPES[dtype]
     if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
-    if argument in ("table", "visits", "stretches"):
+    if argument in ("table", "visits", "stretches", "row_starts", "row_ends"):
         return "*i32"
     return "fp32" if argument in ("scale", "scale2", "cap2", "nothing") else "i32"
 
@@ -137,10 +137,17 @@ def test_the_forward_with_a_sink_fits(head_dim: int) -> None:
     _assert_fits("forward", *QUICK, head_dim, SINK=True)
 
 
+@pytest.mark.parametrize("variant", ["ALIBI", "INTERVALS"])
 @pytest.mark.parametrize("head_dim", TILES)
-def test_kernels_with_alibi_fit(head_dim: int) -> None:
+def test_kernels_with_alibi_or_intervals_fit(head_dim: int, variant: str) -> None:
     for name in ("forward", "dkdv", "dq"):
-        _assert_fits(name, *QUICK, head_dim, ALIBI=True)
+        _assert_fits(name, *QUICK, head_dim, **{variant: True})
+
+
+def test_kernels_with_everything_fit() -> None:
+    everything = dict.fromkeys(PLAIN, True)
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, (192, 128), **everything)
 
 
 def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> None:

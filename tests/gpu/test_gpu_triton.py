@@ -26,6 +26,7 @@ from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, pr
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import Case, any_case, auto_plan, relative_error, sequence_rows
+from interval_cases import ends_of_documents, random_tree
 from triton_cases import triton_problem
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -90,6 +91,35 @@ def test_masks_and_heads(mask: Mask, heads: int, kv_heads: int) -> None:
         for lengths in (LENGTHS, (513, 513)):
             case = any_case(problem_of(*lengths, mask=mask, heads=heads, kv_heads=kv_heads))
             assert_accurate(case, run(auto_plan(case.problem, head_groups=head_groups), case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_intervals_of_documents(head_dim: int, dtype: str) -> None:
+    """As packed sequences, within rounding; twice the same bytes. A tree against PyTorch's attention."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    lengths = (300, 1, 700, 499)
+    sizes = [(1500, heads, head_dim) for heads in (4, 4, 2, 2)]
+    like = {"generator": generator, "device": DEVICE}
+    dout, *leaves = (torch.randn(size, **like).to(getattr(torch, dtype)) for size in sizes)
+    leaves = [x.requires_grad_() for x in leaves]
+    rows = ends_of_documents(*lengths).to(DEVICE)
+    one, many = (torch.tensor([0, *n]).cumsum(0).int().to(DEVICE) for n in ((1500,), lengths))
+    how: dict[str, Any] = {"causal": True, "backend": "triton"}
+    calls = [(one, {"row_ends": rows}), (one, {"row_ends": rows.cpu()}), (many, {})]
+    results = []
+    for bounds, intervals in calls:
+        out = dash_attn.flash_attn_varlen_func(*leaves, bounds, bounds, **intervals, **how)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+    for found, again, packed in zip(*results):
+        assert_same_bytes(found, again)
+        assert relative_error(found.double(), packed.double()) <= 2 * BOUND[dtype]
+    ends, seen = random_tree(1500, 1)
+    q, k, v = (x.detach()[None] for x in leaves)
+    found = dash_attn.attention(q, k, v, row_ends=ends[None].to(DEVICE), **how)
+    wide = [x.double().transpose(1, 2) for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*wide, seen.to(DEVICE), enable_gqa=True)
+    assert relative_error(found.double(), exact.transpose(1, 2)) <= BOUND[dtype]
 
 
 def test_rows_without_keys() -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "Gradients",
     "Keys",
     "Prepared",
+    "RowIntervals",
     "Shapes",
     "Tensors",
     "as_current",
@@ -69,15 +70,42 @@ class Tensors(NamedTuple):
     lse: Tensor
 
 
+class RowIntervals(NamedTuple):
+    """Which rows see a key, beside the mask: those with ``starts <= row < ends``.
+
+    Rows count from the first one of the sequence. int32, contiguous, on the tensors' device. Dense
+    (batch, seqlen_k), or packed (total_k,). Any values: an interval may hold no row.
+    """
+
+    starts: Tensor
+    ends: Tensor
+
+
 class AuxTensors(NamedTuple):
     """What scores depend on besides q and k. The fields of :class:`Scores` say what there is.
 
     learnable_sink: (heads,), dtype of q or float32: natural logarithms, neither scaled nor capped.
     alibi_slopes: (heads,) or (batch, heads), float32, without a gradient.
+    row_starts, row_ends: both or neither, as :class:`RowIntervals` has them.
     """
 
     learnable_sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    row_starts: Tensor | None = None
+    row_ends: Tensor | None = None
+
+    @property
+    def given(self) -> tuple[bool, bool, bool]:
+        """``sink``, ``alibi`` and ``row_intervals`` of :class:`Scores`."""
+        sink, slopes, starts, ends = (x is not None for x in self)
+        return sink, slopes, starts or ends
+
+    @property
+    def rows(self) -> RowIntervals | None:
+        """Which rows see each key, beside the mask; None: all."""
+        if self.row_starts is None or self.row_ends is None:
+            return None
+        return RowIntervals(self.row_starts, self.row_ends)
 
 
 NO_AUX = AuxTensors()
@@ -183,7 +211,7 @@ class Prepared(ABC):
         """The gradients, summed in the plan's order.
 
         Args:
-            plan: a proven plan of the problem.
+            plan: a proven plan of the problem. It is that of the mask, whatever rows of ``aux`` hide.
             tensors: in the layout of the forward.
             scores, aux: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.

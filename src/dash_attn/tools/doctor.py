@@ -39,6 +39,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "learnable sink": {"causal": True, "sink": True},
     "ALiBi": {"causal": True, "alibi": True},
     "head_dim 192, of v 128": {"causal": True, "head_dim": 192, "head_dim_v": 128},
+    "documents by row_ends": {"causal": True, "documents": True},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -133,6 +134,7 @@ def _support(
     softcap: float = 0.0,
     sink: bool = False,
     alibi: bool = False,
+    documents: bool = False,
 ) -> str:
     from ..api import is_supported
 
@@ -147,6 +149,7 @@ def _support(
         q, k, v, *bounds, causal=causal, window_size=window_size, backend=backend, softcap=softcap,
         learnable_sink=torch.zeros(4, device=device) if sink else None,
         alibi_slopes=torch.zeros(4, device=device) if alibi else None,
+        row_ends=torch.full(k.shape[:-2], 256, dtype=torch.int32) if documents else None,
     )  # fmt: skip
     return "yes" if found else f"no: {found.reason}"
 

@@ -36,7 +36,8 @@ from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
-from ..base import NO_AUX, AuxTensors, Gradients, Tensors
+from ..base import NO_AUX, AuxTensors, Gradients, RowIntervals, Tensors
+from .masks import outside_intervals
 from .sinks import sink_gradient
 from .tiles import TileMasks, TileRows, check_packed, copy_tile, distances, exact, slope_of
 
@@ -162,7 +163,7 @@ class _Backward:
         """One task: adds to its item's dK and dV and returns its contribution to dQ, unscaled."""
         rows, item = self._q_rows_of(task), self._item_of(task)
         dtype, wide = self.tensors.q.dtype, rows.q.dtype
-        hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
+        hidden = self._hidden(task, len(rows.q), item.rows)
         scores = torch.mm(rows.q, item.k.T)
         if self.cap:
             capped = scores.mul_(self.scale / self.cap).tanh_()
@@ -188,6 +189,15 @@ class _Backward:
         start = task.q_tile * grid.tile_m + grid.diagonal - task.kv_tile * grid.tile_n
         rows, columns = scores.shape
         return distances(start, rows, columns, scores.dtype)
+
+    def _hidden(self, task: Task, rows: int, keys: slice) -> Tensor | None:
+        """(rows, keys) bool: what the mask hides, and what the intervals of the keys do."""
+        hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
+        if self.aux.rows is None:
+            return hidden
+        of_keys = RowIntervals(*(x[keys] for x in self.aux.rows))
+        outside = outside_intervals(of_keys, task.q_tile * self.problem.tile_m, rows)
+        return outside if hidden is None else hidden | outside
 
     def dq(self, sums: dict[QTile, Tensor]) -> Tensor:
         """dQ from the sum of every q tile; a q tile without a task has none, and zero gradients."""

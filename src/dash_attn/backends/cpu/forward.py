@@ -25,8 +25,8 @@ from torch import Tensor
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
 from ...scores import Scores, scores_of
-from ..base import NO_AUX, AuxTensors
-from .masks import hidden_elements
+from ..base import NO_AUX, AuxTensors, RowIntervals
+from .masks import hidden_elements, outside_intervals
 from .tiles import TileRows, accumulator, check_packed, distances, exact, slope_of
 
 __all__ = ["forward"]
@@ -53,7 +53,7 @@ def forward(
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
         k, v: (total_k, kv_heads, head_dim); v may have another head dim.
         scores: what becomes of Q K^T; a number is the softmax scale alone.
-        aux: the tensors that this takes.
+        aux: the tensors that this takes; rows that see each key are packed.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
@@ -75,14 +75,15 @@ def forward(
     with exact():
         for sequence in range(len(problem.sequences)):
             both = (starts.q_start, starts.k_start)
-            rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
+            at, columns = (slice(*side[sequence : sequence + 2]) for side in both)
+            intervals = None if aux.rows is None else RowIntervals(*(x[columns] for x in aux.rows))
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, scores_of(scores), *keys, masks)
+                one = _Head(problem.grid(sequence), numerics, scores_of(scores), *keys, masks, intervals)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
                     sink = None if aux.learnable_sink is None else aux.learnable_sink[head]
-                    mine = _QHead(q[rows, head], sink, slope_of(aux, sequence, head))
-                    out[rows, head], lse[head, rows] = one.run(mine, rng)
+                    mine = _QHead(q[at, head], sink, slope_of(aux, sequence, head))
+                    out[at, head], lse[head, at] = one.run(mine, rng)
     return out, lse
 
 
@@ -127,8 +128,11 @@ class _Head:
         k: Tensor,
         v: Tensor,
         masks: _Masks,
+        intervals: RowIntervals | None,
     ) -> None:
+        """``masks``: of the mask alone, kept for all heads."""
         self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
+        self.intervals = intervals
         size = numerics.tile
         starts = range(0, len(k), size)
         self.keys = [_padded(k[left : left + size], size) for left in starts]
@@ -181,6 +185,8 @@ class _Head:
                 slope = head.slope * math.log2(math.e)
                 scores.sub_(distances(start, ROWS, size, scores.dtype).mul_(slope))
             hidden = self._hidden(top, kv * self.numerics.tile)
+            if self.intervals is not None:
+                hidden = self._outside(top, kv * self.numerics.tile, hidden)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
             state = self._with(state, scores, hidden, self.values[kv])
@@ -196,6 +202,15 @@ class _Head:
             hidden[:, there:] = True
             self.masks[start, there] = hidden if hidden.any() else None
         return self.masks[start, there]
+
+    def _outside(self, top: int, left: int, hidden: Tensor | None) -> Tensor:
+        """(ROWS, tile) bool: what is hidden, by the intervals of the keys as well."""
+        assert self.intervals is not None
+        size = self.numerics.tile
+        of_keys = RowIntervals(*(x[left : left + size] for x in self.intervals))
+        outside = outside_intervals(of_keys, top, ROWS)
+        outside = torch.nn.functional.pad(outside, (0, size - outside.shape[1]), value=True)
+        return outside if hidden is None else outside | hidden
 
     def _with(self, state: _State, scores: Tensor, hidden: Tensor | None, values: _Values) -> _State:
         """A state that has seen one more kv tile."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...problem import Mask
 from ...scores import Scores, scores_of
 from ..base import NO_AUX, AuxTensors
-from .masks import hidden_elements
+from .masks import hidden_elements, outside_intervals
 
 __all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention", "sink_gradient"]
 
@@ -63,7 +63,7 @@ def plain_attention(
         dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
-        aux: the tensors that scores take; slopes (heads,).
+        aux: the tensors that scores take; slopes (heads,), rows that see each key (seqlen_k,).
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
@@ -86,6 +86,8 @@ def plain_attention(
     for start in range(0, len(q), step):
         at = slice(start, start + step)
         hidden = hidden_elements(mask, positions[at], len(k))
+        if aux.rows is not None:
+            hidden |= outside_intervals(aux.rows, start, len(hidden))
         for head in range(q.shape[1]):
             kh, vh = (x[:, head // group].to(wide) for x in (k, v))
             qh, doh = (x[at, head].to(wide) for x in (q, dout))

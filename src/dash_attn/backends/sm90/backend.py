@@ -107,6 +107,8 @@ def _why_no_head_dim(problem: Problem) -> str:
 @lru_cache
 def _why_no_scores(scores: Scores) -> str:
     """Why the kernels do not have what is made of scores: they have the softmax scale, and nothing else."""
+    if scores.row_intervals:
+        return "row_starts and row_ends are not supported by sm90"
     for name, value in zip(scores._fields[1:], scores[1:]):
         if value:
             return f"{name if value is True else f'{name} {value}'} is not supported by sm90"

@@ -16,12 +16,16 @@ import triton.language as tl
 from .parts import (
     capped,
     distance,
+    intervals_of,
+    keys_within,
     load_rows,
     places,
     row_interval,
     sequence_of,
     slope_of,
     store_rows,
+    tiles_within,
+    visible_part,
     whole_columns,
     whole_part,
     whole_rows,
@@ -95,11 +99,13 @@ def add_rows(
     dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, record,
     q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-    cap2, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
+    cap2, starts, ends,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr, CUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores."""
+    """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores.
+    ``starts`` and ``ends``: with INTERVALS the rows that see each key."""
     STEPS: tl.constexpr = TILE_M // ROWS
     task = task + 0 * end  # a number that the compiler knows could not change in the loop
     head = head_first
@@ -129,6 +135,8 @@ def add_rows(
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
             seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
+            if INTERVALS:
+                seen &= (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
             p = tl.where(seen, p, 0.0)
         dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
@@ -149,26 +157,27 @@ def add_rows(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head",
-        "lse_batch", "lse_head", "group", "left", "right", "slope_batch",
+        "lse_batch", "lse_head", "group", "left", "right", "slope_batch", "rows_batch",
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, slopes, dk, dv, sums, table, visits,
+    q, k, v, dout, lse2, delta, slopes, row_starts, row_ends, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, lse_batch, lse_head,
-    group, left, right, slope_batch, scale, scale2, cap2,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    group, left, right, slope_batch, rows_batch, scale, scale2, cap2,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
+    Tiles at their ends that INTERVALS empty are left out: they would add 0.
 
     An item is shared by TILE_N / KEYS programs, for its keys share no sum. A q tile is taken in TILE_M / ROWS
     steps.
     """
     PARTS: tl.constexpr = TILE_N // KEYS
-    # Large heads have no registers for three loops.
-    LOOPS: tl.constexpr = 3 if BLOCK_D <= 128 and BLOCK_DV <= 128 else 1
+    # Large heads have no registers for three loops; INTERVALS may cut any tile.
+    LOOPS: tl.constexpr = 3 if BLOCK_D <= 128 and BLOCK_DV <= 128 and not INTERVALS else 1
     pid = tl.program_id(0)
     part = pid % PARTS
     record = table + (pid // PARTS).to(tl.int64) * 16
@@ -193,6 +202,13 @@ def dkdv_kernel(
     dk_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((KEYS, BLOCK_DV), tl.float32)
     low, high = whole_rows(begin, KEYS, TILE_M, diagonal, seqlen_q, seqlen_k, left, right)
+    starts = keys
+    ends = keys
+    if INTERVALS:
+        row_starts += batch_k * rows_batch + start_k
+        row_ends += batch_k * rows_batch + start_k
+        starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+        low, high = tiles_within(starts, ends, seqlen_q, TILE_M)
     for visit in range(visit_first, visit_first + visit_count):
         q_first = tl.load(visits + visit * 3)
         q_step = tl.load(visits + visit * 3 + 1)
@@ -202,14 +218,18 @@ def dkdv_kernel(
         whole, cut = count, count
         if LOOPS == 3:
             whole, cut = whole_part(q_first, q_step, count, low, high)
-        ends = (0, whole, cut, count)
+        skipped = 0
+        if INTERVALS:
+            skipped, whole = visible_part(q_first, q_step, count, low, high)
+        bounds = (skipped, whole, cut, count)
         for third in tl.static_range(LOOPS):
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
                 slopes, slope_batch, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
-                ends[third], ends[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-                cap2, SOFTCAP, ALIBI, third != 1, HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M,
+                bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
+                cap2, starts, ends, SOFTCAP, ALIBI, INTERVALS, third != 1,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M,
             )  # fmt: skip
 
     if slot < 0:
@@ -260,21 +280,22 @@ def fold_kernel(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
-        "tiles", "group", "left", "right", "slope_batch",
+        "tiles", "group", "left", "right", "slope_batch", "rows_batch",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout, lse2, delta, slopes, dq, table, stretches,
+    q, k, v, dout, lse2, delta, slopes, row_starts, row_ends, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, scale, scale2, cap2, nothing,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, nothing,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
     A q tile is shared by TILE_M / ROWS programs, and a contribution is one product in TILE_N / KEYS steps.
+    Contributions at the ends of a stretch that INTERVALS empty are left out: they would add 0.
 
     ``nothing`` is 0, and the compiler must not know it: it would make one product of all contributions where
     each is one, which is then added.
@@ -302,6 +323,13 @@ def dq_kernel(
     delta_here = tl.load(delta + at, mask=there, other=0.0)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+    if INTERVALS:
+        row_starts += batch_k * rows_batch + start_k
+        row_ends += batch_k * rows_batch + start_k
+        end = tl.minimum(top + ROWS, seqlen_q)
+        low, high = keys_within(
+            row_starts, row_ends, tl.min(first, 0), tl.max(last, 0), top, end, seqlen_k, KEYS
+        )
 
     positions = (rows + diagonal)[:, None]
     slope = 0.0
@@ -314,7 +342,12 @@ def dq_kernel(
         kv_first = tl.load(stretches + stretch * 3)
         kv_step = tl.load(stretches + stretch * 3 + 1)
         count = tl.load(stretches + stretch * 3 + 2)
-        for task in range(count):
+        skipped = 0
+        if INTERVALS:
+            skipped, count = visible_part(
+                kv_first, kv_step, count, low // TILE_N, (high + TILE_N) // TILE_N - 1
+            )
+        for task in range(skipped, count):
             contribution = empty
             for step in range(STEPS):
                 begin = (kv_first + kv_step * task) * TILE_N + step * KEYS
@@ -333,9 +366,12 @@ def dq_kernel(
                 ds = p * (dp - delta_here[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
-                if (begin < all_first) | (begin + KEYS - 1 > all_last):
+                if INTERVALS | (begin < all_first) | (begin + KEYS - 1 > all_last):
                     keys = begin + tl.arange(0, KEYS)
                     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+                    if INTERVALS:
+                        starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+                        seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
                     ds = tl.where(seen, ds, 0.0)
                 contribution = tl.dot(ds.to(k_tile.dtype), k_tile, contribution, input_precision="ieee")
             acc += contribution

@@ -7,7 +7,18 @@ constants of the compiler: with them it might round elsewhere, and a row's bits 
 import triton
 import triton.language as tl
 
-from .parts import capped, distance, load_rows, row_interval, sequence_of, slope_of, store_rows, whole_columns
+from .parts import (
+    capped,
+    distance,
+    intervals_of,
+    keys_within,
+    load_rows,
+    row_interval,
+    sequence_of,
+    slope_of,
+    store_rows,
+    whole_columns,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -17,21 +28,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
-        "slope_batch",
+        "slope_batch", "rows_batch",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q, k, v, out, lse, sink, slopes, table,
+    q, k, v, out, lse, sink, slopes, row_starts, row_ends, table,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, scale2, cap2,
-    SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr,
+    tiles, group, left, right, slope_batch, rows_batch, scale2, cap2,
+    SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
     with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK;
-    ``slopes``: (heads,) or (batch, heads), read if ALIBI."""
+    ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``row_starts`` and ``row_ends``: one per
+    key, read if INTERVALS."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -51,6 +63,11 @@ def forward_kernel(
     # What the tile's rows see together. Keys beyond it are not read: they might be NaN.
     lowest = tl.min(first, 0)
     highest = tl.max(last, 0)
+    if INTERVALS:
+        row_starts += batch_k * rows_batch + start_k
+        row_ends += batch_k * rows_batch + start_k
+        end = tl.minimum(top + ROWS, seqlen_q)
+        lowest, highest = keys_within(row_starts, row_ends, lowest, highest, top, end, seqlen_k, TILE)
 
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -71,15 +88,19 @@ def forward_kernel(
                 s -= slope * distance(positions, begin + tl.arange(0, TILE)[None, :])
             # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
             room = tl.zeros((ROWS,), tl.float32)
-            if (begin >= all_first) & (begin + TILE - 1 <= all_last):
+            if (not INTERVALS) & (begin >= all_first) & (begin + TILE - 1 <= all_last):
                 for power in tl.static_range(1, ROOM + 1):
                     if (1 << power) > TILE:
                         room += 1.0
             else:
                 keys = begin + tl.arange(0, TILE)
                 seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
-                s = tl.where(seen, s, float("-inf"))
                 count = tl.minimum(last, begin + TILE - 1) - tl.maximum(first, begin) + 1
+                if INTERVALS:
+                    starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+                    seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
+                    count = tl.sum(seen.to(tl.int32), 1)
+                s = tl.where(seen, s, float("-inf"))
                 for power in tl.static_range(1, ROOM + 1):
                     room += tl.where(count < (1 << power), 1.0, 0.0)
             found = tl.max(s, 1)

@@ -83,19 +83,22 @@ class Forward:
         """(out, lse)."""
         problem, shape, numerics = self.problem, self._shape, self.numerics
         if self._table is None:
-            table = forward_table(problem, *self._placed, shape.rows)
-            self._tiles, self._table = len(table), _OnDevice(problem, [table], self._device)
+            records = forward_table(problem, *self._placed, shape.rows)
+            self._tiles, self._table = len(records), _OnDevice(problem, [records], self._device)
         out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
         *batch, rows, heads, _ = q.shape
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
         q, k, v = (_aligned(x) for x in (q, k, v))
+        (table,) = self._table.use()
+        *starts_ends, rows_batch = _intervals(aux, table)
         forward_kernel[(self._tiles * heads,)](
             q, k, v, out, lse, _values(aux.learnable_sink, lse), _values(aux.alibi_slopes, lse),
-            *self._table.use(),
+            *starts_ends, table,
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), *_of_scores(scores),
+            self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), rows_batch,
+            *_of_scores(scores),
             **_head(problem), **_variant(scores, aux), SINK=aux.learnable_sink is not None,
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **_options(shape),
@@ -143,8 +146,9 @@ class Backward:
         head = _head(problem)
         of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV")}
         tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **_variant(scores, aux)}
-        sides = (*problem.mask.sides, _slope_batch(aux))
-        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2))
+        *starts_ends, rows_batch = _intervals(aux, q_tiles)
+        sides = (*problem.mask.sides, _slope_batch(aux), rows_batch)
+        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2), *starts_ends)
         strides = [s for x in (q, k, v, dout) for s in _strides(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
@@ -219,6 +223,14 @@ def _values(x: Tensor | None, unread: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
+def _intervals(aux: AuxTensors, unread: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Which rows see each key, and how far apart those of two sequences are; without any ``unread`` twice."""
+    if aux.rows is None:
+        return unread, unread, 0
+    starts, ends = (x.clone() if x.data_ptr() % 16 else x for x in aux.rows)  # or there were more variants
+    return starts, ends, starts.shape[1] if starts.ndim == 2 else 0
+
+
 def _head(problem: Problem) -> dict[str, int]:
     """Elements of a head, of Q and K and of V, and what a product takes of them."""
     of_qk, of_v = problem.head_dim, problem.head_dim_v
@@ -227,7 +239,11 @@ def _head(problem: Problem) -> dict[str, int]:
 
 def _variant(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
     """Which variant of the kernels makes the scores."""
-    return {"SOFTCAP": scores.softcap > 0, "ALIBI": aux.alibi_slopes is not None}
+    return {
+        "SOFTCAP": scores.softcap > 0,
+        "ALIBI": aux.alibi_slopes is not None,
+        "INTERVALS": aux.rows is not None,
+    }
 
 
 def _of_scores(scores: Scores) -> tuple[float, float]:
