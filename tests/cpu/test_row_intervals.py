@@ -442,6 +442,23 @@ def test_of_packed_keys_and_of_a_cache() -> None:
         flash_attn_varlen_func(*(x.detach() for x in drawn(rows=30)), seqused_k=used, row_ends=ENDS)
 
 
+def test_a_backend_is_asked_whether_it_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = drawn(rows=31)  # a shape that no other test has called with
+    cpu, asked = type(backend_named("cpu")), []
+
+    def why_not(*given: Any) -> str:
+        asked.append(given[-1].row_intervals)
+        return "not intervals" if asked[-1] else ""
+
+    monkeypatch.setattr(cpu, "why_not", why_not)
+    rows = torch.full((2, 31), 31, dtype=torch.int32)
+    assert is_supported(*tensors)
+    assert is_supported(*tensors, row_starts=rows).reason == "not intervals"
+    with pytest.raises(InputError, match="not intervals"):
+        apply_plan(plan_for(*tensors), *tensors, 0.25, row_ends=rows)
+    assert asked == [False, True, True]
+
+
 def test_sm90_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     sm90 = backend_named("sm90")
     monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: (9, 0))

@@ -22,7 +22,12 @@ CPU = torch.device("cpu")
 
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-PARTS = ("head_dims or masks", "bytes or order", "not (head_dims or masks or bytes or order)")
+PARTS = (
+    "intervals",
+    "not intervals and (head_dims or masks)",
+    "not intervals and (bytes or order)",
+    "not (intervals or head_dims or masks or bytes or order)",
+)
 
 
 def run_file(name: str, *options: str, **environment: str) -> None:

@@ -634,6 +634,26 @@ def test_intervals_beside_masks(mask: Mask, dtype: str) -> None:
         assert not found[name][blind].any()
 
 
+def test_maxima_with_intervals_are_those_of_the_reference() -> None:
+    """A row's first one looks at how many keys it sees. P of float16 is rounded elsewhere with others."""
+    problem = problem_of((60, 300), dtype="float16", heads=1)
+    _, q, k, v = packed_tensors(problem)
+    k = (k * torch.linspace(3.0, 0.5, 300)[:, None, None]).to(k.dtype)  # scores rise along the tiles' order
+    ends = torch.where(torch.arange(300) % 16 == 0, 60, 0).int()
+    aux = beside(RowIntervals(torch.zeros_like(ends), ends))
+
+    numerics = forward_numerics(problem)
+    found, _ = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, SCORES, aux)
+
+    def differing(**numbers: Any) -> float:
+        other = replace(numerics, **numbers)
+        wanted, _ = reference(problem, q, k, v, SCALE, aux, numerics=other)
+        return float((found != wanted).float().mean())
+
+    assert differing() < 0.002
+    assert differing(room=0) > 0.01  # as if rows saw whole tiles
+
+
 @pytest.mark.parametrize("head_dim", [40, 72, 200])
 def test_intervals_and_head_dims(head_dim: int) -> None:
     """Tiles of every size; with a softcap, head groups and a head dim of its own for V."""
@@ -694,6 +714,7 @@ def test_intervals_of_dense_batches() -> None:
 @pytest.mark.parametrize("policy", [Shift(2), FA3()], ids=str)
 def test_tiles_that_intervals_empty_may_be_left_out(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving them out changes no byte. What is hidden in them may be anything, as it is not read."""
+    few_keys(monkeypatch, 128)
     problem = problem_of(500, mask=Mask.full(), head_dim=72, heads=1, dtype="float16")
     last = ends_of_documents(130, 190, 180)
     lengths = torch.tensor((130, 190, 180))

@@ -72,7 +72,7 @@ class Shape:
             raise InputError(f"seqlen_k {self.seqlen_k} belongs to seqlen, not to seqlens")
         if self.seqlens is None and self.seqlens_k is not None:
             raise InputError(f"seqlens_k {self.seqlens_k} belongs to seqlens, not to seqlen")
-        for name in ("seqlen", "seqlen_k"):
+        for name in ("seqlen", "seqlen_k", "head_dim_v"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be >= 1, got {value}")
