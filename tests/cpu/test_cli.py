@@ -343,7 +343,11 @@ def test_a_trace_needs_a_gpu(
 @pytest.mark.parametrize(
     ("flags", "capability", "message"),
     [
-        ("--seqlen 512 --head-dim 96", (9, 0), "head_dim 96 is not supported by sm90; supported: 64, 128"),
+        (
+            "--seqlen 512 --head-dim 136",
+            (9, 0),
+            "head_dim 136 is not supported by sm90; supported: multiples of 8 from 40 to 128",
+        ),
         (
             "--seqlen 512 --dtype float32",
             (9, 0),

@@ -17,6 +17,7 @@ from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .backward.config import Accumulation, BackwardConfig
 from .forward.config import ForwardConfig, forward_config
+from .sinks.config import SinkConfig
 from .tiles import TILES
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
     "variants",
 ]
 
-Config = BackwardConfig | ForwardConfig
+Config = BackwardConfig | ForwardConfig | SinkConfig
 
 ARCH = "sm_90a"
 
@@ -49,34 +50,40 @@ class MissingCompilerError(DashError, ImportError):
 
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
-    return {**backward_variants(), **forward_variants()}
+    return {**backward_variants(), **forward_variants(), "sinks": SinkConfig()}
 
 
 def backward_variants() -> dict[str, BackwardConfig]:
-    """Those of the backward: product, unordered, and debug."""
+    """Those of the backward: product, unordered, and debug; each also for tensors of fewer columns."""
     found = {}
-    for head_dim, _ in TILES:
-        for dtype in ("bf16", "fp16"):
-            base = BackwardConfig(head_dim, dtype)
-            name = f"backward-d{head_dim}-{dtype}"
-            found[name] = base
-            found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
-            found[f"{name}-bounded"] = replace(base, spin_limit=1)
-            found[f"{name}-contributions"] = replace(base, dump_contributions=True)
-            found[f"{name}-trace"] = replace(base, trace=True)
-            found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
+    for name, head_dim, dtype, padded in _kinds("backward"):
+        base = BackwardConfig(head_dim, dtype, padded)
+        found[name] = base
+        found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
+        found[f"{name}-bounded"] = replace(base, spin_limit=1)
+        found[f"{name}-contributions"] = replace(base, dump_contributions=True)
+        found[f"{name}-trace"] = replace(base, trace=True)
+        found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
     return found
 
 
 def forward_variants() -> dict[str, ForwardConfig]:
-    """Those of the forward: product, and debug."""
+    """Those of the forward: product, with a sink, and debug; each also for tensors of fewer columns."""
     found = {}
-    for head_dim, _ in TILES:
-        for dtype in ("bf16", "fp16"):
-            name, base = f"forward-d{head_dim}-{dtype}", forward_config(head_dim, dtype)
-            found[name] = base
-            found[f"{name}-trace"] = replace(base, trace=True)
+    for name, head_dim, dtype, padded in _kinds("forward"):
+        base = forward_config(head_dim, dtype, padded)
+        found[name] = base
+        found[f"{name}-sink"] = replace(base, sink=True)
+        found[f"{name}-trace"] = replace(base, trace=True)
     return found
+
+
+def _kinds(direction: str) -> Iterator[tuple[str, int, str, bool]]:
+    """A name, a head dim, a dtype, and whether tensors are padded."""
+    for padded in (False, True):
+        for head_dim, _ in TILES:
+            for dtype in ("bf16", "fp16"):
+                yield f"{direction}-d{head_dim}-{dtype}{'-padded' if padded else ''}", head_dim, dtype, padded
 
 
 def program(config: Config) -> Any:

@@ -15,7 +15,7 @@ from ...schedule.table import to_table
 from ..base import Shapes, tensor_shapes
 from ..cuda.upload import Upload
 from .backward.config import CONTROL_WORDS, BackwardConfig
-from .tiles import tiles_of
+from .tiles import kernel_of, tiles_of
 
 __all__ = ["OnDevice", "on_device"]
 
@@ -115,7 +115,9 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
 
 def _check_tiles(plan: Plan) -> None:
     p = plan.problem
-    kernel = tiles_of(p.head_dim, p.head_dim_v)
+    if p.head_dim_v != p.head_dim:
+        raise PlanMismatchError(f"the plan has head_dim_v {p.head_dim_v} beside head_dim {p.head_dim}")
+    kernel = tiles_of(kernel_of(p.head_dim)[0])
     if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
         raise PlanMismatchError(
             f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {p.head_dim} has "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["TILES", "Registers", "Tiles", "tiles_of"]
+__all__ = ["HEAD_DIMS", "TILES", "Registers", "Tiles", "kernel_of", "tiles_of"]
 
 
 class Registers(NamedTuple):
@@ -42,6 +42,20 @@ TILES = {
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V)."""
+
+
+HEAD_DIMS = range(40, 129, 8)
+"""Of tensors that the kernels take. Smaller ones would leave more than half of every product to zeros."""
+
+
+def kernel_of(head_dim: int) -> tuple[int, bool]:
+    """The head dim of the kernel for tensors, and whether these have fewer columns.
+
+    >>> kernel_of(64), kernel_of(80), kernel_of(128)
+    ((64, False), (128, True), (128, False))
+    """
+    kernel = next(known for known, _ in TILES if head_dim <= known)
+    return kernel, head_dim < kernel
 
 
 def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:

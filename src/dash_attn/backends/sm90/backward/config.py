@@ -39,6 +39,7 @@ class BackwardConfig:
         direction: the package of its program.
         kernels: class names, which the compiler puts into the names of the kernels.
         head_dim: of Q, K and V.
+        padded: tensors may have fewer columns; the copy engine fills a tile with zeros.
         dtype: "bf16" or "fp16".
         accumulation: how contributions to dQ are added.
         spin_limit: bounds every wait for a ticket or a complete dQ tile; 0: unbounded. An exceeded bound is
@@ -56,6 +57,7 @@ class BackwardConfig:
 
     head_dim: int
     dtype: str = "bf16"
+    padded: bool = False
     accumulation: Accumulation = Accumulation.TICKETS
     spin_limit: int = 0
     dump_contributions: bool = False

@@ -388,7 +388,7 @@ class MmaRole:
         for n in cutlass.range(c.tile_n * chunks // threads, unroll=1):
             index = n * threads + self._mma_thread()
             row = item.record.kv_tile * c.tile_n + index // chunks
-            if row < item.seqlen_k:
+            if (row < item.seqlen_k) & (8 * (index % chunks) < target.shape[3]):
                 line = target[item.batch, item.k_row_first + row, item.record.kv_head, None]
                 chunk = cute.local_tile(line, (8,), (index % chunks,))
                 chunk.store(cute.zeros_like(chunk))

@@ -76,8 +76,8 @@ class Preprocess:
         for n in cutlass.range_constexpr(c.tile_m // rows):
             row = q_tile * c.tile_m + n * rows + tidx // lanes
             row = first + (row if row < seqlen_q else seqlen_q - 1)
-            left.append(self._chunk(mO[batch, row, q_head, None], tidx % lanes))
-            right.append(self._chunk(mdO[batch, row, q_head, None], tidx % lanes))
+            left.append(self._chunk(mO[batch, row, q_head, None], tidx % lanes, mO.shape[3]))
+            right.append(self._chunk(mdO[batch, row, q_head, None], tidx % lanes, mO.shape[3]))
         for n in cutlass.range_constexpr(c.tile_m // rows):
             local = n * rows + tidx // lanes
             product = left[n].to(Float32) * right[n].to(Float32)
@@ -94,7 +94,7 @@ class Preprocess:
                 # Nobody will write, queue or convert this tile.
                 for n in cutlass.range_constexpr(c.tile_m // rows):
                     row = q_tile * c.tile_m + n * rows + tidx // lanes
-                    if row < seqlen_q:
+                    if (row < seqlen_q) & (tidx % lanes * 8 < mdQ.shape[3]):
                         line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (tidx % lanes,))
                         line.store(cute.zeros_like(line))
         else:
@@ -104,8 +104,18 @@ class Preprocess:
             for n in cutlass.range_constexpr(c.dq_elements // THREADS):
                 acc[n * THREADS + tidx] = Float32(0.0)
 
-    def _chunk(self, line, index):
-        return cute.local_tile(line, (8,), (index,)).load()
+    @cute.jit
+    def _chunk(self, line, index, columns):
+        """Columns 8 index to 8 index + 7 of a row; zeros where the row has fewer."""
+        values = cute.make_rmem_tensor(8, line.element_type)
+        source = cute.local_tile(line, (8,), (index,))
+        if const_expr(not self.config.padded):
+            cute.autovec_copy(source, values)
+        else:
+            values.fill(0.0)
+            if 8 * index < columns:
+                cute.autovec_copy(source, values)
+        return values.load()
 
 
 class Convert:
@@ -183,7 +193,8 @@ class Convert:
                     values.store((pairs[None, half, None].load() * scale).to(mdX.element_type))
                     row = kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
                     line = cute.local_tile(mdX[batch, first_row + row, kv_head, None], (32,), (chunk,))
-                    registers.store_rows(values, line, lane, row < seq.seqlen_k)
+                    there = registers.columns_from(c, mdX, 32 * chunk)
+                    registers.store_rows(values, line, lane, row < seq.seqlen_k, there)
 
     def _load_sum(self, group_sums, layout, start: Int64, values) -> None:
         source = cute.make_tensor(group_sums.iterator + cute.assume(start, divby=4), layout)

@@ -21,6 +21,7 @@ def copy_of(
 ) -> Copy:
     """Copies of (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says.
 
+    Where the tensor has fewer columns than a tile, the others come as zeros, and are not written.
     used: as `plan_view.tma_used_rows` says: a dense tensor ends at the used rows, too.
     """
     batch_stride, row_stride, head_stride, _ = tensor.stride
@@ -34,11 +35,11 @@ def copy_of(
         row_extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
         batch_stride = (1 << 34) - row_stride
     batch_stride = cute.assume(batch_stride, divby=8)
-    head_dim = tensor.shape[3]
-    shape = (row_extent, head_dim, tensor.shape[2], batches, shifts)
+    shape = (row_extent, tensor.shape[3], tensor.shape[2], batches, shifts)
     stride = (row_stride, 1, head_stride, batch_stride, row_stride)
     view = cute.make_tensor(first, cute.make_layout(shape, stride=stride))
-    return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), (rows, head_dim)))
+    tile = (rows, cute.size(layout, mode=[1]))
+    return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), tile))
 
 
 def load_tile(copy: Copy, shared, rows, tile: Int32, head: Int32, barrier) -> None:

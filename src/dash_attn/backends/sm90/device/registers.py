@@ -6,19 +6,32 @@ from cutlass import Int32
 
 
 @cute.jit
-def store_rows(values: cute.Tensor, line: cute.Tensor, lane: Int32, inside) -> None:
+def store_rows(
+    values: cute.Tensor, line: cute.Tensor, lane: Int32, inside, columns: Int32 | None = None
+) -> None:
     """Store one accumulator row that four lanes hold, 16 bytes per lane and step.
 
     `values` (2, vectors) 16-bit: columns 8 v + 2 (lane % 4) + e of the row, v < vectors (a multiple of 4), in
     registers; `line` (columns,): the row, contiguous, 16-byte aligned. All lanes of the warp must call;
-    `inside` false: the row does not exist and is not written. Lane q of four ends up with the whole vectors
-    q, q + 4, ...; the pairs change hands in two butterfly rounds (lanes 1 apart, then 2 apart).
+    `inside` false: the row does not exist and is not written; `columns`: so many exist, if not all. Lane q of
+    four ends up with the whole vectors q, q + 4, ...; the pairs change hands in two butterfly rounds (lanes 1
+    apart, then 2 apart).
     """
     words = transposed_words(values, lane)
     if inside:
         for step in cutlass.range_constexpr(cute.size(values) // 8):
             target = cute.local_tile(line, (8,), (4 * step + lane % 4,))
-            cute.autovec_copy(cute.recast_tensor(words[None, step], values.element_type), target)
+            source = cute.recast_tensor(words[None, step], values.element_type)
+            if cutlass.const_expr(columns is None):
+                cute.autovec_copy(source, target)
+            else:
+                if 8 * (4 * step + lane % 4) < columns:
+                    cute.autovec_copy(source, target)
+
+
+def columns_from(config, tensor, first) -> Int32 | None:
+    """Columns of a (B, S, H, D) tensor from column `first` on; None where it has all that the kernel has."""
+    return tensor.shape[3] - first if config.padded else None
 
 
 @cute.jit

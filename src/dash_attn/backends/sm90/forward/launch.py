@@ -18,11 +18,12 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
 from ..launch import DTYPES
+from ..tiles import kernel_of
 from .arguments import Launch, Workspace
 from .config import ForwardConfig, forward_config
 from .table import forward_table
 
-__all__ = ["Forward", "why_no_scale"]
+__all__ = ["Forward", "config_of", "why_no_scale"]
 
 
 def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
@@ -42,6 +43,12 @@ def why_no_scale(softmax_scale: float) -> str:
         f"for sm90 softmax_scale must be positive, and softmax_scale log2(e) finite, in float32, "
         f"got {softmax_scale}"
     )
+
+
+def config_of(problem: Problem) -> ForwardConfig:
+    """What a problem runs with."""
+    head_dim, padded = kernel_of(problem.head_dim)
+    return forward_config(head_dim, DTYPES[problem.dtype], padded)
 
 
 class Forward:
@@ -66,7 +73,7 @@ class Forward:
         config: ForwardConfig | None = None,
     ) -> None:
         self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
-        self.config = forward_config(problem.head_dim, DTYPES[problem.dtype]) if config is None else config
+        self.config = config_of(problem) if config is None else config
         self._upload: Upload | None = None
 
     def plan(self) -> ForwardPlan:
@@ -93,13 +100,21 @@ class Forward:
         return upload
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, trace: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        *,
+        sink: Tensor | None = None,
+        trace: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out and lse (fp32, natural logarithm) of tensors of the problem's shapes, k and v of the keys'.
 
         Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
         (total_q, heads, head_dim), lse (heads, total_q). With keys, k and v may be packed where q is dense.
-        ``trace`` belongs to a traced configuration: (items, 3) int64, see :class:`~.traced.Traced`.
+        ``sink`` and ``trace`` belong to configurations that have them: (heads,) float32, contiguous, and
+        (items, 3) int64, see :class:`~.traced.Traced`.
 
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
@@ -119,6 +134,7 @@ class Forward:
             lse,
             *Workspace(upload.use()[0], claimed.view(torch.int32), state, partial),
             *Launch(softmax_scale, *self._numbers),
+            *(() if sink is None else (sink,)),
             *(() if trace is None else (trace.view(-1),)),
         )
         return out, lse.squeeze(0) if packed else lse

@@ -11,10 +11,8 @@ from torch import Tensor
 from ....errors import InputError
 from ....problem import Problem
 from ....schedule import ForwardPlan
-from ..launch import DTYPES
 from .arguments import TRACE_WORDS
-from .config import forward_config
-from .launch import Forward
+from .launch import Forward, config_of
 
 __all__ = ["Traced", "empty_trace", "traced_forward"]
 
@@ -59,10 +57,10 @@ def traced_forward(
     q, k, _ = tensors
     if not q.numel() or not k.numel():
         raise InputError(f"nothing to trace: q has shape {tuple(q.shape)}, k has shape {tuple(k.shape)}")
-    config = replace(forward_config(problem.head_dim, DTYPES[problem.dtype]), trace=True)
+    config = replace(config_of(problem), trace=True)
     forward = Forward(problem, q.device, blocks=blocks, config=config)
     plan = forward.plan()
     for _ in range(runs):
         trace = empty_trace(plan, q.device)
-        out, lse = forward(*tensors, problem.head_dim**-0.5, trace)
+        out, lse = forward(*tensors, problem.head_dim**-0.5, trace=trace)
     return Traced(out, lse, plan, trace)
