@@ -26,10 +26,12 @@ from .arguments import (
     aux_of,
     check_aux,
     check_call,
+    check_dropout,
     check_flag,
     check_flash_options,
     check_no_positional,
     check_softcap,
+    with_seed,
 )
 from .backends.base import (
     NO_AUX,
@@ -99,6 +101,8 @@ def attention(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
@@ -121,6 +125,12 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:
             ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scaled, capped score of row i and
             column j. "sm90" does not have it.
+        dropout_p: probability with which a weight of the softmax is dropped, 0 <= p < 1; the others are
+            divided by 1 - p. lse is that without dropout. "sm90" does not have it.
+        dropout_seed: an integer, 0 <= seed < 2^63, or a tensor () int64 on q's device. With the number of the
+            sequence in the batch, q head, row and column it decides what is dropped, on every backend alike.
+            None: one ``torch.randint(2**63 - 1, (), device=q.device)`` per call, from PyTorch's default
+            generator, so that ``torch.manual_seed`` makes runs repeat.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
@@ -142,8 +152,12 @@ def attention(
         >>> out.shape == q.grad.shape == q.shape
         True
     """
-    asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    asked = Asked(
+        causal, window, softmax_scale, policy, backend=backend, softcap=softcap, dropout_p=dropout_p
+    )
+    return _run_dense(
+        q, k, v, aux_of(q, learnable_sink, alibi_slopes, (dropout_p, dropout_seed)), asked, return_lse
+    )
 
 
 def flash_attn_func(
@@ -161,6 +175,8 @@ def flash_attn_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -179,8 +195,9 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
-        flash_options: FlashAttention's other arguments (``dropout_p``, ``block_table``, ...) with values that
+        policy, backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed: as in
+            :func:`attention`.
+        flash_options: FlashAttention's other arguments (``block_table``, ``score_mod``, ...) with values that
             ask for nothing.
 
     Returns:
@@ -194,14 +211,16 @@ def flash_attn_func(
     >>> q = torch.randn(2, 300, 4, 64)
     >>> flash_attn_func(q, q, q, dropout_p=0.0, causal=True).shape
     torch.Size([2, 300, 4, 64])
-    >>> flash_attn_func(q, q, q, dropout_p=0.1)
+    >>> flash_attn_func(q, q, q, num_splits=4)
     Traceback (most recent call last):
-    dash_attn.errors.InputError: dropout_p=0.1 is not supported, only 0
+    dash_attn.errors.InputError: num_splits=4 is not supported, only 0 or 1
     """
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    return _run_dense(
+        q, k, v, aux_of(q, learnable_sink, alibi_slopes, (dropout_p, dropout_seed)), asked, return_lse
+    )
 
 
 def flash_attn_varlen_func(
@@ -224,6 +243,8 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -253,8 +274,8 @@ def flash_attn_varlen_func(
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
-            learnable_sink, alibi_slopes, flash_options: as in :func:`flash_attn_func`; lse is
-            (heads, total_q), for dense q (batch, heads, seqlen_q).
+            learnable_sink, alibi_slopes, dropout_p, dropout_seed, flash_options: as in
+            :func:`flash_attn_func`; lse is (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
         out: the shape of q, or (out, lse).
@@ -287,8 +308,14 @@ def flash_attn_varlen_func(
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_packed((q, k, v), packing, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    return _run_packed(
+        (q, k, v),
+        packing,
+        aux_of(q, learnable_sink, alibi_slopes, (dropout_p, dropout_seed)),
+        asked,
+        return_lse,
+    )
 
 
 def is_supported(
@@ -312,6 +339,8 @@ def is_supported(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -332,8 +361,10 @@ def is_supported(
         else:
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
-        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
-        checked = check_call(q, k, v, packing, asked, aux_of(learnable_sink, alibi_slopes))
+        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+        checked = check_call(
+            q, k, v, packing, asked, aux_of(q, learnable_sink, alibi_slopes, (dropout_p, dropout_seed))
+        )
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
         return Support(False, str(error))
@@ -355,6 +386,7 @@ def plan_for(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
@@ -367,8 +399,10 @@ def plan_for(
     Plan(spt, 8 items, 20 tasks)
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked).plan
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    return _call_of(
+        (q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(q, learnable_sink, alibi_slopes), asked
+    ).plan
 
 
 class Fingerprints(NamedTuple):
@@ -401,6 +435,7 @@ def fingerprints(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -413,8 +448,8 @@ def fingerprints(
     (64, 64, 'cpu')
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked)
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(q, learnable_sink, alibi_slopes), asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
 
@@ -430,6 +465,8 @@ def apply_plan(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
@@ -439,17 +476,18 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
+        backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed: as in :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    aux = aux_of(learnable_sink, alibi_slopes)
+    dropout = check_dropout(dropout_p)
+    aux = aux_of(q, learnable_sink, alibi_slopes, (dropout, dropout_seed))
     check_aux(aux, q, len(plan.problem.sequences))
     of_aux = (learnable_sink is not None, alibi_slopes is not None)
-    scores = Scores(softmax_scale, check_softcap(softcap), *of_aux)
+    scores = Scores(softmax_scale, check_softcap(softcap), *of_aux, dropout)
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -459,7 +497,7 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, aux)
+    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, with_seed(aux, dropout, q))
 
 
 class _Planned(NamedTuple):
@@ -513,7 +551,7 @@ def _run_dense(
     check_flag("return_lse", return_lse)
     more = () if aux is NO_AUX else aux
     if call_directly(q, k, v, aux) and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
-        out, lse = attend(call, q, k, v, aux)
+        out, lse = attend(call, q, k, v, with_seed(aux, asked.dropout_p, q))
         return (out, lse) if return_lse else out
     call, out, lse = _run(check_call(q, k, v, None, asked, aux))
     if call is not None:
@@ -533,6 +571,7 @@ def _run_packed(
     more = packing if aux is NO_AUX else (*packing, *aux)
     if call_directly(q, k, v, aux) and (known := _KNOWN_PACKED.find(q, k, v, asked, more)) is not None:
         spec, longest = known
+        aux = with_seed(aux, asked.dropout_p, q)
         if isinstance(packing, Used):
             refuse_gradients(q, k, v, *aux)
             out, lse = used_call(q, k, (*packing[:3], *longest), spec).forward(q, k, v, aux)
@@ -551,6 +590,8 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     q, k, v, aux, _, packing = checked
     if _is_empty(checked):
         return None, *_empty_results(q, k, v, aux)
+    aux = with_seed(aux, checked.spec.dropout_p, q)
+    checked = checked._replace(aux=aux)
     if call_directly(q, k, v, aux):
         call = _find(checked)
         return call, *attend(call, q, k, v, aux)

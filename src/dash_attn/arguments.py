@@ -28,10 +28,12 @@ __all__ = [
     "aux_of",
     "check_aux",
     "check_call",
+    "check_dropout",
     "check_flag",
     "check_flash_options",
     "check_no_positional",
     "check_softcap",
+    "with_seed",
 ]
 
 Window = Sequence[int | None] | None
@@ -39,7 +41,6 @@ Window = Sequence[int | None] | None
 
 _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     # FlashAttention-2
-    "dropout_p": (0,),
     "block_table": (None,),
     "return_attn_probs": (False,),
     # FlashAttention-3
@@ -105,6 +106,7 @@ class Asked(NamedTuple):
     deterministic: bool = True
     backend: str = "auto"
     softcap: float = 0.0
+    dropout_p: float = 0.0
 
 
 class CheckedCall(NamedTuple):
@@ -132,11 +134,41 @@ class CheckedCall(NamedTuple):
         return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
 
 
-def aux_of(learnable_sink: Tensor | None, alibi_slopes: Tensor | None) -> AuxTensors:
-    """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none."""
-    if learnable_sink is None and alibi_slopes is None:
+def aux_of(
+    q: Tensor,
+    learnable_sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout: tuple[float, int | Tensor | None] = (0.0, None),
+) -> AuxTensors:
+    """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none.
+
+    ``dropout``: its probability and its seed. A seed of 0 weights is none.
+
+    Raises:
+        InputError: the seed is a number out of range.
+    """
+    dropout_p, seed = dropout
+    if seed is not None and not isinstance(seed, Tensor):
+        seed = _seed_of(seed, q)
+    if learnable_sink is None and alibi_slopes is None and (seed is None or not dropout_p):
         return NO_AUX
-    return AuxTensors(learnable_sink, alibi_slopes)
+    return AuxTensors(learnable_sink, alibi_slopes, seed if dropout_p else None)
+
+
+def _seed_of(seed: object, q: object) -> Tensor:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+        raise InputError(
+            f"dropout_seed must be None, a tensor or an integer in 0..2**63-1, got {_short(seed)}"
+        )
+    device = q.device if isinstance(q, Tensor) else "cpu"  # what q is, is checked later
+    return torch.full((), int(seed), dtype=torch.int64, device=device)
+
+
+def with_seed(aux: AuxTensors, dropout_p: float, q: Tensor) -> AuxTensors:
+    """``aux`` with a seed where dropout needs one and none was given: from the device's default generator."""
+    if not dropout_p or aux.dropout_seed is not None:
+        return aux
+    return aux._replace(dropout_seed=torch.randint(2**63 - 1, (), device=q.device))
 
 
 def check_call(
@@ -169,7 +201,7 @@ def check_call(
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
         check_backend(asked.backend), check_softcap(asked.softcap), aux.learnable_sink is not None,
-        aux.alibi_slopes is not None,
+        aux.alibi_slopes is not None, check_dropout(asked.dropout_p),
     )  # fmt: skip
     return CheckedCall(q, k, v, aux, spec, packing)
 
@@ -185,6 +217,13 @@ def check_softcap(value: object) -> float:
     if not 0 <= cap <= _FLOAT32_MAX:
         raise InputError(f"softcap must be 0 or a positive finite float32, got {value!r:.40}")
     return cap
+
+
+def check_dropout(value: object) -> float:
+    p = _finite(value)
+    if not 0 <= p < 1:
+        raise InputError(f"dropout_p must be at least 0 and less than 1, got {value!r:.40}")
+    return p
 
 
 def check_no_positional(function: str, named: str, positional: tuple[object, ...]) -> None:
@@ -302,6 +341,8 @@ def check_aux(aux: AuxTensors, q: Tensor, batch: int) -> None:
         _check_beside("alibi_slopes", aux.alibi_slopes, q, shapes, (torch.float32,))
         if aux.alibi_slopes.requires_grad:
             raise InputError("alibi_slopes require a gradient, which they do not get: give them detached")
+    if aux.dropout_seed is not None:
+        _check_beside("dropout_seed", aux.dropout_seed, q, {"()": ()}, (torch.int64,))
 
 
 def _check_beside(
@@ -310,7 +351,7 @@ def _check_beside(
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if tuple(x.shape) not in shapes.values():
-        allowed = " or ".join(f"{names} = {sizes}" for names, sizes in shapes.items())
+        allowed = " or ".join(f"{names} = {sizes}" if sizes else names for names, sizes in shapes.items())
         raise InputError(f"{name} must have shape {allowed}, got shape {tuple(x.shape)}")
     if x.dtype not in dtypes:
         raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}")

@@ -51,7 +51,7 @@ CASES = [
 """fp16 has the programs of bf16; fp32 has one table for all GPUs."""
 
 
-PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False}
+PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False, "DROPOUT": False}
 """What becomes of scores: constants of the variants that most calls take."""
 
 
@@ -59,12 +59,12 @@ def sources(
     head_dim: int, dtype: str, arch: int, **scores: bool
 ) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them; ``scores``: those of PLAIN."""
-    forward, dkdv, dq = shapes_of(head_dim, dtype, divmod(arch, 10) in ROOMY)
+    of_scores = PLAIN | scores
+    forward, dkdv, dq = shapes_of(head_dim, dtype, divmod(arch, 10) in ROOMY, of_scores["DROPOUT"])
     tile_m, tile_n = TILES[padded(head_dim)]
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
-    of_scores = PLAIN | scores
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
-    tile |= {name: of_scores[name] for name in ("SOFTCAP", "ALIBI")}
+    tile |= {name: of_scores[name] for name in ("SOFTCAP", "ALIBI", "DROPOUT")}
     numbers = {
         **of_scores,
         "ROWS": forward.rows,
@@ -99,13 +99,15 @@ def compiled(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) ->
 
 
 def _type_of(argument: str, dtype: str) -> str:
+    if argument == "seed":
+        return "*i64"
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
     if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
     if argument in ("table", "visits", "stretches"):
         return "*i32"
-    return "fp32" if argument in ("scale", "scale2", "cap2", "nothing") else "i32"
+    return "fp32" if argument in ("scale", "scale2", "cap2", "rescale", "nothing") else "i32"
 
 
 @pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
@@ -129,6 +131,12 @@ def test_the_forward_with_a_sink_fits(head_dim: int) -> None:
 def test_kernels_with_alibi_fit(head_dim: int) -> None:
     for name in ("forward", "dkdv", "dq"):
         _assert_fits(name, *QUICK, head_dim, ALIBI=True)
+
+
+@pytest.mark.parametrize("head_dim", TILES)
+def test_kernels_with_dropout_fit(head_dim: int) -> None:
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, head_dim, DROPOUT=True)
 
 
 def _assert_fits(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> None:

@@ -36,10 +36,11 @@ import dash_attn
 from dash_attn.backends.base import NO_AUX, AuxTensors, Keys, Tensors
 from dash_attn.backends.cpu import dq_partials, fold_partials, plain_attention
 from dash_attn.backends.cpu import forward as reference
-from dash_attn.backends.cpu.oracle import Inputs, sink_gradient
+from dash_attn.backends.cpu.dropout import Dropout
+from dash_attn.backends.cpu.oracle import Inputs, Results, sink_gradient
 from dash_attn.backends.triton import backward_kernels, launch
 from dash_attn.backends.triton.backend import BACKEND
-from dash_attn.backends.triton.parts import capped, whole_columns, whole_part, whole_rows
+from dash_attn.backends.triton.parts import capped, kept, whole_columns, whole_part, whole_rows
 from dash_attn.backends.triton.tables import backward_tables
 from dash_attn.backends.triton.tiles import TILES, forward_numerics
 from dash_attn.errors import InputError, PlacementError, PlanMismatchError
@@ -484,8 +485,7 @@ def test_sinks(mask: Mask, head_dim: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
-@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
-@pytest.mark.parametrize("by_batch", [False, True])
+@pytest.mark.parametrize(("head_dim", "dtype", "by_batch"), [(16, "float32", False), (64, "float16", True)])
 def test_alibi(mask: Mask, head_dim: int, dtype: str, by_batch: bool) -> None:
     """Slopes of heads, or of heads of a sequence; with a softcap and a sink, which are not biased."""
     lengths = LENGTHS if head_dim == 16 else ((33, 150), (70, 40))
@@ -521,6 +521,91 @@ def test_alibi_in_the_public_functions() -> None:
     found = run(build_plan(problem, SPT()), tensors, Scores(SCALE, alibi=True), AuxTensors(None, slopes))
     assert_same_bytes(packed, found["out"])
     assert_same_bytes(dense.flatten(0, 1), found["out"])
+
+
+@triton.jit
+def kept_kernel(
+    out, seed, record, threshold, head, top, begin, ROWS: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    rows = top + tl.arange(0, ROWS)
+    keep = kept(tl.load(seed), threshold, record, head.to(tl.int64), rows, begin, KEYS)
+    tl.store(out + tl.arange(0, ROWS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :], keep.to(tl.int8))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999])
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, 2**63 - 1])
+def test_dropout_keeps_what_the_cpu_keeps(p: float, seed: int) -> None:
+    """Bit for bit, at any tile."""
+    record, found = torch.zeros(16, dtype=torch.int32), torch.empty(32, 64, dtype=torch.int8)
+    threshold = Scores(1.0, dropout_p=p).dropout_threshold
+    share = 0.0
+    for sequence, head, top, begin in ((0, 0, 0, 0), (3, 1, 64, 192), (70000, 127, 100000, 1 << 20)):
+        record[14] = sequence
+        kept_kernel[(1,)](found, torch.tensor(seed), record, threshold, head, top, begin, 32, 64)
+        wanted = Dropout(seed, (head, sequence), threshold, 1.0).kept(top, begin, 32, 64)
+        assert torch.equal(found.bool(), wanted)
+        share += wanted.float().mean().item() / 3
+    assert abs(share - (1 - p)) < 0.03
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
+def test_dropout(mask: Mask, head_dim: int, dtype: str) -> None:
+    """In float16 with a sink, a softcap and ALiBi: out, lse and all gradients; one or two head groups."""
+    both, lengths = head_dim == 64, ((33, 150), (40, 0), (0, 10), (50, 30))
+    problem = problem_of(*lengths, mask=mask, head_dim=head_dim, dtype=dtype)
+    tensors, sink, seed = packed_tensors(problem), torch.tensor([0.5, 2.0]), torch.tensor(11)
+    scores = Scores(SCALE, 5.0, True, True, 0.4) if both else Scores(SCALE, dropout_p=0.2)
+    aux = AuxTensors(sink, torch.tensor([0.02, 0.2]), seed) if both else AuxTensors(dropout_seed=seed)
+    plan = build_plan(problem, Descending(), head_groups=2 if both else 1)
+    found, parts = run(plan, tensors, scores, aux), []
+    exact = torch.zeros(2, dtype=torch.float64)
+    for at, one in enumerate(split(problem, tensors)):
+        parts.append(oracle_of_one(problem, one, scores, aux=aux, sequence=at))
+        exact += sink_gradient(one[0], Results(**parts[-1]), sink)
+    for name in NAMES:
+        wanted = torch.cat([part[name] for part in parts], 1 if name == "lse" else 0)
+        there = wanted.isfinite()
+        error = (found[name].double() - wanted)[there].abs().max()
+        assert error <= 2 * BOUND[dtype] * max(wanted[there].abs().max(), 1.0), name
+    if both:
+        assert (found["dsink"] - exact).norm() <= 2 * BOUND[dtype] * exact.norm()
+
+
+def test_another_seed_of_dropout_gives_other_bytes() -> None:
+    """But of lse. Two runs with one seed have the same."""
+    problem = problem_of((33, 150))
+    tensors, plan = packed_tensors(problem), build_plan(problem, SPT())
+    scores = Scores(SCALE, dropout_p=0.2)
+    one, again, other = (
+        run(plan, tensors, scores, AuxTensors(dropout_seed=torch.tensor(seed))) for seed in (11, 11, 12)
+    )
+    for name in NAMES:
+        assert_same_bytes(one[name], again[name], name)
+        assert same_bytes(one[name], other[name]) == (name == "lse"), name
+
+
+def test_dropout_in_the_public_functions() -> None:
+    """A seed given as a number or a tensor at any place, or drawn; dense and packed have the same bytes."""
+    problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")
+    tensors = packed_tensors(problem)
+    dout, *leaves = (x.unflatten(0, (2, 90)) for x in tensors)
+    leaves = [x.requires_grad_() for x in leaves]
+    how: dict[str, Any] = {"causal": True, "softmax_scale": SCALE, "backend": "triton", "dropout_p": 0.3}
+    found = run(
+        build_plan(problem, SPT()),
+        tensors,
+        Scores(SCALE, dropout_p=0.3),
+        AuxTensors(dropout_seed=torch.tensor(5)),
+    )
+    for seed in (5, torch.tensor([1, 5])[1]):
+        out = dash_attn.attention(*leaves, dropout_seed=seed, **how)
+        grads = torch.autograd.grad(out, leaves, dout)
+        for name, got in zip(("out", "dq", "dk", "dv"), (out, *grads)):
+            assert_same_bytes(got.flatten(0, 1), found[name], name)
+    ends = torch.tensor([0, 90, 180], dtype=torch.int32)
+    packed = dash_attn.flash_attn_varlen_func(*tensors[1:], ends, ends, dropout_seed=5, **how)
+    assert_same_bytes(packed, found["out"])
 
 
 def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_the_batch() -> None:

@@ -74,10 +74,12 @@ class AuxTensors(NamedTuple):
 
     learnable_sink: (heads,), dtype of q or float32: natural logarithms, neither scaled nor capped.
     alibi_slopes: (heads,) or (batch, heads), float32, without a gradient.
+    dropout_seed: (), int64.
     """
 
     learnable_sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    dropout_seed: Tensor | None = None
 
 
 NO_AUX = AuxTensors()

@@ -38,6 +38,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "softcap": 30.0},
     "learnable sink": {"causal": True, "sink": True},
     "ALiBi": {"causal": True, "alibi": True},
+    "dropout": {"causal": True, "dropout_p": 0.1},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -131,6 +132,7 @@ def _support(
     softcap: float = 0.0,
     sink: bool = False,
     alibi: bool = False,
+    dropout_p: float = 0.0,
 ) -> str:
     from ..api import is_supported
 
@@ -143,7 +145,7 @@ def _support(
     found = is_supported(
         q, k, k, *bounds, causal=causal, window_size=window_size, backend=backend, softcap=softcap,
         learnable_sink=torch.zeros(4, device=device) if sink else None,
-        alibi_slopes=torch.zeros(4, device=device) if alibi else None,
+        alibi_slopes=torch.zeros(4, device=device) if alibi else None, dropout_p=dropout_p,
     )  # fmt: skip
     return "yes" if found else f"no: {found.reason}"
 

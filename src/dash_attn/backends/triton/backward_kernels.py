@@ -16,6 +16,7 @@ import triton.language as tl
 from .parts import (
     capped,
     distance,
+    kept,
     load_rows,
     row_interval,
     sequence_of,
@@ -90,10 +91,10 @@ def sinks_kernel(sums, dsink, sequences, heads):
 
 @triton.jit
 def add_rows(
-    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, record,
-    q_row, q_head, do_row, do_head, lse_head,
+    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, seed, threshold,
+    rescale, record, q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-    cap2, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
+    cap2, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, CUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     TILE_M: tl.constexpr,
 ):  # fmt: skip
@@ -128,8 +129,14 @@ def add_rows(
             keys = begin + tl.arange(0, KEYS)
             seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
             p = tl.where(seen, p, 0.0)
-        dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+        weights = p
+        if DROPOUT:
+            keep = tl.trans(kept(tl.load(seed), threshold, record, head, rows, begin, KEYS))
+            weights = tl.where(keep, p, 0.0)
+        dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        if DROPOUT:
+            dp = tl.where(keep, dp * rescale, 0.0)
         ds = p * (dp - delta_here[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - tanh * tanh)
@@ -147,15 +154,15 @@ def add_rows(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "lse_batch", "lse_head",
-        "group", "left", "right", "slope_batch",
+        "group", "left", "right", "slope_batch", "threshold",
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, slopes, dk, dv, sums, table, visits,
+    q, k, v, dout, lse2, delta, slopes, seed, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, lse_batch, lse_head,
-    group, left, right, slope_batch, scale, scale2, cap2,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    group, left, right, slope_batch, scale, scale2, cap2, threshold, rescale,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -202,12 +209,14 @@ def dkdv_kernel(
         for third in tl.static_range(3 if BLOCK_D <= 128 else 1):
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
-                slopes, slope_batch, record,
+                slopes, slope_batch, seed, threshold, rescale, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
                 ends[third], ends[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-                cap2, SOFTCAP, ALIBI, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
+                cap2, SOFTCAP, ALIBI, DROPOUT, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
             )  # fmt: skip
 
+    if DROPOUT:
+        dv_tile = dv_tile * rescale
     dims = tl.arange(0, BLOCK_D)
     if slot < 0:
         base = batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
@@ -258,15 +267,15 @@ def fold_kernel(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
-        "tiles", "group", "left", "right", "slope_batch",
+        "tiles", "group", "left", "right", "slope_batch", "threshold",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout, lse2, delta, slopes, dq, table, stretches,
+    q, k, v, dout, lse2, delta, slopes, seed, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, scale, scale2, cap2, nothing,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
+    tiles, group, left, right, slope_batch, scale, scale2, cap2, threshold, rescale, nothing,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -328,6 +337,9 @@ def dq_kernel(
                     s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
                 p = tl.exp2(s - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+                if DROPOUT:
+                    keep = kept(tl.load(seed), threshold, record, head, rows, begin, KEYS)
+                    dp = tl.where(keep, dp * rescale, 0.0)
                 ds = p * (dp - delta_here[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
