@@ -142,7 +142,7 @@ def aux_of(
 ) -> AuxTensors:
     """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none.
 
-    ``dropout``: its probability and its seed. A seed of 0 weights is none.
+    ``dropout``: its probability and its seed, which is left out where nothing is dropped.
 
     Raises:
         InputError: the seed is a number out of range.

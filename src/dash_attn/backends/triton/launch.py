@@ -221,7 +221,7 @@ def _seed(aux: AuxTensors, unread: Tensor) -> Tensor:
     """The seed of dropout at a multiple of 16 bytes; without any ``unread``."""
     seed = aux.dropout_seed
     if seed is None:
-        return unread
+        return unread  # were it read, the compiler would refuse its type
     return seed.clone() if seed.data_ptr() % 16 else seed
 
 
