@@ -79,8 +79,6 @@ class ForwardMachine(Machine):
         for block in self.blocks:
             lanes = ((w, lane) for w in range(self.warps) for lane in range(32 if w == LOAD_WARP else 1))
             block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
-            for thread in block.threads:
-                thread.registers["%ctaid.x"] = block.index
 
     def _parameter(self, number: int, offset: int) -> int:
         p = self.problem

@@ -118,6 +118,7 @@ class Thread:
     def __post_init__(self) -> None:
         self.registers |= {
             "%nctaid.x": self.block.count,
+            "%ctaid.x": self.block.index,
             "%tid.x": 32 * self.warp + self.lane,
             "%laneid": self.lane,
             "%smid": self.block.index,

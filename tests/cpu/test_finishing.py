@@ -4,6 +4,9 @@ Who performs the last contribution to a tile takes the next place of the queue a
 A block that gets no more items takes AHEAD places of the queue, and always AHEAD more before it waits for the
 tiles of all of those and converts them; it leaves the GPU after the last ones. The first blocks to arrive get
 items, the others none.
+
+Where there are few tiles and all of them get contributions, nobody takes a place: a tile has its own, and a
+block has AHEAD tiles of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ class Block(NamedTuple):
 
 class Launch(NamedTuple):
     """A launch: blocks to come with and without items, items claimed, places taken, the queue (None: a place
-    that is taken and not written), contributions handed over, tiles converted, resident blocks."""
+    that is taken and not written), contributions handed over, tiles converted, resident blocks, and where
+    blocks have tiles of their own, the numbers of the blocks to come."""
 
     coming: tuple[int, int]
     claimed: int = 0
@@ -45,6 +49,7 @@ class Launch(NamedTuple):
     handed_over: tuple[Tile, ...] = ()
     done: tuple[Tile, ...] = ()
     blocks: tuple[Block, ...] = ()
+    numbers: tuple[int, ...] = ()
 
     def having(self, at: int, *blocks: Block, **changes: object) -> Launch:
         """With other blocks, or none, instead of one."""
@@ -53,16 +58,22 @@ class Launch(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What does not change: items, when a tile counts as complete, blocks that fit, who gets items."""
+    """What does not change: items, when a tile counts as complete, blocks that fit, who gets items, whether
+    tiles and blocks belong together."""
 
     items: Order
     totals: Counter[Tile]
     fit: int
     by_arrival: bool = True
+    by_place: bool = False
 
     def outcomes(self, workers: int, finishers: int) -> set[str]:
         """How launches end, over every order of events: "ended", or what went wrong."""
         start = Launch((workers, finishers))
+        if self.by_place:
+            assert len(self.totals) <= AHEAD * (workers + finishers)
+            places, numbers = (None,) * len(self.totals), tuple(range(workers + finishers))
+            start = start._replace(queue=places, numbers=numbers)
         seen, frontier, found = {start}, [start], set()
         while frontier:
             launch = frontier.pop()
@@ -96,8 +107,11 @@ class Model(NamedTuple):
             first = which == 0 or not self.by_arrival or not launch.coming[0]
             if launch.coming[which] and first and len(launch.blocks) < self.fit:
                 coming = tuple(n - (which == i) for i, n in enumerate(launch.coming))
-                blocks = tuple(sorted((*launch.blocks, Block(claims))))
-                yield launch._replace(coming=coming, blocks=blocks)
+                for number in launch.numbers or (-1,):
+                    held = (AHEAD * number,) if self.by_place else ()
+                    blocks = tuple(sorted((*launch.blocks, Block(claims, held=held))))
+                    left = tuple(n for n in launch.numbers if n != number)
+                    yield launch._replace(coming=coming, blocks=blocks, numbers=left)
 
     def _steps(self, launch: Launch, at: int, block: Block) -> Iterator[Launch]:
         if block.claims and not block.tasks:
@@ -122,15 +136,21 @@ class Model(NamedTuple):
         handed_over = tuple(sorted((*launch.handed_over, first.tile)))
         if first.ticket + 1 < self.totals[first.tile]:
             return launch.having(at, block._replace(performed=rest), handed_over=handed_over)
+        if self.by_place:
+            own = sorted(self.totals).index(first.tile)
+            queue = (*launch.queue[:own], first.tile, *launch.queue[own + 1 :])
+            new = block._replace(performed=rest)
+            return launch.having(at, new, handed_over=handed_over, queue=queue)
         new = block._replace(place=len(launch.queue))
         return launch.having(at, new, handed_over=handed_over, queue=(*launch.queue, None))
 
     def _convert(self, launch: Launch, at: int, block: Block) -> Iterator[Launch]:
-        if len(block.held) < 2:
+        if not self.by_place and len(block.held) < 2:
             new = block._replace(held=(*block.held, launch.taken))
             yield launch.having(at, new, taken=launch.taken + AHEAD)
             return
-        first, tiles = block.held[0], len(self.totals)
+        tiles = len(self.totals)
+        first = block.held[0] if block.held else tiles
         keys = launch.queue[first : min(first + AHEAD, tiles)]
         if first >= tiles:
             yield launch.having(at, block._replace(held=(), converted=True))
@@ -170,9 +190,11 @@ def two_heads() -> Plan:
     return build_plan(problem, policy_by_name("spt"))
 
 
-def outcomes(plan: Plan, workers: int, finishers: int, fit: int, by_arrival: bool = True) -> set[str]:
+def outcomes(
+    plan: Plan, workers: int, finishers: int, fit: int, by_arrival: bool = True, by_place: bool = False
+) -> set[str]:
     items = contributions(plan)
-    return Model(items, totals_of(items), fit, by_arrival).outcomes(workers, finishers)
+    return Model(items, totals_of(items), fit, by_arrival, by_place).outcomes(workers, finishers)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +222,16 @@ def test_every_tile_is_converted_once_and_the_launch_ends(make, workers, finishe
     assert outcomes(plan, workers, finishers, fit) == {"ended"}
 
 
+@pytest.mark.parametrize(
+    ("make", "workers", "finishers", "fit"),
+    [(ring, 2, 0, 2), (ring, 2, 1, 2), (ring, 2, 1, 3), (triangle, 1, 1, 1), (triangle, 1, 1, 2),
+     (triangle, 2, 0, 1), (triangle, 2, 1, 3), (two_heads, 1, 1, 2), (two_heads, 2, 1, 2)],
+)  # fmt: skip
+def test_with_tiles_of_their_own_blocks_end_too(make, workers, finishers, fit) -> None:
+    """A block that waits for its tiles has no item, and those who complete them are there or will be."""
+    assert outcomes(make(), workers, finishers, fit, by_place=True) == {"ended"}
+
+
 @pytest.mark.parametrize(("workers", "finishers", "fit"), [(1, 1, 2), (2, 1, 1)])
 def test_too_few_workers_do_not_end(workers, finishers, fit) -> None:
     assert outcomes(ring(), workers, finishers, fit) == {"nobody can move"}
@@ -218,7 +250,8 @@ def test_finishers_may_take_the_place_of_workers_unless_those_who_come_first_wor
     ("error", "found"),
     [(-1, "a tile was converted before it was complete"), (1, "nobody can move")],
 )
-def test_tiles_queued_too_early_or_never_are_found(error, found) -> None:
+@pytest.mark.parametrize("by_place", [False, True])
+def test_tiles_queued_too_early_or_never_are_found(error, found, by_place) -> None:
     items = contributions(ring())
     totals = Counter({tile: total + error for tile, total in totals_of(items).items()})
-    assert found in Model(items, totals, 2).outcomes(2, 0)
+    assert found in Model(items, totals, 2, by_place=by_place).outcomes(2, 0)

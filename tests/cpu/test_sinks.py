@@ -294,9 +294,9 @@ def test_what_is_no_sink_is_named(case: str) -> None:
     assert is_supported(q, k, v, learnable_sink=wrong).reason == str(raised.value)
 
 
-def test_sm90_does_not_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sm90_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "_capability", lambda device: (9, 0))
     problem, device = Problem.dense(seqlen=256, head_dim=64), torch.device("cuda", 0)
-    assert sm90.BACKEND.why_not(problem, device, False, Scores(0.125)) == ""
-    reason = sm90.BACKEND.why_not(problem, device, False, Scores(0.125, sink=True))
-    assert reason == "sink is not supported by sm90"
+    assert sm90.BACKEND.why_not(problem, device, False, Scores(0.125, sink=True)) == ""
+    reason = sm90.BACKEND.why_not(problem, device, False, Scores(0.125, softcap=2.0, sink=True))
+    assert reason == "softcap 2.0 is not supported by sm90"

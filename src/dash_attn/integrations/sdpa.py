@@ -5,9 +5,9 @@ Nothing happens on import. There are two ways in:
 ``with enabled():``
     Every SDPA call of this thread inside runs here or raises, ``nn.MultiheadAttention``'s among them. That
     layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks that
-    run are ``is_causal`` for equal lengths and PyTorch's ``causal_lower_right``. The backward is ours wherever
-    and whenever it runs. What runs a forward again in the backward, as activation checkpointing does, calls
-    SDPA again: let such a backward run inside too.
+    run are ``is_causal`` for equal lengths and PyTorch's ``causal_lower_right``. The backward is ours
+    wherever and whenever it runs. What runs a forward again in the backward, as activation checkpointing
+    does, calls SDPA again: let such a backward run inside too.
 :func:`activate`, :func:`restore`
     Replace PyTorch's flash backend only, as ``torch.nn.attention.activate_flash_attention_impl("DASH")``
     does, for the whole process, on every thread, on the GPU and on the CPU. PyTorch goes on choosing a

@@ -67,7 +67,7 @@ class Batch:
     Attributes:
         problem: the problem.
         patterns: the pattern of each sequence.
-        distinct: every pattern once, in order of first appearance.
+        distinct: every pattern once.
     """
 
     def __init__(self, problem: Problem, patterns: Mapping[tuple[int, ...], HeadPattern]) -> None:
@@ -75,14 +75,21 @@ class Batch:
         self.patterns = [patterns[shape] for shape in problem.shapes]
         self.distinct = tuple(dict.fromkeys(self.patterns))
 
-    def reordered(self, order: IntArray) -> Batch:
-        """The batch with its sequences in another order."""
+    def reordered(self, order: IntArray) -> tuple[Batch, IntArray]:
+        """The batch with its sequences in another order, and by its codes the codes of this one."""
         problem, places = self.problem, order.tolist()
         starts = problem.q_starts and tuple([problem.q_starts[i] for i in places])
         sequences = tuple([problem.sequences[i] for i in places])
-        return Batch(
-            replace(problem, sequences=sequences, q_starts=starts), dict(zip(problem.shapes, self.patterns))
-        )
+        counts = self.items_of_sequence
+        ahead = first_of_each(counts)[order] - first_of_each(counts[order])[:-1]
+        codes: IntArray = np.arange(self.item_count) + np.repeat(ahead, counts[order])
+        found = object.__new__(Batch)
+        found.problem = replace(problem, sequences=sequences, q_starts=starts)
+        found.patterns, found.distinct = [self.patterns[i] for i in places], self.distinct
+        found.pattern_of = self.pattern_of[order]
+        found.sizes = Sizes(*(of_each[order] for of_each in self.sizes))
+        found.columns = Columns(*(of_each[codes] for of_each in self.columns))
+        return found, codes
 
     @cached_property
     def pattern_of(self) -> IntArray:

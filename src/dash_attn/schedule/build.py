@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import PlacementError, UnsupportedMaskError
 from ..problem import IntArray, Problem, TileGrid
-from .batch import Batch, first_of_each
+from .batch import Batch
 from .head_groups import default_head_groups
 from .numerics import POLICIES
 from .placement import Placement
@@ -80,15 +80,13 @@ def _placed(batch: Batch, schedule: Schedule) -> IntArray:
     length = batch.q_tiles * batch.problem.group // batch.head_groups + batch.kv_tiles
     if (length[1:] <= length[:-1]).all():
         return _claims(batch, schedule)
-    order = np.argsort(-length, kind="stable")
-    counts = batch.items_of_sequence
-    moved = np.repeat(first_of_each(counts)[order] - first_of_each(counts[order])[:-1], counts[order])
-    codes = _claims(batch, schedule)
-    sequence = batch.sequence[codes]
-    if (sequence[1:] >= sequence[:-1]).all():  # one after the other: no need to arrange them again
-        return codes[moved + np.arange(len(codes))]
-    codes = _claims(batch.reordered(order), schedule)
-    return codes + moved[codes]
+    reordered, codes_of = batch.reordered(np.argsort(-length, kind="stable"))
+    if schedule.placement.one_by_one:
+        codes = _claims(batch, schedule)
+        sequence = batch.sequence[codes]
+        if (sequence[1:] >= sequence[:-1]).all():  # no need to arrange them again
+            return codes[codes_of]
+    return codes_of[_claims(reordered, schedule)]
 
 
 def _claims(batch: Batch, schedule: Schedule) -> IntArray:

@@ -107,27 +107,37 @@ def build_forward_plan(
     numerics = ForwardNumerics.of(problem) if numerics is None else numerics
     segment = numerics.segment
     sequence, tile, first, last = _q_tiles(problem, tile_m)
-    entries = np.stack([sequence, tile, np.full_like(tile, -1), np.zeros_like(tile)], 1)
-    begin, segments = first // segment, last // segment - first // segment + 1
-    # With more items than that, splitting gains a round at most, and every part costs memory.
-    few = 2 * len(tile) * problem.heads <= workers and segments.sum() * problem.heads <= MOST_PARTS
-    split = (last >= first) & (segments > 1) & few
+    entries = np.zeros((len(tile), 4), dtype=np.int64)
+    entries[:, 0], entries[:, 1], entries[:, 2] = sequence, tile, -1
     folds = np.zeros((0, 4), dtype=np.int64)
-    if split.any():
-        counts = np.where(split, segments, 1)
-        whole = np.repeat(np.arange(len(tile)), counts)
-        part = np.arange(len(whole)) - first_of_each(counts)[:-1][whole]
-        entries, parted = entries[whole], split[whole]
-        entries[parted, 2] = (begin[whole] + part)[parted]
-        entries[parted, 3] = np.arange(parted.sum())
-        first_place = first_of_each(segments[split])[:-1]
-        folds = np.stack([sequence[split], tile[split], first_place, segments[split]], 1)
-        bounds = entries[:, 2] * segment
-        first = np.where(parted, np.maximum(first[whole], bounds), first[whole])
-        last = np.where(parted, np.minimum(last[whole], bounds + segment - 1), last[whole])
+    if 2 * len(tile) * problem.heads <= workers:  # with more items, splitting gains a round at most
+        entries, first, last, folds = _split(problem, entries, first, last, segment)
     kv_tiles = np.where(last < first, 0, last // numerics.tile - first // numerics.tile + 1)
     order = np.argsort(-kv_tiles, kind="stable")
     return ForwardPlan(problem, numerics, tile_m, entries[order], kv_tiles[order], folds, _section(problem))
+
+
+def _split(
+    problem: Problem, entries: IntArray, first: IntArray, last: IntArray, segment: int
+) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Entries with their first and last key, those of several segments split, and the folds of these."""
+    sequence, tile = entries[:, 0], entries[:, 1]
+    begin, segments = first // segment, last // segment - first // segment + 1
+    split = (last >= first) & (segments > 1)
+    if not split.any() or segments.sum() * problem.heads > MOST_PARTS:  # every part costs memory
+        return entries, first, last, np.zeros((0, 4), dtype=np.int64)
+    counts = np.where(split, segments, 1)
+    whole = np.repeat(np.arange(len(tile)), counts)
+    part = np.arange(len(whole)) - first_of_each(counts)[:-1][whole]
+    found, parted = entries[whole], split[whole]
+    found[parted, 2] = (begin[whole] + part)[parted]
+    found[parted, 3] = np.arange(parted.sum())
+    first_place = first_of_each(segments[split])[:-1]
+    folds = np.stack([sequence[split], tile[split], first_place, segments[split]], 1)
+    bounds = found[:, 2] * segment
+    first = np.where(parted, np.maximum(first[whole], bounds), first[whole])
+    last = np.where(parted, np.minimum(last[whole], bounds + segment - 1), last[whole])
+    return found, first, last, folds
 
 
 def prove_forward(plan: ForwardPlan) -> None:

@@ -52,23 +52,26 @@ def to_table(plan: Plan) -> Words:
     total_offset = sequence_offset + SEQUENCE_WORDS * len(p.sequences)
     q_map_offset = total_offset + len(totals)
     sequences = _sequence_records(plan, total_offset + total_first)
-    maps = [_padded(np.repeat(np.arange(len(sequences)), tiles)) for tiles in (batch.q_tiles, batch.kv_tiles)]
+    q_map, kv_map = (np.repeat(np.arange(len(sequences)), tiles) for tiles in (batch.q_tiles, batch.kv_tiles))
+    kv_map_offset = q_map_offset + len(q_map) + -len(q_map) % 4
     header = np.array(HeaderRecord(
         MAGIC, ABI_VERSION, len(plan.items), len(runs), len(p.sequences), item_offset, run_offset,
         sequence_offset, total_offset, p.tile_m, p.tile_n, p.heads, p.kv_heads, plan.min_workers,
-        *p.mask.sides, q_map_offset, batch.q_tiles.sum(), q_map_offset + len(maps[0]),
+        *p.mask.sides, q_map_offset, len(q_map), kv_map_offset,
         plan.group_sum_first[-1],
     ))  # fmt: skip
     for words in (header, sequences):  # all other words are at most one of these
         if words.max() > 2**31 - 1:
             raise TableError(f"a word of the table does not fit int32: {words.max()}")
-    table = np.empty(q_map_offset + sum(map(len, maps)), dtype=np.int32)
+    table = np.empty(kv_map_offset + len(kv_map) + -len(kv_map) % 4, dtype=np.int32)
     table[:item_offset] = header
     _put_items(plan, run_first, table[item_offset:run_offset].reshape(-1, ITEM_WORDS))
     table[run_offset:sequence_offset] = runs.ravel()
     table[sequence_offset:total_offset] = sequences.ravel()
     table[total_offset:q_map_offset] = totals
-    table[q_map_offset:] = np.concatenate(maps)
+    table[q_map_offset:] = 0
+    for first, words in ((q_map_offset, q_map), (kv_map_offset, kv_map)):
+        table[first : first + len(words)] = words
     return table
 
 

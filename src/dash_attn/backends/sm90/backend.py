@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import ClassVar
 
@@ -25,6 +26,7 @@ from ..base import (
     forward_shapes,
     refuse_backward,
 )
+from .forward.config import forward_config
 from .forward.launch import Forward, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .tiles import TILES, tiles_of
@@ -35,7 +37,7 @@ __all__ = ["BACKEND"]
 class _Prepared(Prepared):
     def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
         self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
-        self._forward = Forward(problem, device, keys=keys)
+        self._forwards: dict[bool, Forward] = {}
         self._shapes = forward_shapes(problem, packed, keys)
 
     @property
@@ -45,13 +47,20 @@ class _Prepared(Prepared):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        _refuse(scores, aux)
+        sink = _sink_of(scores, aux)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
-            return torch.zeros_like(q), lse
-        return self._forward(q, k, v, scores.softmax_scale)
+            return torch.zeros_like(q), lse if sink is None else lse.copy_(sink[:, None])
+        forward = self._forwards.get(sink is not None) or self._forward(sink is not None)
+        return forward(q, k, v, scores.softmax_scale, sink=sink)
+
+    def _forward(self, sink: bool) -> Forward:
+        problem = self.problem
+        config = replace(forward_config(problem.head_dim, DTYPES[problem.dtype]), sink=sink)
+        found = Forward(problem, self.device, keys=self._keys, config=config)
+        return self._forwards.setdefault(sink, found)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
@@ -72,10 +81,14 @@ class _Prepared(Prepared):
         disorder: random.Random | None = None,
     ) -> Gradients:
         refuse_backward(self._keys)
-        _refuse(scores, aux)
-        in_order = ordered and disorder is None
-        result = run_backward(plan, tensors, scores.softmax_scale, ordered=in_order, debug=_debug())
-        return Gradients(result.dq, result.dk, result.dv)
+        sink, in_order = _sink_of(scores, aux), ordered and disorder is None
+        result = run_backward(
+            plan, tensors, scores.softmax_scale, sink=sink, ordered=in_order, debug=_debug()
+        )
+        dsink = result.dsink
+        if dsink is not None and aux.learnable_sink is not None:
+            dsink = dsink.to(aux.learnable_sink.dtype)
+        return Gradients(result.dq, result.dk, result.dv, dsink)
 
 
 @cache
@@ -96,18 +109,20 @@ def _debug() -> Debug | None:
 
 @lru_cache
 def _why_no_scores(scores: Scores) -> str:
-    """Why the kernels do not have what is made of scores: they have the softmax scale, and nothing else."""
-    for name, value in zip(scores._fields[1:], scores[1:]):
-        if value:
+    """Why the kernels do not have what is made of scores: they have the softmax scale, and sinks."""
+    for name, value in scores._asdict().items():
+        if value and name not in ("softmax_scale", "sink"):
             return f"{name if value is True else f'{name} {value}'} is not supported by sm90"
     return ""
 
 
-def _refuse(scores: Scores, aux: AuxTensors) -> None:
+def _sink_of(scores: Scores, aux: AuxTensors) -> Tensor | None:
+    """The sink as the kernels read it, (heads,) fp32, if there is one."""
     if reason := _why_no_scores(scores):
         raise InputError(reason)
-    if aux is not NO_AUX and any(x is not None for x in aux):
-        raise InputError("tensors beside q, k and v are not supported by sm90")
+    if aux is NO_AUX or aux.learnable_sink is None:
+        return None
+    return aux.learnable_sink.detach().float().contiguous()
 
 
 @cache

@@ -17,6 +17,7 @@ from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .backward.config import Accumulation, BackwardConfig
 from .forward.config import ForwardConfig, forward_config
+from .sinks.config import SinkConfig
 from .tiles import TILES
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
     "variants",
 ]
 
-Config = BackwardConfig | ForwardConfig
+Config = BackwardConfig | ForwardConfig | SinkConfig
 
 ARCH = "sm_90a"
 
@@ -49,7 +50,7 @@ class MissingCompilerError(DashError, ImportError):
 
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
-    return {**backward_variants(), **forward_variants()}
+    return {**backward_variants(), **forward_variants(), "sinks": SinkConfig()}
 
 
 def backward_variants() -> dict[str, BackwardConfig]:
@@ -69,12 +70,13 @@ def backward_variants() -> dict[str, BackwardConfig]:
 
 
 def forward_variants() -> dict[str, ForwardConfig]:
-    """Those of the forward: product, and debug."""
+    """Those of the forward: product, with a sink, and debug."""
     found = {}
     for head_dim, _ in TILES:
         for dtype in ("bf16", "fp16"):
             name, base = f"forward-d{head_dim}-{dtype}", forward_config(head_dim, dtype)
             found[name] = base
+            found[f"{name}-sink"] = replace(base, sink=True)
             found[f"{name}-trace"] = replace(base, trace=True)
     return found
 

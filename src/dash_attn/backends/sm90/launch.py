@@ -31,6 +31,7 @@ from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
 from .resident import OnDevice, on_device
+from .sinks.config import SinkConfig
 
 __all__ = ["DTYPES", "Debug", "Result", "run_backward"]
 
@@ -63,6 +64,7 @@ class Result:
 
     Attributes:
         dq, dk, dv: in the shapes and dtype of q, k, v.
+        dsink: (heads,) fp32; None without a sink.
         dq_contributions: (dq tiles, kv tiles, tile_m, head_dim) fp32, unscaled, by ticket; None unless asked
             for. dQ tiles count over sequences, q heads and q tiles.
         dq_tiles: (dq tiles, tile_m, head_dim) fp32 sums, unscaled; None unless contributions were asked for.
@@ -73,6 +75,7 @@ class Result:
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor | None = None
     dq_contributions: Tensor | None = None
     dq_tiles: Tensor | None = None
     trace: Tensor | None = None
@@ -83,6 +86,7 @@ def run_backward(
     tensors: Sequence[Tensor],
     softmax_scale: float,
     *,
+    sink: Tensor | None = None,
     ordered: bool = True,
     workers: int | None = None,
     debug: Debug | None = None,
@@ -93,6 +97,7 @@ def run_backward(
         plan: a proven plan of the sequences in the tensors, with the tiles of the kernels.
         tensors: dout, q, k, v, out and lse (:class:`Tensors`), bf16 or fp16 with any strides, lse fp32.
         softmax_scale: factor on Q K^T.
+        sink: (heads,) fp32, contiguous, as in the forward.
         ordered: False adds as contributions come, by atomics: the negative control.
         workers: thread blocks to launch, at most one per SM, all of which get items. By default as many as
             are of use; a few of them may only convert dQ.
@@ -107,7 +112,8 @@ def run_backward(
     given, debug = Tensors(*tensors), debug or _NO_DEBUG
     q, k, v = given.q, given.k, given.v
     if not q.numel() or not k.numel():
-        return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
+        nothing = None if sink is None else torch.zeros_like(sink)  # no row, or no row with an output
+        return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
     _check_tensors(place, plan, given)
     ring = ordered and place.min_workers > 1
@@ -119,9 +125,9 @@ def run_backward(
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
     variant = place.variants.get((ordered, debug)) or _variant(place, plan, ordered, debug)
     work = _Workspace(variant, place, q.device)
-    grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     all_tensors = [loadable(x) for x in (q, k, v, given.out, given.dout)]
-    all_tensors += [given.lse.contiguous(), *grads[:3]]
+    all_tensors += [given.lse.contiguous(), dq, dk, dv]
     if q.dim() == 3:
         all_tensors = [x.unsqueeze(0) for x in all_tensors]
     launch = arguments.Launch(
@@ -134,9 +140,17 @@ def run_backward(
     )
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
         variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *launch)
-    if debug is _NO_DEBUG:
-        return Result(*grads[:3])
-    return work.result(grads, debug)
+        dsink = None if sink is None else _sink_gradient(plan, work.buffers, sink)
+    grads = Gradients(dq, dk, dv, dsink)
+    return Result(*grads) if debug is _NO_DEBUG else work.result(grads, debug)
+
+
+def _sink_gradient(plan: Plan, buffers: arguments.Workspace, sink: Tensor) -> Tensor:
+    sequences = len(plan.problem.sequences)
+    parts, dsink = sink.new_empty(sequences * len(sink)), torch.empty_like(sink)
+    statistics = (buffers.table, buffers.lse2, buffers.delta)
+    program(SinkConfig())(*statistics, sink, parts, dsink, sequences)
+    return dsink
 
 
 class _Variant(NamedTuple):
@@ -223,11 +237,11 @@ class _Workspace:
         if debug.bounded:
             _check_hand_overs(self.buffers.errors, trace)
         if not debug.contributions:
-            return Result(*grads[:3], trace=trace)
+            return Result(*grads, trace=trace)
         order = _accumulator_order(config.tile_m, config.head_dim).to(grads.dq.device)
         shape = (tiles, tickets, config.tile_m, config.head_dim)
         contributions = self.buffers.dq_contributions.view(tiles, tickets, -1)[..., order].view(shape)
-        return Result(*grads[:3], contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
+        return Result(*grads, contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
 
 
 def _check_hand_overs(errors: Tensor, trace: Tensor | None) -> None:

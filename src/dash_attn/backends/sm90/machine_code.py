@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ...errors import DashError
 from ..cuda.cubin import KernelResources, code_of_cubin, resources_of_cubin
 from .compile import ARCH, CompilerOutput, Config, compiler_output
+from .sinks.config import SinkConfig
 
 __all__ = ["MachineCode", "hashes_of", "machine_code", "normalised"]
 
@@ -90,7 +91,9 @@ def _resources(output: CompilerOutput, config: Config) -> list[KernelResources]:
     for kernel in resources_of_cubin(output.cubin):
         role = _role(kernel.name, config.kernels)
         # Only the main kernel's shared memory is sized at launch.
-        shared = config.shared_bytes if role == config.direction else kernel.shared
+        shared = kernel.shared
+        if role == config.direction and not isinstance(config, SinkConfig):
+            shared = config.shared_bytes
         named.append(replace(kernel, name=role, shared=shared))
     return named
 

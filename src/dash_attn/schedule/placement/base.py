@@ -17,9 +17,15 @@ __all__ = ["Placement", "sorted_by"]
 
 @dataclass(frozen=True)
 class Placement(ABC):
-    """Base of all placements. A frozen dataclass; its fields are its parameters."""
+    """Base of all placements. A frozen dataclass; its fields are its parameters.
+
+    Attributes:
+        name: in names of schedules.
+        one_by_one: whether it mostly takes one sequence after the other.
+    """
 
     name: ClassVar[str]
+    one_by_one: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return printed(self, self.name)

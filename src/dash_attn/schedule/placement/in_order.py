@@ -29,6 +29,7 @@ class InOrder(Placement):
     """
 
     name: ClassVar[str] = "in_order"
+    one_by_one: ClassVar[bool] = True
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         codes, queues = np.arange(batch.item_count), queueing(batch)
@@ -51,6 +52,7 @@ class LastFirst(Placement):
     """
 
     name: ClassVar[str] = "last_first"
+    one_by_one: ClassVar[bool] = True
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         return downwards(batch, queueing(batch))

@@ -4,7 +4,8 @@ Whoever performs the last contribution to a tile puts the tile into a queue. Blo
 from it, in the order in which they were completed: a few blocks all the time, and every block at the end.
 Their load warp lets the copy engine bring the tiles into the shared memory that items no longer need, their
 MMA warps convert them. Nobody waits for these blocks, so they do not enter the liveness argument of the plan.
-Each element is converted once and alone: who does it decides no bit.
+Each element is converted once and alone: who does it decides no bit. Few tiles need no queue, see
+`has_places`.
 """
 
 from dataclasses import replace
@@ -46,11 +47,22 @@ def clear(control, table, position: Int32) -> None:
     entry[0] = Int32(-1)
 
 
+def has_places(table, complete: Int32):
+    """Whether tiles do without the queue: they are few, and all of them get contributions.
+
+    Then a tile has the entry of its number, and a block has the AHEAD_OF_FEW tiles of its own number.
+    """
+    few = complete <= AHEAD_OF_FEW * cute.arch.grid_dim()[0]
+    return few & (complete == table[HEADER.q_tile_total] * table[HEADER.heads])
+
+
 @cute.jit
-def put(control, table, key: Int32) -> None:
+def put(memory, key: Int32, tile: Int32, complete: Int32) -> None:
     """Queue a tile whose last contribution has been performed: who reads the entry with acquire sees all."""
-    position = ptx.add(control.iterator + FINISHED)
-    ptx.store_release(queue(control, table) + position, key)
+    position = tile
+    if not has_places(memory.table, complete):
+        position = ptx.add(memory.control.iterator + FINISHED)
+    ptx.store_release(queue(memory.control, memory.table) + position, key)
 
 
 def stages_of(n_item: Int32) -> Int32:
@@ -69,9 +81,13 @@ def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, c
     ahead = cutlass.select_(few, Int32(AHEAD_OF_FEW), Int32(AHEAD))
     # While the MMA warps are not here, other blocks can take the tiles.
     cute.arch.mbarrier_wait(ring.empty, 0)
-    first = cute.arch.shuffle_sync(_take(memory, ahead), 0)
+    placed = has_places(memory.table, complete)
+    first, following = Int32(cute.arch.block_idx()[0]) * ahead, end
+    if not placed:
+        first = cute.arch.shuffle_sync(_take(memory, ahead), 0)
     while first < end:
-        following = _take(memory, ahead)
+        if not placed:
+            following = _take(memory, ahead)
         place = first + lane
         mine = (lane < ahead) & (place < end)
         key = _find(config, memory, queue(memory.control, memory.table), place, mine, end)

@@ -48,10 +48,12 @@ class Launch(NamedTuple):
     right: Any
 
 
-class Record(NamedTuple):
-    """An argument of the traced variant alone, the last one. trace: int64, `TRACE_WORDS` per item, see
-    trace.py."""
+class Extra(NamedTuple):
+    """The last arguments, each of the variants whose configuration has a field of its name set.
 
+    sink: (H,) fp32, natural logarithms; trace: int64, `TRACE_WORDS` per item, see trace.py."""
+
+    sink: Any = None
     trace: Any = None
 
 
@@ -82,6 +84,7 @@ class Memory(NamedTuple):
     claimed: Any
     state: Any
     partial: Any
+    sink: Any
     trace: Any
 
 

@@ -51,6 +51,7 @@ class ForwardConfig:
     early: bool = False
     overlap: str = "products"
     exp2_share: int = 0
+    sink: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:

@@ -81,6 +81,15 @@ def weights(before, after):
     return maximum, left, right
 
 
+def with_sink(maximum, total, sink):
+    """Maximum and sum of a row with one key more, and what the row's output is multiplied by.
+
+    The sink is the score of that key, a natural logarithm. The key has no value.
+    """
+    maximum, left, right = weights(maximum, sink * math.log2(math.e))
+    return maximum, folded(total, left, Float32(1.0), right), left
+
+
 def row_sum(total) -> Float32:
     """The sum of a row from the parts of the four threads that have it."""
     for distance in (1, 2):

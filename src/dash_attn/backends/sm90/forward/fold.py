@@ -2,13 +2,13 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device import registers
 from ..device.operands import DTYPES
 from .arguments import Launch, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .exact import folded, inverse, lse_of, row_sum, weights, without_sign
+from .exact import folded, inverse, lse_of, row_sum, weights, with_sink, without_sign
 from .table import ENTRY_WORDS
 
 
@@ -20,9 +20,11 @@ class Fold:
         self.dtype = DTYPES[config.dtype]
 
     @cute.jit
-    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, sink, stream):
         c = self.config
-        self.kernel(tensors.out, tensors.lse, workspace.table, workspace.partial, launch.entries).launch(
+        self.kernel(
+            tensors.out, tensors.lse, workspace.table, workspace.partial, sink, launch.entries
+        ).launch(
             grid=(launch.folds, tensors.out.shape[2], 1),
             block=(128 * c.warpgroups, 1, 1),
             stream=stream,
@@ -30,7 +32,7 @@ class Fold:
         )
 
     @cute.kernel
-    def kernel(self, mOut, mLse, table, partial, entries: Int32) -> None:
+    def kernel(self, mOut, mLse, table, partial, sink, entries: Int32) -> None:
         c = self.config
         cute.arch.griddepcontrol_wait()
         index, q_head, _ = cute.arch.block_idx()
@@ -47,14 +49,13 @@ class Fold:
             row_first = Int32(0)
         if q_tile * c.tile_m + ROWS * group < seqlen_q:
             place = (batch, row_first, seqlen_q, q_tile, q_head)
-            self.fold(mOut, mLse, partial, first, segments, group, tidx, place)
+            self.fold((mOut, mLse, sink), partial, (first, segments), group, tidx, place)
 
     @cute.jit
-    def fold(
-        self, mOut, mLse, partial, first: Int32, segments: Int32, group: Int32, tidx: Int32, place
-    ) -> None:
+    def fold(self, tensors, partial, parts, group: Int32, tidx: Int32, place) -> None:
         """Fold the rows of a warpgroup."""
-        c, heads = self.config, mOut.shape[2]
+        (mOut, mLse, sink), (first, segments), c = tensors, parts, self.config
+        heads = mOut.shape[2]
         batch, row_first, seqlen_q, q_tile, q_head = place
         vectors = ROWS * c.head_dim // 512
         values = cute.make_rmem_tensor((4, vectors), Float32)
@@ -72,12 +73,14 @@ class Fold:
                     values[e, v] = folded(values[e, v], left[e // 2], after[e, v], right[e // 2])
         lane = tidx % 32
         for half in cutlass.range_constexpr(2):
-            total = row_sum(numbers[2 + half])
+            maximum, total, factor = numbers[half], row_sum(numbers[2 + half]), Float32(1.0)
+            if const_expr(c.sink):
+                maximum, total, factor = with_sink(maximum, total, sink[q_head])
             row = q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 + lane // 4 + 8 * half
-            empty, lse = total == Float32(0.0), lse_of(numbers[half], total)
+            empty, lse = total == Float32(0.0), lse_of(maximum, total)
             if (lane % 4 == 0) & (row < seqlen_q):
                 mLse[batch, q_head, row_first + row] = cutlass.select_(empty, -Float32.inf, lse)
-            factor = inverse(total)
+            factor = factor * inverse(total)
             row_values = cute.make_rmem_tensor((2, vectors), Float32)
             for v in cutlass.range_constexpr(vectors):
                 for e in cutlass.range_constexpr(2):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from ..device.ring import Ring
 from .config import ForwardConfig
 
-INFO_WORDS = 16
 # Named barriers: one per warpgroup each, and of the last kind one per warpgroup and Q stage
 WARPGROUP_BARRIER, TURN_BARRIER, DONE_BARRIER = 1, 4, 7
 
@@ -25,6 +24,12 @@ class Info:
     valid, q_head, kv_first, kv_last, low, high, seqlen_k, seqlen_q, row = range(9)
     tma_row, tma_batch, tma_shift, batch, row_first, partial = range(9, 15)
     index = 15  # of the item; where it is traced
+    sink = 16  # the bits of a float, natural logarithm; where there is one
+
+
+def info_words(config: ForwardConfig) -> int:
+    """Words per item."""
+    return 20 if config.sink else 16
 
 
 def done_barrier(config: ForwardConfig, group, stage):

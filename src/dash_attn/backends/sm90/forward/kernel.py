@@ -16,9 +16,9 @@ from cutlass.utils import hopper_helpers
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from .arguments import Copies, Launch, Layouts, Memory, Products, Record, Shared, Tensors, Workspace
+from .arguments import Copies, Extra, Launch, Layouts, Memory, Products, Shared, Tensors, Workspace
 from .config import ROWS, ForwardConfig
-from .item import INFO_WORDS, Rings
+from .item import Rings, info_words
 from .load import LoadRole
 from .mma import MmaRole
 from .store import StoreRole
@@ -59,7 +59,7 @@ class Forward:
             k_empty: cute.struct.MemRange[Int64, c.kv_stages]
             v_full: cute.struct.MemRange[Int64, c.kv_stages]
             v_empty: cute.struct.MemRange[Int64, c.kv_stages]
-            item: cute.struct.Align[cute.struct.MemRange[Int32, INFO_WORDS * c.q_stages], 16]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16]
             q: tile(ROWS, c.head_dim, c.q_stages * c.warpgroups)
             k: tile(c.tile_n, c.head_dim, c.kv_stages)
             v: tile(c.tile_n, c.head_dim, c.kv_stages)
@@ -75,7 +75,7 @@ class Forward:
         }  # fmt: skip
 
     @cute.jit
-    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, record: Record, stream):
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, extra: Extra, stream):
         c = self.config
         layouts = Layouts(
             q=tile_layout(self.dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
@@ -89,7 +89,7 @@ class Forward:
             out=copy_of(store, tensors.out, layouts.q, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
-        memory = Memory(tensors.lse, *workspace, *record)
+        memory = Memory(tensors.lse, *workspace, *extra)
         numbers = (
             launch.scale, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
             tensors.q.shape[2], tensors.k.shape[0], tensors.k.shape[1],
@@ -121,7 +121,7 @@ class Forward:
             q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
             k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
             v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-            item=storage.item.get_tensor(cute.make_layout((INFO_WORDS, c.q_stages))),
+            item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
         )
         if warp_idx == LOAD_WARP:
             with cute.arch.elect_one():

@@ -93,13 +93,21 @@ class Forward:
         return upload
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, trace: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        *,
+        sink: Tensor | None = None,
+        trace: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """out and lse (fp32, natural logarithm) of tensors of the problem's shapes, k and v of the keys'.
 
         Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
         (total_q, heads, head_dim), lse (heads, total_q). With keys, k and v may be packed where q is dense.
-        ``trace`` belongs to a traced configuration: (items, 3) int64, see :class:`~.traced.Traced`.
+        ``sink`` and ``trace`` belong to configurations that have them: (heads,) float32, contiguous, and
+        (items, 3) int64, see :class:`~.traced.Traced`.
 
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
@@ -119,6 +127,7 @@ class Forward:
             lse,
             *Workspace(upload.use()[0], claimed.view(torch.int32), state, partial),
             *Launch(softmax_scale, *self._numbers),
+            *(() if sink is None else (sink,)),
             *(() if trace is None else (trace.view(-1),)),
         )
         return out, lse.squeeze(0) if packed else lse

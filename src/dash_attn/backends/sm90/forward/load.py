@@ -59,6 +59,9 @@ class LoadRole:
                     shared.item[i, stage] = value
                 if const_expr(c.trace):
                     shared.item[Info.index, stage] = index
+                if const_expr(c.sink):
+                    bits = cute.make_tensor(cute.recast_ptr(memory.sink.iterator, dtype=Int32), q_heads)
+                    shared.item[Info.sink, stage] = bits[q_head]
                 cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
             rows = (tma_row, tma_batch, tma_shift)
             for g in cutlass.range_constexpr(c.warpgroups):

@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from ..device.operands import as_operand_a, multiply, transposed
 from ..device.ring import arrive
 from .config import ROWS, ForwardConfig
-from .exact import folded, inverse, lse_of, row_sum, weights, without_sign
+from .exact import folded, inverse, lse_of, row_sum, weights, with_sink, without_sign
 from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier
 from .softmax import Softmax
 from .trace import BEGIN, END, note
@@ -275,14 +275,18 @@ class MmaRole:
         lane, warp_of_group = t.tidx % 32, t.tidx // 32
         factors = cute.make_rmem_tensor(2, Float32)
         for half in cutlass.range_constexpr(2):
-            total = row_sum(t.total[half])
+            maximum, total = t.maximum[half], row_sum(t.total[half])
+            factors[half] = Float32(1.0)
+            if const_expr(self.config.sink):
+                score = cute.recast_tensor(info, Float32)[Info.sink]
+                maximum, total, factors[half] = with_sink(maximum, total, score)
             row = info[Info.row] + ROWS * t.group + warp_of_group * 16 + lane // 4 + 8 * half
-            empty, lse = total == Float32(0.0), lse_of(t.maximum[half], total)
+            empty, lse = total == Float32(0.0), lse_of(maximum, total)
             if (lane % 4 == 0) & (row < info[Info.seqlen_q]):
                 memory.lse[info[Info.batch], info[Info.q_head], info[Info.row_first] + row] = cutlass.select_(
                     empty, -Float32.inf, lse
                 )
-            factors[half] = inverse(total)
+            factors[half] = factors[half] * inverse(total)
         converted = cute.make_rmem_tensor(t.acc_O.layout, self.dtype)
         for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
             for e in cutlass.range_constexpr(4):

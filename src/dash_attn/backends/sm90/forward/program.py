@@ -10,7 +10,7 @@ from ..arguments import regrouped
 from ..device import fakes
 from ..device.fakes import statistics, vector
 from ..device.operands import DTYPES
-from .arguments import Launch, Record, Tensors, Workspace
+from .arguments import Extra, Launch, Tensors, Workspace
 from .claims import Claims
 from .config import ForwardConfig
 from .fold import Fold
@@ -25,12 +25,19 @@ class Program:
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
-        tensors, workspace, launch, record = regrouped(arguments[:-1], Tensors, Workspace, Launch, Record)
+        tensors, workspace, launch = regrouped(arguments, Tensors, Workspace, Launch)
+        given = arguments[len(tensors + workspace + launch) : -1]
+        extra = Extra(**dict(zip(extras_of(self.config), given)))
         if launch.grid < launch.entries * tensors.q.shape[2]:
             self.claims(workspace.claimed, stream)
-        self.forward(tensors, workspace, launch, record, stream)
+        self.forward(tensors, workspace, launch, extra, stream)
         if launch.folds > 0:
-            self.fold(tensors, workspace, launch, stream)
+            self.fold(tensors, workspace, launch, extra.sink, stream)
+
+
+def extras_of(config: ForwardConfig) -> list[str]:
+    """The fields of `Extra` that a variant has."""
+    return [name for name in Extra._fields if getattr(config, name)]
 
 
 def fake_arguments(config: ForwardConfig, env_stream: bool):
@@ -52,5 +59,6 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
         left=Int32(-1),
         right=Int32(-1),
     )
-    record = Record(vector(Int64, 8)) if config.trace else ()
-    return [*tensors, *workspace, *launch, *record, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]
+    kinds = Extra(sink=vector(Float32, 4), trace=vector(Int64, 8))
+    extra = [getattr(kinds, name) for name in extras_of(config)]
+    return [*tensors, *workspace, *launch, *extra, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

@@ -64,5 +64,5 @@ def traced_forward(
     plan = forward.plan()
     for _ in range(runs):
         trace = empty_trace(plan, q.device)
-        out, lse = forward(*tensors, problem.head_dim**-0.5, trace)
+        out, lse = forward(*tensors, problem.head_dim**-0.5, trace=trace)
     return Traced(out, lse, plan, trace)

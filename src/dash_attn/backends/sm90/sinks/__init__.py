@@ -1,0 +1,1 @@
+"""The gradient of a sink, after a backward."""
