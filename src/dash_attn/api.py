@@ -128,7 +128,8 @@ def attention(
         dropout_p: probability with which a weight of the softmax is dropped, 0 <= p < 1; the others are
             divided by 1 - p. lse is that without dropout. "sm90" does not have it.
         dropout_seed: an integer, 0 <= seed < 2^63, or a tensor () int64 on q's device. With the number of the
-            sequence in the batch, q head, row and column it decides what is dropped, on every backend alike.
+            sequence in the batch, q head, row and column, all counted from 0 in the call, it decides what is
+            dropped, on every backend alike.
             None: one ``torch.randint(2**63 - 1, (), device=q.device)`` per call, from PyTorch's default
             generator, so that ``torch.manual_seed`` makes runs repeat.
 
