@@ -26,12 +26,13 @@ from .arguments import (
     aux_of,
     check_aux,
     check_call,
+    check_dropout,
     check_flag,
     check_flash_options,
     check_no_positional,
     check_rows,
     check_softcap,
-    with_rows,
+    completed,
 )
 from .backends.base import (
     NO_AUX,
@@ -109,6 +110,8 @@ def attention(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -134,6 +137,13 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:
             ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scaled, capped score of row i and
             column j. "sm90" does not have it.
+        dropout_p: probability with which a weight of the softmax is dropped, 0 <= p < 1; the others are
+            divided by 1 - p. lse is that without dropout. "sm90" does not have it.
+        dropout_seed: an integer, 0 <= seed < 2^63, or a tensor () int64 on q's device. With the number of the
+            sequence in the batch, q head, row and column, all counted from 0 in the call, it decides what is
+            dropped, on every backend alike.
+            None: one ``torch.randint(2**63 - 1, (), device=q.device)`` per call, from PyTorch's default
+            generator, so that ``torch.manual_seed`` makes runs repeat.
         row_starts, row_ends: (batch, seqlen_k) int32, on the tensors' device or on the CPU: key j is seen by
             rows i with ``row_starts[j] <= i < row_ends[j]`` only, of those that ``causal`` and ``window``
             leave. None: from the first row, to the last one. So masks of documents, prefixes and trees are
@@ -173,8 +183,11 @@ def attention(
         >>> torch.equal(documents[:, :100], attention(q[:, :100], k[:, :100], k[:, :100], causal=True))
         True
     """
-    asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
-    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    asked = Asked(
+        causal, window, softmax_scale, policy, backend=backend, softcap=softcap, dropout_p=dropout_p
+    )
+    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return _run_dense(q, k, v, aux, asked, return_lse)
 
 
@@ -193,6 +206,8 @@ def flash_attn_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
     **flash_options: Any,
@@ -213,8 +228,9 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap, learnable_sink, alibi_slopes, row_starts, row_ends: as in :func:`attention`.
-        flash_options: FlashAttention's other arguments (``dropout_p``, ``block_table``, ...) with values that
+        policy, backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends:
+            as in :func:`attention`.
+        flash_options: FlashAttention's other arguments (``block_table``, ``score_mod``, ...) with values that
             ask for nothing.
 
     Returns:
@@ -228,14 +244,15 @@ def flash_attn_func(
     >>> q = torch.randn(2, 300, 4, 64)
     >>> flash_attn_func(q, q, q, dropout_p=0.0, causal=True).shape
     torch.Size([2, 300, 4, 64])
-    >>> flash_attn_func(q, q, q, dropout_p=0.1)
+    >>> flash_attn_func(q, q, q, num_splits=4)
     Traceback (most recent call last):
-    dash_attn.errors.InputError: dropout_p=0.1 is not supported, only 0
+    dash_attn.errors.InputError: num_splits=4 is not supported, only 0 or 1
     """
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return _run_dense(q, k, v, aux, asked, return_lse)
 
 
@@ -259,6 +276,8 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
     **flash_options: Any,
@@ -292,8 +311,8 @@ def flash_attn_varlen_func(
         row_starts, row_ends: (total_k,) int32, as in :func:`attention`; rows count from the first one of
             their sequence. Not with ``seqused_k``.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
-            learnable_sink, alibi_slopes, flash_options: as in :func:`flash_attn_func`; lse is
-            (heads, total_q), for dense q (batch, heads, seqlen_q).
+            learnable_sink, alibi_slopes, dropout_p, dropout_seed, flash_options: as in
+            :func:`flash_attn_func`; lse is (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
         out: the shape of q with the head_dim of v, or (out, lse).
@@ -326,8 +345,9 @@ def flash_attn_varlen_func(
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return _run_packed((q, k, v), packing, aux, asked, return_lse)
 
 
@@ -352,6 +372,8 @@ def is_supported(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
     **flash_options: Any,
@@ -374,8 +396,9 @@ def is_supported(
         else:
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
-        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
-        aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+        dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+        aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
         checked = check_call(q, k, v, packing, asked, aux)
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
@@ -398,6 +421,7 @@ def plan_for(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
 ) -> Plan:
@@ -414,8 +438,8 @@ def plan_for(
     Plan(spt, 8 items, 20 tasks)
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked).plan
 
 
@@ -449,6 +473,7 @@ def fingerprints(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
 ) -> Fingerprints:
@@ -463,8 +488,8 @@ def fingerprints(
     (64, 64, 'cpu')
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
@@ -481,6 +506,8 @@ def apply_plan(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -492,17 +519,19 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend, softcap, learnable_sink, alibi_slopes, row_starts, row_ends: as in :func:`attention`.
+        backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends: as in
+            :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    aux = aux_of(learnable_sink, alibi_slopes, row_starts, row_ends)
+    p = check_dropout(dropout_p)
+    aux = aux_of(q, learnable_sink, alibi_slopes, (p, dropout_seed), (row_starts, row_ends))
     check_aux(aux, q, len(plan.problem.sequences))
     check_rows(aux, k, None)
-    scores = Scores(softmax_scale, check_softcap(softcap), *aux.given)
+    scores = Scores(softmax_scale, check_softcap(softcap), dropout_p=p, **aux.given)
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -512,7 +541,7 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, with_rows(aux, q.device))
+    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, completed(aux, p, q))
 
 
 class _Planned(NamedTuple):
@@ -566,7 +595,7 @@ def _run_dense(
     check_flag("return_lse", return_lse)
     more = () if aux is NO_AUX else aux
     if call_directly(q, k, v, aux) and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
-        out, lse = attend(call, q, k, v, with_rows(aux, q.device))
+        out, lse = attend(call, q, k, v, completed(aux, asked.dropout_p, q))
         return (out, lse) if return_lse else out
     call, out, lse = _run(check_call(q, k, v, None, asked, aux))
     if call is not None:
@@ -586,12 +615,13 @@ def _run_packed(
     more = packing if aux is NO_AUX else (*packing, *aux)
     if call_directly(q, k, v, aux) and (known := _KNOWN_PACKED.find(q, k, v, asked, more)) is not None:
         spec, longest = known
+        aux = completed(aux, asked.dropout_p, q)
         if isinstance(packing, Used):
             refuse_gradients(q, k, v, *aux)
             out, lse = used_call(q, k, v, (*packing[:3], *longest), spec).forward(q, k, v, aux)
         else:
             call = packed_call(q, k, v, (*packing[:2], *longest), spec)
-            out, lse = attend(call, q, k, v, with_rows(aux, q.device))
+            out, lse = attend(call, q, k, v, aux)
         return (out, lse) if return_lse else out
     checked = check_call(q, k, v, packing, asked, aux)
     made, out, lse = _run(checked)
@@ -605,6 +635,8 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     q, k, v, aux, _, packing = checked
     if _is_empty(checked):
         return None, *_empty_results(q, k, v, aux)
+    aux = completed(aux, checked.spec.dropout_p, q)
+    checked = checked._replace(aux=aux)
     if call_directly(q, k, v, aux):
         call = _find(checked)
         return call, *attend(call, q, k, v, aux)

@@ -41,7 +41,10 @@ def expected(
 ) -> dict[str, Tensor]:
     """The same by the oracle, sequence by sequence, float64; with a sink also dsink."""
     sequences, sink = split(problem, tensors), aux.learnable_sink
-    parts = [oracle_of_one(problem, *one, **how) for one in zip(sequences, aux_of_each(problem, aux))]
+    parts = [
+        oracle_of_one(problem, *one, sequence=at, **how)
+        for at, one in enumerate(zip(sequences, aux_of_each(problem, aux)))
+    ]
     if not parts:
         return {}
     joined = {name: torch.cat([part[name] for part in parts]) for name in ("out", "dq", "dk", "dv")}

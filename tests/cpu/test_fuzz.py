@@ -38,9 +38,8 @@ def execute(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
         batch, heads, seqlen = lse.shape
         flat = lse.transpose(0, 1).reshape(heads, batch * seqlen)
         tensors = Tensors(*(x.flatten(0, 1) for x in rows), flat)
-    grads = backward(
-        plan, tensors, scale, workers=how.workers if how.ordered else None, rng=rng, ordered=how.ordered
-    )
+    workers = how.workers if how.ordered else None
+    grads = backward(plan, tensors, scale, workers=workers, rng=rng, ordered=how.ordered)[:3]
     if packed:
         return grads
     return tuple(x.unflatten(0, (batch, -1)) if x.numel() else x.view(batch, -1, *x.shape[1:]) for x in grads)

@@ -187,12 +187,12 @@ def test_the_sdpa_hook() -> None:
         _sdpa_forward(*turned)
 
 
-# With a sink, ALiBi and a softcap
+# With a sink, ALiBi, dropout and a softcap
 
 
-SINK = torch.tensor([0.5, 3.0, -1.0, 2.0])
+SEED, SINK = 2**40 + 7, torch.tensor([0.5, 3.0, -1.0, 2.0])
 SLOPES = torch.tensor([[0.5, 0.25, 0.125, 0.0], [0.0, 0.1, 0.2, 0.3]])
-EXTRAS = [(True, False), (False, True), (True, True)]
+EXTRAS = [(True, False, 0.0), (False, True, 0.0), (False, False, 0.3), (True, True, 0.3)]
 
 
 def extras(sink: bool, alibi: bool, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -213,7 +213,7 @@ def with_gradients(
 
 
 def by_oracle(
-    tensors: list[Tensor], more: dict[str, Tensor], mask: Mask, softcap: float
+    tensors: list[Tensor], more: dict[str, Tensor], mask: Mask, scores: Scores
 ) -> dict[str, Tensor]:
     """The same, one sequence after the other."""
     sink, slopes = more.get("learnable_sink"), more.get("alibi_slopes")
@@ -223,8 +223,8 @@ def by_oracle(
     parts, dsink = [], torch.zeros(4, dtype=torch.float64)
     for at in range(2):
         one = Inputs(dout[at], *(x[at].detach() for x in tensors))
-        aux = AuxTensors(sink, None if slopes is None else slopes[at])
-        found = plain_attention(one, mask, Scores(one.q.shape[-1] ** -0.5, softcap), aux=aux)
+        aux = AuxTensors(sink, None if slopes is None else slopes[at], torch.tensor(SEED))
+        found = plain_attention(one, mask, scores, aux=aux, sequence=at)
         parts.append(found)
         if sink is not None:
             dsink += sink_gradient(one.dout, found, sink.detach())
@@ -232,13 +232,15 @@ def by_oracle(
     return wanted if sink is None else wanted | {"dsink": dsink}
 
 
-@pytest.mark.parametrize(("sink", "alibi"), EXTRAS)
+@pytest.mark.parametrize(("sink", "alibi", "dropout_p"), EXTRAS)
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_sinks_and_alibi(pair: tuple[int, int], sink: bool, alibi: bool) -> None:
+def test_sinks_alibi_and_dropout(pair: tuple[int, int], sink: bool, alibi: bool, dropout_p: float) -> None:
     """Delta, and with it the gradient of the sink, is a sum over the columns of v."""
     tensors, more = drawn(*pair), extras(sink, alibi, torch.float64)
-    wanted = by_oracle(tensors, more, Mask.causal(), 5.0)
-    found = with_gradients(attention, tensors, more, causal=True, softcap=5.0)
+    scores = Scores(pair[0] ** -0.5, 5.0, dropout_p=dropout_p)
+    wanted = by_oracle(tensors, more, Mask.causal(), scores)
+    dropout: dict[str, Any] = {"dropout_p": dropout_p, "dropout_seed": SEED}
+    found = with_gradients(attention, tensors, more, causal=True, softcap=5.0, **dropout)
     assert list(found) == list(wanted)
     for name, exact in wanted.items():
         torch.testing.assert_close(found[name], exact, rtol=1e-9, atol=1e-9, msg=name)

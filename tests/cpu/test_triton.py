@@ -22,11 +22,13 @@ CPU = torch.device("cpu")
 
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
+OF_SCORES = "sink or alibi or dropout"
 PARTS = (
     "intervals",
-    "not intervals and (head_dims or masks)",
-    "not intervals and (bytes or order)",
-    "not (intervals or head_dims or masks or bytes or order)",
+    f"({OF_SCORES}) and not intervals",
+    f"(head_dims or masks) and not (intervals or {OF_SCORES})",
+    f"(bytes or order) and not (intervals or {OF_SCORES})",
+    f"not (intervals or head_dims or masks or bytes or order or {OF_SCORES})",
 )
 
 

@@ -41,6 +41,9 @@ MOST_LOCAL = 768
 MOST_LOCAL_WITH_INTERVALS = 832
 """dK and dV of heads of 256 on Hopper."""
 
+MOST_LOCAL_WITH_EVERYTHING = 960
+"""dK and dV of heads of 64 on sm_80, with all that scores can take at once."""
+
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 QUICK = (80, "bfloat16")
 SLOW = (
@@ -57,7 +60,7 @@ CASES = [
 """fp16 has the programs of bf16; fp32 has one table for all GPUs."""
 
 
-PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False, "INTERVALS": False}
+PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False, "DROPOUT": False, "INTERVALS": False}
 """What becomes of scores: constants of the variants that most calls take."""
 
 
@@ -66,11 +69,11 @@ def sources(
 ) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them; ``scores``: those of PLAIN."""
     head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
-    forward, dkdv, dq = shapes_of(max(head_dim, head_dim_v), dtype, divmod(arch, 10) in ROOMY)
-    tile_m, tile_n = TILES[padded(max(head_dim, head_dim_v))]
+    widest, of_scores = max(head_dim, head_dim_v), PLAIN | scores
+    forward, dkdv, dq = shapes_of(widest, dtype, divmod(arch, 10) in ROOMY, of_scores["DROPOUT"])
+    tile_m, tile_n = TILES[padded(widest)]
     of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v)}
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
-    of_scores = PLAIN | scores
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
     tile |= {name: of_scores[name] for name in of_scores if name != "SINK"}
     numbers = {
@@ -107,13 +110,15 @@ def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int],
 
 
 def _type_of(argument: str, dtype: str) -> str:
+    if argument == "seed":
+        return "*i64"
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
     if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
     if argument in ("table", "visits", "stretches", "row_starts", "row_ends"):
         return "*i32"
-    return "fp32" if argument in ("scale", "scale2", "cap2", "nothing") else "i32"
+    return "fp32" if argument in ("scale", "scale2", "cap2", "rescale", "nothing") else "i32"
 
 
 @pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
@@ -146,6 +151,12 @@ def test_kernels_with_alibi_fit(head_dim: int) -> None:
         _assert_fits(name, *QUICK, head_dim, ALIBI=True)
 
 
+@pytest.mark.parametrize("head_dim", TILES)
+def test_kernels_with_dropout_fit(head_dim: int) -> None:
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, head_dim, DROPOUT=True)
+
+
 @pytest.mark.parametrize(
     ("arch", "dtype"), [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -155,17 +166,19 @@ def test_kernels_with_intervals_fit(head_dims: int | tuple[int, int], arch: int,
         _assert_fits(name, arch, dtype, head_dims, INTERVALS=True)
 
 
-def test_kernels_with_everything_fit() -> None:
+@pytest.mark.parametrize("head_dims", [64, (192, 128)], ids=str)
+def test_kernels_with_everything_fit(head_dims: int | tuple[int, int]) -> None:
     everything = dict.fromkeys(PLAIN, True)
     for name in ("forward", "dkdv", "dq"):
-        _assert_fits(name, *QUICK, (192, 128), **everything)
+        _assert_fits(name, *QUICK, head_dims, **everything)
 
 
 def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> None:
     found = compiled(name, arch, dtype, head_dims, **scores)
     assert found.metadata.shared <= SHARED[arch], name
     (kernel,) = resources_of_cubin(found.asm["cubin"])
-    assert kernel.stack <= (MOST_LOCAL_WITH_INTERVALS if scores.get("INTERVALS") else MOST_LOCAL), name
+    most = MOST_LOCAL_WITH_INTERVALS if scores.get("INTERVALS") else MOST_LOCAL
+    assert kernel.stack <= (MOST_LOCAL_WITH_EVERYTHING if all(scores.get(x) for x in PLAIN) else most), name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -514,3 +514,31 @@ def test_alibi(head_dim: int, dtype: str) -> None:
         assert relative_error(got, exact[name]) < 2 * BOUND[dtype], name
     for name, got in trained(leaves, dout, **how).items():
         assert_same_bytes(got, first[name], name)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_dropout(head_dim: int, dtype: str) -> None:
+    """What the CPU drops. A seed that is drawn follows torch.manual_seed."""
+    leaves, dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    how: dict[str, Any] = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
+    assert dash_attn.is_supported(*leaves, **how).backend == "triton"
+    assert not dash_attn.is_supported(*leaves, backend="sm90", **how)
+    first = trained(leaves, dout, **how)
+    q, k, v = (x.detach() for x in leaves)
+    scores, aux = Scores(head_dim**-0.5, dropout_p=0.2), AuxTensors(dropout_seed=torch.tensor(2**40 + 1))
+    for at, one in enumerate(zip(dout, q, k, v)):
+        exact = plain_attention(Inputs(*one), CAUSAL, scores, aux=aux, sequence=at)._asdict()
+        for name, got in first.items():
+            assert relative_error(got[at], exact[name]) < 2 * BOUND[dtype], name
+    for name, got in trained(leaves, dout, **how).items():
+        assert_same_bytes(got, first[name], name)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append([trained(leaves, dout, dropout_p=0.2) for _ in range(2)])
+    for one_run, other in zip(*runs):
+        for name, got in one_run.items():
+            assert_same_bytes(got, other[name], name)
+    assert not same_bytes(runs[0][0]["out"], runs[0][1]["out"])

@@ -86,19 +86,24 @@ class AuxTensors(NamedTuple):
 
     learnable_sink: (heads,), dtype of q or float32: natural logarithms, neither scaled nor capped.
     alibi_slopes: (heads,) or (batch, heads), float32, without a gradient.
+    dropout_seed: (), int64.
     row_starts, row_ends: both or neither, as :class:`RowIntervals` has them.
     """
 
     learnable_sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    dropout_seed: Tensor | None = None
     row_starts: Tensor | None = None
     row_ends: Tensor | None = None
 
     @property
-    def given(self) -> tuple[bool, bool, bool]:
-        """``sink``, ``alibi`` and ``row_intervals`` of :class:`Scores`."""
-        sink, slopes, starts, ends = (x is not None for x in self)
-        return sink, slopes, starts or ends
+    def given(self) -> dict[str, bool]:
+        """What fields of :class:`Scores` say of it; the seed belongs to a probability."""
+        return {
+            "sink": self.learnable_sink is not None,
+            "alibi": self.alibi_slopes is not None,
+            "row_intervals": self.row_starts is not None or self.row_ends is not None,
+        }
 
     @property
     def rows(self) -> RowIntervals | None:

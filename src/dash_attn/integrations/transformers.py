@@ -8,7 +8,7 @@ Causal, sliding-window, chunked and bidirectional masks, padding on either side,
 ``position_ids`` or ``cu_seq_lens_q``), growing key caches and caches of fixed length (``StaticCache``) work;
 padded and packed batches run without their padding, so that a sequence's bytes do not depend on its
 neighbours. Keys of a cache of fixed length are not copied where no row is padded. Sinks (gpt-oss) and caps of
-scores (Gemma 2) work. Everything else (masks with four dimensions, mask functions of users, dropout, biases,
+scores (Gemma 2) work. Everything else (masks with four dimensions, mask functions of users, biases,
 attention weights as an output) raises, and so do models that do their own attention with the mask.
 
 Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
@@ -90,7 +90,7 @@ def attention_forward(
         attention_mask: what :func:`.token_mask` made, which then decides alone what a row sees, as masks do
             for transformers' eager attention. Or (batch, seqlen_k): 0 for padding, otherwise the number of
             the sequence. Or None.
-        dropout: must be 0.
+        dropout: the ``dropout_p`` of :func:`dash_attn.attention`; the seed is drawn as there.
         scaling: factor on Q K^T, default ``head_dim ** -0.5``.
         sliding_window: tokens a row sees, itself included; without ``is_causal``, to each side. A
             :class:`.TokenMask` with another window is an error.
@@ -109,7 +109,7 @@ def attention_forward(
     Raises:
         InputError: an argument cannot be honoured; the message names it and its value.
     """
-    _refuse(dropout, attention_mask, other)
+    _refuse(attention_mask, other)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if isinstance(attention_mask, TokenMask):
@@ -130,7 +130,7 @@ def attention_forward(
         if numbers is not None:
             packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
-    how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux}
+    how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux, "dropout_p": dropout}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -273,9 +273,7 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
     return side, 0 if causal else side
 
 
-def _refuse(dropout: float, attention_mask: object, other: dict[str, Any]) -> None:
-    if dropout:
-        raise InputError(f"dropout is not supported by {NAME!r} attention, got {dropout}")
+def _refuse(attention_mask: object, other: dict[str, Any]) -> None:
     for name in _REFUSED:
         value = other.get(name)
         if value is not None and value is not False:

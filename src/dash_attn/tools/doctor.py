@@ -40,6 +40,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "ALiBi": {"causal": True, "alibi": True},
     "head_dim 192, of v 128": {"causal": True, "head_dim": 192, "head_dim_v": 128},
     "documents by row_ends": {"causal": True, "documents": True},
+    "dropout": {"causal": True, "dropout_p": 0.1},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -135,6 +136,7 @@ def _support(
     sink: bool = False,
     alibi: bool = False,
     documents: bool = False,
+    dropout_p: float = 0.0,
 ) -> str:
     from ..api import is_supported
 
@@ -148,7 +150,7 @@ def _support(
     found = is_supported(
         q, k, v, *bounds, causal=causal, window_size=window_size, backend=backend, softcap=softcap,
         learnable_sink=torch.zeros(4, device=device) if sink else None,
-        alibi_slopes=torch.zeros(4, device=device) if alibi else None,
+        alibi_slopes=torch.zeros(4, device=device) if alibi else None, dropout_p=dropout_p,
         row_ends=torch.full(k.shape[:-2], 256, dtype=torch.int32) if documents else None,
     )  # fmt: skip
     return "yes" if found else f"no: {found.reason}"

@@ -37,6 +37,7 @@ from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
 from ..base import NO_AUX, AuxTensors, Gradients, RowIntervals, Tensors
+from .dropout import dropout_of
 from .masks import outside_intervals
 from .sinks import sink_gradient
 from .tiles import TileMasks, TileRows, check_packed, copy_tile, distances, exact, slope_of
@@ -154,7 +155,7 @@ class _Backward:
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
         self.problem, self.tensors, self.aux = problem, tensors, aux
-        self.scale, self.cap = scores.softmax_scale, scores.softcap
+        self.scores, self.scale, self.cap = scores, scores.softmax_scale, scores.softcap
         self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
         self.q_rows: dict[QTile, _QRows] = {}
         self.items: dict[int, _Item] = {}
@@ -175,11 +176,18 @@ class _Backward:
         p = scores.sub_(rows.lse).exp_()
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
-        ds = torch.mm(rows.dout, item.v.T).sub_(rows.delta).mul_(p)
+        dp = torch.mm(rows.dout, item.v.T)
+        weights = p
+        if dropout := dropout_of(self.scores, self.aux, task.sequence, task.q_head):
+            top, left = task.q_tile * self.problem.tile_m, task.kv_tile * self.problem.tile_n
+            dropped = ~dropout.kept(top, left, len(p), p.shape[1])
+            weights = p.masked_fill(dropped, 0.0)
+            dp.mul_(dropout.rescale).masked_fill_(dropped, 0.0)
+        ds = dp.sub_(rows.delta).mul_(p)
         if self.cap:
             ds.mul_(1.0 - capped * capped)
         ds = ds.to(dtype).to(wide)
-        item.dv.addmm_(p.to(dtype).to(wide).T, rows.dout)
+        item.dv.addmm_(weights.to(dtype).to(wide).T, rows.dout)
         item.dk.addmm_(ds.T, rows.q)
         return torch.mm(ds, item.k)
 
@@ -216,7 +224,7 @@ class _Backward:
                 whole.dk.add_(part.dk)
                 whole.dv.add_(part.dv)
             dk[whole.rows, whole.kv_head] = whole.dk.mul_(self.scale).to(dk.dtype)
-            dv[whole.rows, whole.kv_head] = whole.dv.to(dv.dtype)
+            dv[whole.rows, whole.kv_head] = whole.dv.mul_(self.scores.dropout_rescale).to(dv.dtype)
         return dk, dv
 
     def _items_of_kv_tiles(self) -> list[list[_Item]]:

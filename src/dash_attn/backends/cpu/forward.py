@@ -26,6 +26,7 @@ from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
 from ...scores import Scores, scores_of
 from ..base import NO_AUX, AuxTensors, RowIntervals
+from .dropout import Dropout, dropout_of
 from .masks import hidden_elements, outside_intervals
 from .tiles import TileRows, accumulator, check_packed, distances, exact, slope_of
 
@@ -68,6 +69,7 @@ def forward(
     problem = plan.problem if isinstance(plan, Plan) else plan
     check_packed(problem, q=q, k=k, v=v)
     numerics = ForwardNumerics.of(problem) if numerics is None else numerics
+    scores = scores_of(scores)
     out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
     lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
     starts = TileRows(problem)
@@ -79,10 +81,11 @@ def forward(
             intervals = None if aux.rows is None else RowIntervals(*(x[columns] for x in aux.rows))
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, scores_of(scores), *keys, masks, intervals)
+                one = _Head(problem.grid(sequence), numerics, scores, *keys, masks, intervals)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
                     sink = None if aux.learnable_sink is None else aux.learnable_sink[head]
-                    mine = _QHead(q[at, head], sink, slope_of(aux, sequence, head))
+                    dropout = dropout_of(scores, aux, sequence, head)
+                    mine = _QHead(q[at, head], sink, slope_of(aux, sequence, head), dropout)
                     out[at, head], lse[head, at] = one.run(mine, rng)
     return out, lse
 
@@ -110,11 +113,12 @@ class _State(NamedTuple):
 
 
 class _QHead(NamedTuple):
-    """A q head of a sequence: q, (seqlen_q, head_dim), and what only its scores take."""
+    """A q head of a sequence: q, (seqlen_q, head_dim), and what only its scores and weights take."""
 
     q: Tensor
     sink: Tensor | None
     slope: float
+    dropout: Dropout | None
 
 
 class _Head:
@@ -155,7 +159,9 @@ class _Head:
                 found.append(_of_sink(head.sink, out))
             if found:
                 rows = at.stop - at.start
-                out[at], lse[at] = (x[:rows] for x in _results(reduce(_folded, found)))
+                state = reduce(_folded, found)
+                rescale = 1.0 if head.dropout is None else head.dropout.rescale
+                out[at], lse[at] = (x[:rows] for x in _results(state, rescale))
         return out, lse
 
     def _segments(
@@ -174,22 +180,24 @@ class _Head:
         q = head.q
         nothing = q.new_zeros(len(q), 1)
         state = _State(nothing - torch.inf, nothing, q.new_zeros((len(q), self.numerics.head_dim_v)))
+        size = self.numerics.tile
         for kv in kv_tiles:
+            left = kv * size
             scores = torch.mm(q, self.keys[kv].T)
             if self.cap:
                 scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
             else:
                 scores.mul_(self.scale)
             if head.slope:
-                start, size = top + self.grid.diagonal - kv * self.numerics.tile, self.numerics.tile
-                slope = head.slope * math.log2(math.e)
-                scores.sub_(distances(start, ROWS, size, scores.dtype).mul_(slope))
-            hidden = self._hidden(top, kv * self.numerics.tile)
+                far = distances(top + self.grid.diagonal - left, ROWS, size, scores.dtype)
+                scores.sub_(far.mul_(head.slope * math.log2(math.e)))
+            hidden = self._hidden(top, left)
             if self.intervals is not None:
-                hidden = self._outside(top, kv * self.numerics.tile, hidden)
+                hidden = self._outside(top, left, hidden)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
-            state = self._with(state, scores, hidden, self.values[kv])
+            kept = None if head.dropout is None else head.dropout.kept(top, left, ROWS, size)
+            state = self._with(state, scores, (hidden, kept), self.values[kv])
         return state
 
     def _hidden(self, top: int, left: int) -> Tensor | None:
@@ -212,8 +220,11 @@ class _Head:
         outside = torch.nn.functional.pad(outside, (0, size - outside.shape[1]), value=True)
         return outside if hidden is None else outside | hidden
 
-    def _with(self, state: _State, scores: Tensor, hidden: Tensor | None, values: _Values) -> _State:
-        """A state that has seen one more kv tile."""
+    def _with(
+        self, state: _State, scores: Tensor, masks: tuple[Tensor | None, Tensor | None], values: _Values
+    ) -> _State:
+        """A state that has seen one more kv tile; ``masks``: what is hidden, and what dropout keeps."""
+        hidden, kept = masks
         found = scores.amax(1, keepdim=True)
         rises = found > state.maximum + self.numerics.keep
         fresh = state.maximum == -torch.inf
@@ -221,6 +232,8 @@ class _Head:
         shift = _finite(maximum)
         decay, p = torch.exp2(state.maximum - shift), torch.exp2(scores - shift)
         total = state.total * decay + p.sum(1, keepdim=True)
+        if kept is not None:
+            p.masked_fill_(~kept, 0.0)
         p = p.to(self.dtype).to(p.dtype)
         out = (state.out * decay).addmm_(p, values.tame)
         for column, wild in values.wild.items():
@@ -252,11 +265,11 @@ def _of_sink(sink: Tensor, out: Tensor) -> _State:
     return _State(maximum, torch.ones_like(maximum), out.new_zeros(ROWS, out.shape[1], dtype=wide))
 
 
-def _results(state: _State) -> tuple[Tensor, Tensor]:
-    """(out, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
+def _results(state: _State, rescale: float) -> tuple[Tensor, Tensor]:
+    """(out * rescale, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
     lse = (_finite(state.maximum) + state.total.log2()).mul_(math.log(2.0)).squeeze(1)
     # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
-    return state.out / state.total.masked_fill(state.total == 0, 1.0) + 0.0, lse
+    return state.out / state.total.masked_fill(state.total == 0, 1.0) * rescale + 0.0, lse
 
 
 def _finite(maximum: Tensor) -> Tensor:

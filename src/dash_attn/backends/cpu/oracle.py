@@ -14,6 +14,7 @@ from torch import Tensor
 from ...problem import Mask
 from ...scores import Scores, scores_of
 from ..base import NO_AUX, AuxTensors
+from .dropout import dropout_of
 from .masks import hidden_elements, outside_intervals
 
 __all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention", "sink_gradient"]
@@ -53,6 +54,7 @@ def plain_attention(
     *,
     q_start: int | None = None,
     aux: AuxTensors = NO_AUX,
+    sequence: int = 0,
 ) -> Results:
     """Attention and its gradients, one head after the other.
 
@@ -64,6 +66,7 @@ def plain_attention(
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
         aux: the tensors that scores take; slopes (heads,), rows that see each key (seqlen_k,).
+        sequence: its number in the batch, which dropout knows.
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
@@ -71,7 +74,8 @@ def plain_attention(
         touches, seen or not: 0 * NaN is NaN.
     """
     dout, q, k, v = inputs
-    softmax_scale, softcap, *_ = scores_of(scores)
+    scores = scores_of(scores)
+    softmax_scale, softcap, rescale = scores.softmax_scale, scores.softcap, scores.dropout_rescale
     narrow = dtype.itemsize == 2
     wide = torch.float32 if narrow else dtype
     group = q.shape[1] // k.shape[1]
@@ -104,13 +108,17 @@ def plain_attention(
                 lse[head, at] = torch.logaddexp(lse[head, at], aux.learnable_sink[head].to(wide))
             # A row that sees nothing has -inf - -inf = NaN everywhere, and every element of it is hidden.
             p = s.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
-            out[at, head] = rounded(rounded(p) @ vh)
+            weights, dp = p, doh @ vh.mT
+            if dropout := dropout_of(scores, aux, sequence, head):
+                kept = dropout.kept(start, 0, *p.shape).to(p.device)
+                weights, dp = p * kept, dp.mul_(kept).mul_(rescale)  # not kept * rescale: that is float32
+            out[at, head] = rounded((rounded(weights) @ vh).mul_(rescale))
             delta = (doh * out[at, head]).sum(-1, keepdim=True)
-            ds = (doh @ vh.mT).sub_(delta).mul_(p)
+            ds = dp.sub_(delta).mul_(p)
             ds = rounded(ds if slope is None else ds.mul_(slope))
             dq[at, head] = rounded((ds @ kh).mul_(softmax_scale))
             dk[:, head // group] += (ds.mT @ qh).mul_(softmax_scale)
-            dv[:, head // group] += rounded(p).mT @ doh
+            dv[:, head // group] += (rounded(weights).mT @ doh).mul_(rescale)
     return Results(out, lse, dq, rounded(dk), rounded(dv))
 
 

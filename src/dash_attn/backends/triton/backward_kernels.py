@@ -17,6 +17,7 @@ from .parts import (
     capped,
     distance,
     intervals_of,
+    kept,
     keys_within,
     load_rows,
     places,
@@ -96,11 +97,11 @@ def sinks_kernel(sums, dsink, sequences, heads):
 
 @triton.jit
 def add_rows(
-    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, record,
-    q_row, q_head, do_row, do_head, lse_head,
+    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, seed, threshold,
+    rescale, record, q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-    cap2, starts, ends,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr, CUT: tl.constexpr,
+    cap2, starts, ends, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    INTERVALS: tl.constexpr, CUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
@@ -138,8 +139,14 @@ def add_rows(
             if INTERVALS:
                 seen &= (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
             p = tl.where(seen, p, 0.0)
-        dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+        weights = p
+        if DROPOUT:
+            keep = tl.trans(kept(tl.load(seed), threshold, record, head, rows, begin, KEYS))
+            weights = tl.where(keep, p, 0.0)
+        dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        if DROPOUT:
+            dp = tl.where(keep, dp * rescale, 0.0)
         ds = p * (dp - delta_here[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - tanh * tanh)
@@ -157,15 +164,15 @@ def add_rows(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head",
-        "lse_batch", "lse_head", "group", "left", "right", "slope_batch", "rows_batch",
+        "lse_batch", "lse_head", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, slopes, row_starts, row_ends, dk, dv, sums, table, visits,
+    q, k, v, dout, lse2, delta, slopes, seed, row_starts, row_ends, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, lse_batch, lse_head,
-    group, left, right, slope_batch, rows_batch, scale, scale2, cap2,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr,
+    group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -225,13 +232,15 @@ def dkdv_kernel(
         for third in tl.static_range(LOOPS):
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
-                slopes, slope_batch, record,
+                slopes, slope_batch, seed, threshold, rescale, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
                 bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-                cap2, starts, ends, SOFTCAP, ALIBI, INTERVALS, third != 1,
+                cap2, starts, ends, SOFTCAP, ALIBI, DROPOUT, INTERVALS, third != 1,
                 HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M,
             )  # fmt: skip
 
+    if DROPOUT:
+        dv_tile = dv_tile * rescale
     if slot < 0:
         dk_base = dk + batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
         dv_base = dv + batch_k * dv_batch * 8 + start_k * dv_row * 8 + kv_head * dv_head * 8
@@ -280,15 +289,15 @@ def fold_kernel(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
-        "tiles", "group", "left", "right", "slope_batch", "rows_batch",
+        "tiles", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout, lse2, delta, slopes, row_starts, row_ends, dq, table, stretches,
+    q, k, v, dout, lse2, delta, slopes, seed, row_starts, row_ends, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, nothing,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr,
+    tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale, nothing,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
@@ -363,6 +372,9 @@ def dq_kernel(
                     s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
                 p = tl.exp2(s - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+                if DROPOUT:
+                    keep = kept(tl.load(seed), threshold, record, head, rows, begin, KEYS)
+                    dp = tl.where(keep, dp * rescale, 0.0)
                 ds = p * (dp - delta_here[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)

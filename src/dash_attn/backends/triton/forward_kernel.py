@@ -11,6 +11,7 @@ from .parts import (
     capped,
     distance,
     intervals_of,
+    kept,
     keys_within,
     load_rows,
     row_interval,
@@ -28,22 +29,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
-        "slope_batch", "rows_batch",
+        "slope_batch", "rows_batch", "threshold",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q, k, v, out, lse, sink, slopes, row_starts, row_ends, table,
+    q, k, v, out, lse, sink, slopes, seed, row_starts, row_ends, table,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, rows_batch, scale2, cap2,
-    SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, INTERVALS: tl.constexpr,
+    tiles, group, left, right, slope_batch, rows_batch, scale2, cap2, threshold, rescale,
+    SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
     with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK;
-    ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``row_starts`` and ``row_ends``: one per
-    key, read if INTERVALS."""
+    ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``seed``: (), read if DROPOUT; ``row_starts`` and
+    ``row_ends``: one per key, read if INTERVALS."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -110,6 +112,8 @@ def forward_kernel(
             decay = tl.exp2(m - shift)
             p = tl.exp2(s - shift[:, None])
             total_here = total_here * decay + tl.sum(p, 1)
+            if DROPOUT:
+                p = tl.where(kept(tl.load(seed), threshold, record, head, rows, begin, TILE), p, 0.0)
             v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
             here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
             m = new
@@ -132,6 +136,9 @@ def forward_kernel(
     lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2
     tl.store(lse + batch_q * lse_batch + head * lse_head + start_q + rows, lse_tile, mask=there)
     # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
-    acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None]) + 0.0
+    acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
+    if DROPOUT:
+        acc = acc * rescale
+    acc += 0.0
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
     store_rows(out_base, out_row, rows, there, acc, HEAD_DIM_V, BLOCK_DV)

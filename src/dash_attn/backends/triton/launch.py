@@ -95,7 +95,7 @@ class Forward:
         *starts_ends, rows_batch = _intervals(aux, table)
         forward_kernel[(self._tiles * heads,)](
             q, k, v, out, lse, _values(aux.learnable_sink, lse), _values(aux.alibi_slopes, lse),
-            *starts_ends, table,
+            _seed(aux, lse), *starts_ends, table,
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
             self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), rows_batch,
             *_of_scores(scores),
@@ -121,7 +121,9 @@ class Backward:
 
     def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
         self.problem, self._device, self._packed = problem, device, packed
-        self._shapes = shapes_of(problem.widest, problem.dtype, is_roomy(device))
+        self._shapes = [
+            shapes_of(problem.widest, problem.dtype, is_roomy(device), dropout) for dropout in (False, True)
+        ]
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
@@ -146,23 +148,24 @@ class Backward:
         head = _head(problem)
         of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV")}
         tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **_variant(scores, aux)}
+        shapes = self._shapes[scores.dropout_p > 0]
         *starts_ends, rows_batch = _intervals(aux, q_tiles)
         sides = (*problem.mask.sides, _slope_batch(aux), rows_batch)
-        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2), *starts_ends)
+        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2), _seed(aux, lse2), *starts_ends)
         strides = [s for x in (q, k, v, dout) for s in _strides(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
                 out, dout, lse, delta, lse2, q_tiles, *_strides(out), *_strides(dout), *_lse_strides(lse),
                 tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
-            shape = self._shapes.dq
+            shape = shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
                 tables.q_tiles, problem.group, *sides, *scales, 0.0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
         if tables.items:
-            shape = self._shapes.dkdv
+            shape = shapes.dkdv
             parts, size = problem.tile_n // shape.keys, problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
             sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
             dkdv_kernel[(tables.items * parts,)](
@@ -212,6 +215,14 @@ def _slope_batch(aux: AuxTensors) -> int:
     return 0 if slopes is None or slopes.ndim == 1 else slopes.shape[1]
 
 
+def _seed(aux: AuxTensors, unread: Tensor) -> Tensor:
+    """The seed of dropout at a multiple of 16 bytes; without any ``unread``."""
+    seed = aux.dropout_seed
+    if seed is None:
+        return unread  # were it read, the compiler would refuse its type
+    return seed.clone() if seed.data_ptr() % 16 else seed
+
+
 def _values(x: Tensor | None, unread: Tensor) -> Tensor:
     """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others.
 
@@ -242,15 +253,20 @@ def _variant(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
     return {
         "SOFTCAP": scores.softcap > 0,
         "ALIBI": aux.alibi_slopes is not None,
+        "DROPOUT": scores.dropout_p > 0,
         "INTERVALS": aux.rows is not None,
     }
 
 
-def _of_scores(scores: Scores) -> tuple[float, float]:
-    """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes."""
+def _of_scores(scores: Scores) -> tuple[float, float, int, float]:
+    """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes.
+
+    Then what dropout takes.
+    """
+    dropout = scores.dropout_threshold, scores.dropout_rescale
     if scores.softcap == 0:
-        return scores.softmax_scale * _LOG2E, 0.0
-    return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E
+        return scores.softmax_scale * _LOG2E, 0.0, *dropout
+    return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E, *dropout
 
 
 def _options(shape: Shape) -> dict[str, Any]:

@@ -98,6 +98,20 @@ def distance(positions, keys):
 
 
 @triton.jit
+def kept(seed, threshold, record, head, rows, begin, KEYS: tl.constexpr):
+    """(rows, KEYS): which weights dropout keeps, as ``backends/cpu/dropout.py`` says.
+
+    ``begin``: the first key, a multiple of 4.
+    """
+    ROWS: tl.constexpr = rows.shape[0]
+    row = tl.broadcast_to(rows[:, None], (ROWS, KEYS // 4))
+    quarter = tl.broadcast_to((begin // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
+    a, b, c, d = tl.philox(seed, quarter, row, head.to(tl.int32), tl.load(record + 14))
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, KEYS))
+    return (words >> 8).to(tl.int32) >= threshold
+
+
+@triton.jit
 def load_rows(
     base, row_stride, top, first, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
