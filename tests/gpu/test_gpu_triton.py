@@ -52,7 +52,7 @@ def run(plan: Plan, case: Case, **how: Any) -> dict[str, Tensor]:
     prepared = BACKEND.prepare(plan.problem, DEVICE, packed=q.ndim == 3)
     out, lse = prepared.forward(q, k, v, Scores(case.scale))
     grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), Scores(case.scale), **how)
-    return {"out": out, "lse": lse, **grads._asdict()}
+    return dict(zip(NAMES, (out, lse, *grads)))
 
 
 def assert_accurate(case: Case, found: dict[str, Tensor]) -> None:
