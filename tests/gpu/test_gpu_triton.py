@@ -26,7 +26,7 @@ from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, pr
 from dash_attn.scores import PLAIN, Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import Case, any_case, auto_plan, relative_error, sequence_rows
-from interval_cases import ends_of_documents, random_tree
+from interval_cases import ends_of_documents, random_intervals, random_tree
 from triton_cases import triton_problem
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -542,3 +542,32 @@ def test_dropout(head_dim: int, dtype: str) -> None:
         for name, got in one_run.items():
             assert_same_bytes(got, other[name], name)
     assert not same_bytes(runs[0][0]["out"], runs[0][1]["out"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype"),
+    [(64, 64, "bfloat16"), (128, 64, "float16"), (192, 128, "bfloat16"), (64, 24, "float32")],
+)
+def test_all_that_scores_take_at_once(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    """Softcap, sink, ALiBi, dropout and intervals of rows, and V with a head dim of its own; twice."""
+    (q, k, v), dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    leaves = [q, k, v.detach()[..., :head_dim_v].contiguous().requires_grad_()]
+    dout = dout[..., :head_dim_v].contiguous()
+    sink = torch.tensor([-1.0, 0.5, 2.0, 4.0], device="cuda").requires_grad_()
+    slopes = torch.tensor([[0.5, 0.1, 0.02, 0.0], [0.0, 0.3, 0.1, 0.2]], device="cuda")
+    each = [[x.to(DEVICE) for x in random_intervals(500, 500, seed)] for seed in (1, 2)]
+    starts, ends = (torch.stack(side) for side in zip(*each))
+    how: dict[str, Any] = {"softcap": 2.0, "learnable_sink": sink, "alibi_slopes": slopes, "dropout_p": 0.2}
+    how |= {"dropout_seed": 7, "row_starts": starts, "row_ends": ends}
+    scores = Scores(head_dim**-0.5, 2.0, True, True, dropout_p=0.2, row_intervals=True)
+    first, dsink = trained(leaves, dout, **how), torch.zeros(4, dtype=torch.float64, device="cuda")
+    for at, one in enumerate(zip(dout, *(x.detach() for x in leaves))):
+        aux = AuxTensors(sink.detach(), slopes[at], torch.tensor(7), starts[at], ends[at])
+        exact = plain_attention(Inputs(*one), CAUSAL, scores, aux=aux, sequence=at)
+        dsink += sink_gradient(one[0], exact, sink.detach())
+        for name, got in first.items():
+            assert relative_error(got[at], getattr(exact, name)) < 2 * BOUND[dtype], name
+    out = dash_attn.flash_attn_func(*leaves, causal=True, **how)
+    assert relative_error(torch.autograd.grad(out, sink, dout)[0], dsink) < 4 * BOUND[dtype]
+    for name, got in trained(leaves, dout, **how).items():
+        assert_same_bytes(got, first[name], name)
