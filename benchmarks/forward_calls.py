@@ -37,9 +37,9 @@ def contenders(point: Point, device: str = "cuda") -> dict[str, Call]:
 def inputs(point: Point, device: torch.device) -> Inputs:
     """Normal tensors, and the results of our forward on them."""
     problem, packed = point.problem, bool(point.packed)
-    of_q, of_k, _ = tensor_shapes(problem)[3 if packed else 4]
+    sizes = tensor_shapes(problem)[3 if packed else 4].of_tensors[:4]
     dtype = getattr(torch, problem.dtype)
-    dout, q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in (of_q, of_q, of_k, of_k))
+    dout, q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in sizes)
     bounds = [torch.tensor([0, *side]).cumsum(0).int().to(device) for side in zip(*problem.sequences)]
     scale = float(problem.head_dim) ** -0.5
     out, lse = backend_for(device).prepare(problem, device, packed).forward(q, k, v, Scores(scale))

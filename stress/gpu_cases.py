@@ -79,9 +79,8 @@ def random_tensors(problem: Problem, seed: int = 0, outliers: bool = False) -> l
 
 def _random(problem: Problem, rank: int, seed: int, outliers: bool) -> list[Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
-    q, k, _ = tensor_shapes(problem)[rank]
     tensors = []
-    for size in (q, q, k, k):
+    for size in tensor_shapes(problem)[rank].of_tensors[:4]:
         x = torch.randn(size, generator=generator, device="cuda")
         if outliers:
             rare = torch.rand(size, generator=generator, device="cuda") < 5e-4

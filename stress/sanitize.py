@@ -288,9 +288,9 @@ def inputs(problem: Problem) -> list[Tensor]:
     """dout, q, k, v, out, lse: made on the CPU, so that few kernels but ours run."""
     generator = torch.Generator().manual_seed(0)
     shapes = tensor_shapes(problem)
-    q, k, stats = shapes.get(4, shapes[3])
+    *sizes, stats = shapes.get(4, shapes[3]).of_tensors
     dtype = getattr(torch, problem.dtype)
-    tensors = [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in (q, q, k, k, q)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype).cuda() for shape in sizes]
     return [*tensors, torch.full(stats, 6.0).cuda()]
 
 

@@ -140,9 +140,9 @@ def golden_inputs(plan: Plan) -> list[Tensor]:
     """dout, q, k, v, out and lse on the CPU; packed where the lengths differ, dense otherwise."""
     p = plan.problem
     shapes = tensor_shapes(p)
-    q, k, lse = shapes.get(4, shapes[3])
+    *sizes, lse = shapes.get(4, shapes[3]).of_tensors
     dtype = getattr(torch, p.dtype)
-    tensors = [_noise(size, seed).to(dtype) for seed, size in enumerate((q, q, k, k, q))]
+    tensors = [_noise(size, seed).to(dtype) for seed, size in enumerate(sizes)]
     return [*tensors, 6.0 + _noise(lse, 5)]
 
 

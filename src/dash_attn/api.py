@@ -26,10 +26,13 @@ from .arguments import (
     aux_of,
     check_aux,
     check_call,
+    check_dropout,
     check_flag,
     check_flash_options,
     check_no_positional,
+    check_rows,
     check_softcap,
+    completed,
 )
 from .backends.base import (
     NO_AUX,
@@ -45,7 +48,15 @@ from .backends.base import (
 )
 from .errors import DashError, InputError, PlanMismatchError
 from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
-from .ops.calls import DTYPE_NAMES, Call, dense_call, first_that_covers, packed_call, prepared_once, used_call
+from .ops.calls import (
+    DTYPE_NAMES,
+    Call,
+    dense_call,
+    first_that_covers,
+    packed_call,
+    prepared_once,
+    used_call,
+)
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .schedule import Numerics, Plan, Schedule
@@ -99,12 +110,17 @@ def attention(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(Q K^T * softmax_scale) V under a mask, with gradients that are the same bytes every time.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads. v may have another head_dim, as
+            in DeepSeek's MLA; "sm90" takes no other.
         causal: row i sees columns up to ``i + seqlen_k - seqlen_q`` (aligned bottom-right).
         window: (left, right) columns around that diagonal, -1 or None: unbounded. With ``causal`` the
             right side is 0, as in FlashAttention.
@@ -121,11 +137,32 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:
             ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scaled, capped score of row i and
             column j. "sm90" does not have it.
+        dropout_p: probability with which a weight of the softmax is dropped, 0 <= p < 1; the others are
+            divided by 1 - p. lse is that without dropout. "sm90" does not have it.
+        dropout_seed: an integer, 0 <= seed < 2^63, or a tensor () int64 on q's device. With the number of the
+            sequence in the batch, q head, row and column, all counted from 0 in the call, it decides what is
+            dropped, on every backend alike.
+            None: one ``torch.randint(2**63 - 1, (), device=q.device)`` per call, from PyTorch's default
+            generator, so that ``torch.manual_seed`` makes runs repeat.
+        row_starts, row_ends: (batch, seqlen_k) int32, on the tensors' device or on the CPU: key j is seen by
+            rows i with ``row_starts[j] <= i < row_ends[j]`` only, of those that ``causal`` and ``window``
+            leave. None: from the first row, to the last one. So masks of documents, prefixes and trees are
+            given (see below). Any values; the host never reads them. From the CPU they are copied to a GPU at
+            every call. "sm90" takes none.
+
+    **Masks as intervals of rows.** Rows and keys count from the first one of the sequence. Where they are the
+    same tokens, with ``causal=True``: documents by ``row_ends[j]``, the end of the document of token j; a
+    tree in depth-first order by ``row_ends[j]``, the end of the subtree of token j; a prefix that several
+    continuations share likewise, for it is a tree. A prefix whose tokens all see one another (prefix-LM), in
+    front of causal ones: without ``causal``, ``row_starts[j]`` is 0 in the prefix and j behind it.
+    FlashMask's ``startend_row_indices`` has the same numbers: ``row_ends`` where its lower triangle begins to
+    be masked, ``row_starts`` where its upper one ends to be. Who changes them in place before the backward
+    gets an error from it.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim), dtype of q; rows that see no column are zero.
+        out: (batch, seqlen_q, heads, head_dim of v), dtype of q; rows that see no column are zero.
         lse: with ``return_lse``, (batch, heads, seqlen_q) float32 (float64 for float64), natural
             logarithm; -inf in rows that see no column. With a sink it includes that: the sink in such rows.
 
@@ -141,9 +178,17 @@ def attention(
         >>> out.backward(torch.ones_like(out))
         >>> out.shape == q.grad.shape == q.shape
         True
+        >>> ends = torch.tensor([100, 300]).repeat_interleave(torch.tensor([100, 200])).int().expand(2, -1)
+        >>> documents = attention(q, k, k, causal=True, row_ends=ends)
+        >>> torch.equal(documents[:, :100], attention(q[:, :100], k[:, :100], k[:, :100], causal=True))
+        True
     """
-    asked = Asked(causal, window, softmax_scale, policy, backend=backend, softcap=softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    asked = Asked(
+        causal, window, softmax_scale, policy, backend=backend, softcap=softcap, dropout_p=dropout_p
+    )
+    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+    return _run_dense(q, k, v, aux, asked, return_lse)
 
 
 def flash_attn_func(
@@ -161,6 +206,10 @@ def flash_attn_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` under FlashAttention's name and keywords, for dense batches.
@@ -170,7 +219,7 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads; v may have another head_dim.
         softmax_scale: default ``head_dim ** -0.5``; "sm90" takes positive ones only.
         causal: aligned bottom-right.
         window_size: (left, right), -1 or None: unbounded. With ``causal`` the right side is 0.
@@ -179,8 +228,9 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
-        flash_options: FlashAttention's other arguments (``dropout_p``, ``block_table``, ...) with values that
+        policy, backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends:
+            as in :func:`attention`.
+        flash_options: FlashAttention's other arguments (``block_table``, ``score_mod``, ...) with values that
             ask for nothing.
 
     Returns:
@@ -194,14 +244,16 @@ def flash_attn_func(
     >>> q = torch.randn(2, 300, 4, 64)
     >>> flash_attn_func(q, q, q, dropout_p=0.0, causal=True).shape
     torch.Size([2, 300, 4, 64])
-    >>> flash_attn_func(q, q, q, dropout_p=0.1)
+    >>> flash_attn_func(q, q, q, num_splits=4)
     Traceback (most recent call last):
-    dash_attn.errors.InputError: dropout_p=0.1 is not supported, only 0
+    dash_attn.errors.InputError: num_splits=4 is not supported, only 0 or 1
     """
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_dense(q, k, v, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+    return _run_dense(q, k, v, aux, asked, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -224,6 +276,10 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a packed batch: sequences of any lengths, one after the other, without padding.
@@ -243,8 +299,8 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, heads, head_dim). With ``seqused_k`` and without ``cu_seqlens_q``:
             (batch, seqlen_q, heads, head_dim).
-        k, v: (total_k, kv_heads, head_dim); kv_heads divides heads. With ``seqused_k`` and without
-            ``cu_seqlens_k``: (batch, seqlen_k_max, kv_heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim); kv_heads divides heads; v may have another head_dim. With
+            ``seqused_k`` and without ``cu_seqlens_k``: (batch, seqlen_k_max, kv_heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, on the tensors' device or on the CPU: 0, then the
             end of every sequence. Sequences may be empty. With ``seqused_k``, a sequence's keys begin at its
             ``cu_seqlens_k``, and those that are not used lie between them and the next sequence's.
@@ -252,12 +308,14 @@ def flash_attn_varlen_func(
             keys) is an error.
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
+        row_starts, row_ends: (total_k,) int32, as in :func:`attention`; rows count from the first one of
+            their sequence. Not with ``seqused_k``.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
-            learnable_sink, alibi_slopes, flash_options: as in :func:`flash_attn_func`; lse is
-            (heads, total_q), for dense q (batch, heads, seqlen_q).
+            learnable_sink, alibi_slopes, dropout_p, dropout_seed, flash_options: as in
+            :func:`flash_attn_func`; lse is (heads, total_q), for dense q (batch, heads, seqlen_q).
 
     Returns:
-        out: the shape of q, or (out, lse).
+        out: the shape of q with the head_dim of v, or (out, lse).
 
     Raises:
         InputError: an argument cannot be used or honoured; the message names it and its value. With
@@ -287,8 +345,10 @@ def flash_attn_varlen_func(
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap)
-    return _run_packed((q, k, v), packing, aux_of(learnable_sink, alibi_slopes), asked, return_lse)
+    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+    return _run_packed((q, k, v), packing, aux, asked, return_lse)
 
 
 def is_supported(
@@ -312,6 +372,10 @@ def is_supported(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
     **flash_options: Any,
 ) -> Support:
     """Whether a function of this module accepts these arguments, with the reason if not; it does not raise.
@@ -332,8 +396,10 @@ def is_supported(
         else:
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
-        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap)
-        checked = check_call(q, k, v, packing, asked, aux_of(learnable_sink, alibi_slopes))
+        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+        dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+        aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+        checked = check_call(q, k, v, packing, asked, aux)
         found = backends_for(q.device, backend)[0] if _is_empty(checked) else _find(checked).backend
     except (DashError, TypeError) as error:
         return Support(False, str(error))
@@ -355,8 +421,13 @@ def plan_for(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
+
+    It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide; they may lead to another backend.
 
     Raises:
         InputError, UnsupportedMaskError: as :func:`attention`.
@@ -367,8 +438,9 @@ def plan_for(
     Plan(spt, 8 items, 20 tasks)
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked).plan
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked).plan
 
 
 class Fingerprints(NamedTuple):
@@ -401,6 +473,9 @@ def fingerprints(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
@@ -413,8 +488,9 @@ def fingerprints(
     (64, 64, 'cpu')
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap)
-    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux_of(learnable_sink, alibi_slopes), asked)
+    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
 
 
@@ -430,6 +506,10 @@ def apply_plan(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) with autograd, by a plan of your own.
 
@@ -439,17 +519,19 @@ def apply_plan(
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
         softmax_scale: factor on Q K^T.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
-        backend, softcap, learnable_sink, alibi_slopes: as in :func:`attention`.
+        backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends: as in
+            :func:`attention`.
 
     Raises:
         InputError: no backend covers the plan's problem, or the one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     packed = q.ndim == 3
-    aux = aux_of(learnable_sink, alibi_slopes)
+    p = check_dropout(dropout_p)
+    aux = aux_of(q, learnable_sink, alibi_slopes, (p, dropout_seed), (row_starts, row_ends))
     check_aux(aux, q, len(plan.problem.sequences))
-    of_aux = (learnable_sink is not None, alibi_slopes is not None)
-    scores = Scores(softmax_scale, check_softcap(softcap), *of_aux)
+    check_rows(aux, k, None)
+    scores = Scores(softmax_scale, check_softcap(softcap), dropout_p=p, **aux.given)
     asked = check_backend(backend)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -459,7 +541,7 @@ def apply_plan(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, aux)
+    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, completed(aux, p, q))
 
 
 class _Planned(NamedTuple):
@@ -513,7 +595,7 @@ def _run_dense(
     check_flag("return_lse", return_lse)
     more = () if aux is NO_AUX else aux
     if call_directly(q, k, v, aux) and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
-        out, lse = attend(call, q, k, v, aux)
+        out, lse = attend(call, q, k, v, completed(aux, asked.dropout_p, q))
         return (out, lse) if return_lse else out
     call, out, lse = _run(check_call(q, k, v, None, asked, aux))
     if call is not None:
@@ -533,15 +615,17 @@ def _run_packed(
     more = packing if aux is NO_AUX else (*packing, *aux)
     if call_directly(q, k, v, aux) and (known := _KNOWN_PACKED.find(q, k, v, asked, more)) is not None:
         spec, longest = known
+        aux = completed(aux, asked.dropout_p, q)
         if isinstance(packing, Used):
             refuse_gradients(q, k, v, *aux)
-            out, lse = used_call(q, k, (*packing[:3], *longest), spec).forward(q, k, v, aux)
+            out, lse = used_call(q, k, v, (*packing[:3], *longest), spec).forward(q, k, v, aux)
         else:
-            out, lse = attend(packed_call(q, k, (*packing[:2], *longest), spec), q, k, v, aux)
+            call = packed_call(q, k, v, (*packing[:2], *longest), spec)
+            out, lse = attend(call, q, k, v, aux)
         return (out, lse) if return_lse else out
     checked = check_call(q, k, v, packing, asked, aux)
-    call, out, lse = _run(checked)
-    if call is not None and checked.packing is not None:
+    made, out, lse = _run(checked)
+    if made is not None and checked.packing is not None:
         _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, more)
     return (out, lse) if return_lse else out
 
@@ -551,6 +635,8 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     q, k, v, aux, _, packing = checked
     if _is_empty(checked):
         return None, *_empty_results(q, k, v, aux)
+    aux = completed(aux, checked.spec.dropout_p, q)
+    checked = checked._replace(aux=aux)
     if call_directly(q, k, v, aux):
         call = _find(checked)
         return call, *attend(call, q, k, v, aux)
@@ -571,10 +657,10 @@ def _call_of(
 
 
 def _find(checked: CheckedCall) -> Call:
-    q, k, _, _, spec, packing = checked
+    q, k, v, _, spec, packing = checked
     if isinstance(packing, Used):
-        return used_call(q, k, packing, spec)
-    return dense_call(q, k, spec) if packing is None else packed_call(q, k, packing, spec)
+        return used_call(q, k, v, packing, spec)
+    return dense_call(q, k, v, spec) if packing is None else packed_call(q, k, v, packing, spec)
 
 
 def _is_empty(checked: CheckedCall) -> bool:
@@ -595,7 +681,7 @@ def _is_empty(checked: CheckedCall) -> bool:
 
 def _empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
     """Results without rows, with gradients without rows, or of 0."""
-    out = q + 0 * (k.sum() + v.sum())
+    out = q.sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1]) + 0 * (k.sum() + v.sum())
     if aux.learnable_sink is not None:
         out = out + 0 * aux.learnable_sink.sum()
     *batch, rows, heads, _ = q.shape

@@ -28,10 +28,13 @@ __all__ = [
     "aux_of",
     "check_aux",
     "check_call",
+    "check_dropout",
     "check_flag",
     "check_flash_options",
     "check_no_positional",
+    "check_rows",
     "check_softcap",
+    "completed",
 ]
 
 Window = Sequence[int | None] | None
@@ -39,7 +42,6 @@ Window = Sequence[int | None] | None
 
 _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     # FlashAttention-2
-    "dropout_p": (0,),
     "block_table": (None,),
     "return_attn_probs": (False,),
     # FlashAttention-3
@@ -105,6 +107,7 @@ class Asked(NamedTuple):
     deterministic: bool = True
     backend: str = "auto"
     softcap: float = 0.0
+    dropout_p: float = 0.0
 
 
 class CheckedCall(NamedTuple):
@@ -112,7 +115,7 @@ class CheckedCall(NamedTuple):
 
     Attributes:
         q, k, v: the inputs, cast if autocast says so.
-        aux: tensors beside them.
+        aux: tensors beside them, not yet completed.
         spec: what is asked.
         packing: None for a dense call; longest lengths are -1 where not given.
     """
@@ -132,11 +135,68 @@ class CheckedCall(NamedTuple):
         return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
 
 
-def aux_of(learnable_sink: Tensor | None, alibi_slopes: Tensor | None) -> AuxTensors:
-    """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none."""
-    if learnable_sink is None and alibi_slopes is None:
+def aux_of(
+    q: Tensor,
+    learnable_sink: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dropout: tuple[float, int | Tensor | None] = (0.0, None),
+    rows: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> AuxTensors:
+    """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none.
+
+    ``dropout``: its probability and its seed, which is left out where nothing is dropped. ``rows``:
+    ``row_starts`` and ``row_ends``.
+
+    Raises:
+        InputError: the seed is a number out of range.
+    """
+    dropout_p, seed = dropout
+    if seed is not None and not isinstance(seed, Tensor):
+        seed = _seed_of(seed, q)
+    if not dropout_p:
+        seed = None
+    if learnable_sink is None and alibi_slopes is None and seed is rows[0] is rows[1] is None:
         return NO_AUX
-    return AuxTensors(learnable_sink, alibi_slopes)
+    return AuxTensors(learnable_sink, alibi_slopes, seed, *rows)
+
+
+def _seed_of(seed: object, q: object) -> Tensor:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+        raise InputError(
+            f"dropout_seed must be None, a tensor or an integer in 0..2**63-1, got {_short(seed)}"
+        )
+    device = q.device if isinstance(q, Tensor) else "cpu"  # what q is, is checked later
+    return torch.full((), int(seed), dtype=torch.int64, device=device)
+
+
+def completed(aux: AuxTensors, dropout_p: float, q: Tensor) -> AuxTensors:
+    """Checked ``aux`` with what is not given where it is needed, on q's device.
+
+    A seed of dropout comes from the device's default generator. Where one side of the intervals of rows is
+    given, the other one is the first row, or behind the last one.
+    """
+    if dropout_p and aux.dropout_seed is None:
+        aux = aux._replace(dropout_seed=torch.randint(2**63 - 1, (), device=q.device))
+    if aux.row_starts is None and aux.row_ends is None:
+        return aux
+    return aux._replace(**_both_sides(aux.row_starts, aux.row_ends, q.device))
+
+
+def _both_sides(starts: Tensor | None, ends: Tensor | None, device: torch.device) -> dict[str, Tensor]:
+    starts, ends = (None if x is None else _saved(x.to(device).contiguous()) for x in (starts, ends))
+    if starts is None:
+        assert ends is not None
+        starts = torch.zeros_like(ends)
+    elif ends is None:
+        ends = torch.full_like(starts, 2**31 - 1)
+    assert ends is not None
+    return {"row_starts": starts, "row_ends": ends}
+
+
+def _saved(x: Tensor) -> Tensor:
+    """One that autograd may save, which it refuses to do with tensors of the inference mode."""
+    outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+    return x.clone() if outside and x.is_inference() else x
 
 
 def check_call(
@@ -164,12 +224,13 @@ def check_call(
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
     check_aux(aux, q, _batch(q, packing))
+    check_rows(aux, k, packing)
     left, right = _sides(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend), check_softcap(asked.softcap), aux.learnable_sink is not None,
-        aux.alibi_slopes is not None,
+        check_backend(asked.backend), check_softcap(asked.softcap), dropout_p=check_dropout(asked.dropout_p),
+        **aux.given,
     )  # fmt: skip
     return CheckedCall(q, k, v, aux, spec, packing)
 
@@ -185,6 +246,13 @@ def check_softcap(value: object) -> float:
     if not 0 <= cap <= _FLOAT32_MAX:
         raise InputError(f"softcap must be 0 or a positive finite float32, got {value!r:.40}")
     return cap
+
+
+def check_dropout(value: object) -> float:
+    p = _finite(value)
+    if not 0 <= p < 1:
+        raise InputError(f"dropout_p must be at least 0 and less than 1, got {value!r:.40}")
+    return p
 
 
 def check_no_positional(function: str, named: str, positional: tuple[object, ...]) -> None:
@@ -273,22 +341,22 @@ def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != q.shape[0] or x.shape[3] != q.shape[3]:
-            raise InputError(
-                f"{name} has batch {x.shape[0]} and head_dim {x.shape[3]}, "
-                f"q has {q.shape[0]} and {q.shape[3]}"
-            )
-    if k.shape != v.shape:
-        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise InputError(
+            f"k has batch {k.shape[0]} and head_dim {k.shape[3]}, q has {q.shape[0]} and {q.shape[3]}"
+        )
+    _check_rows_of_v(k, v)
 
 
 def _check_packed(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[-1] != q.shape[-1]:
-            raise InputError(f"{name} has head_dim {x.shape[-1]}, q has {q.shape[-1]}")
-    if k.shape != v.shape:
-        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise InputError(f"k has head_dim {k.shape[-1]}, q has {q.shape[-1]}")
+    _check_rows_of_v(k, v)
+
+
+def _check_rows_of_v(k: Tensor, v: Tensor) -> None:
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InputError(f"k has shape {tuple(k.shape)}, v has {tuple(v.shape)}: only head_dim may differ")
 
 
 def check_aux(aux: AuxTensors, q: Tensor, batch: int) -> None:
@@ -302,6 +370,8 @@ def check_aux(aux: AuxTensors, q: Tensor, batch: int) -> None:
         _check_beside("alibi_slopes", aux.alibi_slopes, q, shapes, (torch.float32,))
         if aux.alibi_slopes.requires_grad:
             raise InputError("alibi_slopes require a gradient, which they do not get: give them detached")
+    if aux.dropout_seed is not None:
+        _check_beside("dropout_seed", aux.dropout_seed, q, {"()": ()}, (torch.int64,))
 
 
 def _check_beside(
@@ -310,7 +380,7 @@ def _check_beside(
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if tuple(x.shape) not in shapes.values():
-        allowed = " or ".join(f"{names} = {sizes}" for names, sizes in shapes.items())
+        allowed = " or ".join(f"{names} = {sizes}" if sizes else names for names, sizes in shapes.items())
         raise InputError(f"{name} must have shape {allowed}, got shape {tuple(x.shape)}")
     if x.dtype not in dtypes:
         raise InputError(f"{name} must be {' or '.join(map(str, dtypes))}, got {x.dtype}")
@@ -357,6 +427,30 @@ def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
     return Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
 
 
+def check_rows(aux: AuxTensors, k: Tensor, packing: Packing | Used | None) -> None:
+    """Raise InputError if intervals of rows cannot stand beside k. Their values are not read: an interval may
+    hold no row, or rows that do not exist."""
+    for name, x in (("row_starts", aux.row_starts), ("row_ends", aux.row_ends)):
+        if x is None:
+            continue
+        if isinstance(packing, Used):
+            raise InputError(f"{name} is not supported with seqused_k")
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype != torch.int32:
+            raise InputError(f"{name} must be torch.int32, got {x.dtype}")
+        if x.shape != k.shape[:-2]:
+            raise InputError(
+                f"{name} must have shape {tuple(k.shape[:-2])}, a row per key, got {tuple(x.shape)}"
+            )
+        _check_place(name, x, k.device)
+
+
+def _check_place(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device and x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+
+
 def _check_lengths(name: str, x: object, device: torch.device, *, least: int) -> None:
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -365,8 +459,7 @@ def _check_lengths(name: str, x: object, device: torch.device, *, least: int) ->
     if x.ndim != 1 or x.shape[0] < least:
         shape = "(batch + 1,)" if least else "(batch,)"
         raise InputError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    if x.device != device and x.device.type != "cpu":
-        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+    _check_place(name, x, device)
 
 
 def _longest(name: str, value: Any) -> int:

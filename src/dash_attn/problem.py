@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
 def default_tiles(head_dim: int) -> tuple[int, int]:
-    """Tile shape (tile_m, tile_n) of the kernels for a head dimension.
+    """Tile shape (tile_m, tile_n) of the kernels for a head dimension, the larger one where V has another.
 
     Tile shape is part of the numerics, so it depends on the head dimension and on nothing else.
     """
@@ -37,12 +37,13 @@ class Problem:
         sequences: (seqlen_q, seqlen_k) of every sequence of the batch.
         heads: number of q heads.
         kv_heads: number of kv heads (MHA: equal to heads, GQA: a divisor of it, MQA: 1).
-        head_dim: elements of one head.
+        head_dim: elements of one head of Q and K.
         mask: a band mask; see :class:`Mask`.
         dtype: one of ``DTYPES``.
         tile_m, tile_n: rows of a q tile and of a kv tile; default: :func:`default_tiles`.
         q_starts: for each sequence the column aligned with its row 0, as chunks and shards of sequences
             need it; by default ``seqlen_k - seqlen_q`` (bottom-right).
+        head_dim_v: elements of one head of V, by default ``head_dim``.
 
     Raises:
         ProblemError: a value is out of range; the message names it.
@@ -61,15 +62,18 @@ class Problem:
     tile_m: int = 0
     tile_n: int = 0
     q_starts: tuple[int, ...] | None = None
+    head_dim_v: int = -1
 
     def __post_init__(self) -> None:
+        if self.head_dim_v == -1:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
         if not self.tile_m and not self.tile_n:
-            tile_m, tile_n = default_tiles(self.head_dim)
+            tile_m, tile_n = default_tiles(max(self.head_dim, self.head_dim_v))
             object.__setattr__(self, "tile_m", tile_m)
             object.__setattr__(self, "tile_n", tile_n)
         if not self.sequences:
             raise ProblemError("a problem needs at least one sequence, got none")
-        for name in ("heads", "kv_heads", "head_dim", "tile_m", "tile_n"):
+        for name in ("heads", "kv_heads", "head_dim", "head_dim_v", "tile_m", "tile_n"):
             object.__setattr__(self, name, _integer(name, getattr(self, name), least=1))
         if self.heads % self.kv_heads:
             raise ProblemError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
@@ -96,6 +100,7 @@ class Problem:
         dtype: str = "bfloat16",
         tile_m: int = 0,
         tile_n: int = 0,
+        head_dim_v: int = -1,
     ) -> Problem:
         """A batch of equal sequences; ``seqlen`` sets both lengths."""
         seqlen_q = seqlen if seqlen_q is None else seqlen_q
@@ -112,6 +117,7 @@ class Problem:
             dtype,
             tile_m,
             tile_n,
+            head_dim_v=head_dim_v,
         )
 
     @classmethod
@@ -126,6 +132,7 @@ class Problem:
         dtype: str = "bfloat16",
         tile_m: int = 0,
         tile_n: int = 0,
+        head_dim_v: int = -1,
     ) -> Problem:
         """A variable-length batch; an element is a length or a (seqlen_q, seqlen_k) pair.
 
@@ -134,12 +141,18 @@ class Problem:
         """
         pairs = tuple(s if isinstance(s, tuple) else (s, s) for s in seqlens)
         kv_heads = heads if kv_heads is None else kv_heads
-        return cls(pairs, heads, kv_heads, head_dim, Mask() if mask is None else mask, dtype, tile_m, tile_n)
+        mask = Mask() if mask is None else mask
+        return cls(pairs, heads, kv_heads, head_dim, mask, dtype, tile_m, tile_n, head_dim_v=head_dim_v)
 
     @property
     def group(self) -> int:
         """q heads that share one kv head."""
         return self.heads // self.kv_heads
+
+    @property
+    def widest(self) -> int:
+        """The larger head dim: kernels choose their tiles by it."""
+        return max(self.head_dim, self.head_dim_v)
 
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -185,8 +198,10 @@ class Problem:
 
     @property
     def backward_flops(self) -> float:
-        """FLOPs of the five matrix products over the elements the mask leaves (10 per element and dim)."""
-        return 10.0 * self.head_dim * self.heads * sum(self.grids[shape].visible for shape in self.shapes)
+        """FLOPs of the five matrix products over the elements the mask leaves: per element and dim 6 of Q and
+        K, and 4 of V."""
+        per_element = 6.0 * self.head_dim + 4.0 * self.head_dim_v
+        return per_element * self.heads * sum(self.grids[shape].visible for shape in self.shapes)
 
 
 def _plain_lengths(sequences: Any) -> bool:

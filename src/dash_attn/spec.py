@@ -24,7 +24,7 @@ class AttentionSpec(NamedTuple):
         policy: "auto", or the name of a schedule (:class:`dash_attn.schedule.Schedule`).
         ordered: False permits sums of dQ in no fixed order.
         backend: "auto", or the name of one (:mod:`dash_attn.backends.base`).
-        softcap, sink, alibi: as in :class:`.scores.Scores`.
+        softcap, sink, alibi, dropout_p, row_intervals: as in :class:`.scores.Scores`.
 
     >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()[:43]
     ('causal', 'float softmax_scale, int left, int right, s')
@@ -39,6 +39,8 @@ class AttentionSpec(NamedTuple):
     softcap: float = 0.0
     sink: bool = False
     alibi: bool = False
+    dropout_p: float = 0.0
+    row_intervals: bool = False
 
     @property
     def scores(self) -> Scores:

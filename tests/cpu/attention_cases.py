@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Tensors, tensor_shapes
+from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors, tensor_shapes
 from dash_attn.backends.cpu import backward, forward, plain_attention
-from dash_attn.backends.cpu.oracle import Inputs
+from dash_attn.backends.cpu.oracle import Inputs, Results, sink_gradient
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan
 from dash_attn.scores import Scores
@@ -23,9 +23,9 @@ torch.set_num_threads(1)  # tests run in parallel processes, and threads of many
 def packed_tensors(problem: Problem, seed: int = 0) -> list[Tensor]:
     """dout, q, k, v in the problem's dtype, packed."""
     generator = torch.Generator().manual_seed(seed)
-    q, k, _ = tensor_shapes(problem)[3]
+    sizes = tensor_shapes(problem)[3].of_tensors[:4]
     dtype = getattr(torch, problem.dtype)
-    return [torch.randn(size, generator=generator).to(dtype) for size in (q, q, k, k)]
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
 
 
 def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
@@ -36,13 +36,36 @@ def executed(plan: Plan, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def expected(problem: Problem, tensors: list[Tensor], **how: Any) -> dict[str, Tensor]:
-    """The same by the oracle, sequence by sequence, float64."""
-    parts = [oracle_of_one(problem, sequence, **how) for sequence in split(problem, tensors)]
+def expected(
+    problem: Problem, tensors: list[Tensor], aux: AuxTensors = NO_AUX, **how: Any
+) -> dict[str, Tensor]:
+    """The same by the oracle, sequence by sequence, float64; with a sink also dsink."""
+    sequences, sink = split(problem, tensors), aux.learnable_sink
+    parts = [
+        oracle_of_one(problem, *one, sequence=at, **how)
+        for at, one in enumerate(zip(sequences, aux_of_each(problem, aux)))
+    ]
     if not parts:
         return {}
     joined = {name: torch.cat([part[name] for part in parts]) for name in ("out", "dq", "dk", "dv")}
-    return joined | {"lse": torch.cat([part["lse"] for part in parts], 1)}
+    joined["lse"] = torch.cat([part["lse"] for part in parts], 1)
+    if sink is not None:
+        joined["dsink"] = sum(
+            (sink_gradient(one[0], Results(**part), sink) for one, part in zip(sequences, parts)),
+            torch.zeros(problem.heads, dtype=torch.float64),
+        )
+    return joined
+
+
+def aux_of_each(problem: Problem, aux: AuxTensors) -> list[AuxTensors]:
+    """What belongs to each sequence of what stands beside packed tensors."""
+    each = [aux] * len(problem.sequences)
+    if aux.alibi_slopes is not None and aux.alibi_slopes.ndim == 2:
+        each = [one._replace(alibi_slopes=own) for one, own in zip(each, aux.alibi_slopes)]
+    if aux.rows is not None:
+        starts, ends = (x.split([keys for _, keys in problem.sequences]) for x in aux.rows)
+        each = [one._replace(row_starts=a, row_ends=b) for one, a, b in zip(each, starts, ends)]
+    return each
 
 
 def split(problem: Problem, tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -52,9 +75,13 @@ def split(problem: Problem, tensors: list[Tensor]) -> list[list[Tensor]]:
 
 
 def oracle_of_one(
-    problem: Problem, tensors: list[Tensor], scores: Scores | float = SCALE, **how: Any
+    problem: Problem,
+    tensors: list[Tensor],
+    aux: AuxTensors = NO_AUX,
+    scores: Scores | float = SCALE,
+    **how: Any,
 ) -> dict[str, Tensor]:
-    return plain_attention(Inputs(*tensors), problem.mask, scores, **how)._asdict()
+    return plain_attention(Inputs(*tensors), problem.mask, scores, aux=aux, **how)._asdict()
 
 
 def shuffled_placement(plan: Plan, seed: int) -> Plan:

@@ -303,7 +303,7 @@ REFUSED = {
     "devices": (bad(k=K.to("meta")), "k is on meta, q is on cpu"),
     "meta": (bad(*(x.to("meta") for x in (Q, K, V))), "device 'meta' is not supported; supported: cpu"),
     "batch": (bad(k=K[:1]), "k has batch 1 and head_dim 8, q has 2 and 8"),
-    "head_dim": (bad(v=V[..., :4]), "v has batch 2 and head_dim 4, q has 2 and 8"),
+    "head_dim": (bad(k=K[..., :4]), "k has batch 2 and head_dim 4, q has 2 and 8"),
     "k and v": (bad(v=V[:, :9]), r"k has shape \(2, 20, 2, 8\), v has \(2, 9, 2, 8\)"),
     "no heads": (bad(q=Q[:, :, :0]), "heads must be an integer >= 1, got 0"),
     "no kv heads": (bad(k=K[:, :, :0], v=V[:, :, :0]), "kv_heads must be an integer >= 1, got 0"),

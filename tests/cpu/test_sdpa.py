@@ -97,13 +97,24 @@ def test_compiled_calls_take_the_same_kernels():
     ("how", "error", "message"),
     [
         ({"attn_mask": torch.ones(300, 300, dtype=torch.bool)}, InputError, "attn_mask is not supported"),
-        ({"dropout_p": 0.1}, InputError, "dropout_p is not supported by dash-attn, got 0.1"),
+        ({"dropout_p": 1.0}, InputError, "dropout_p must be at least 0 and less than 1, got 1.0"),
     ],
 )
 def test_what_cannot_be_honoured_raises(how, error, message):
     tensors = leaves(kv_heads=4)
     with sdpa.enabled(), pytest.raises(error, match=message):
         F.scaled_dot_product_attention(*tensors, **how)
+
+
+def test_dropout_is_that_of_attention():
+    tensors = leaves(kv_heads=4)
+    torch.manual_seed(2)
+    with sdpa.enabled():
+        found = run(F.scaled_dot_product_attention, tensors, dropout_p=0.2)
+    torch.manual_seed(2)
+    for a, b in zip(found, run(ours, tensors, dropout_p=0.2)):
+        assert_same_bytes(a, b)
+    assert not same_bytes(found[0], run(ours, tensors)[0])
 
 
 def test_causal_of_unequal_lengths_raises():

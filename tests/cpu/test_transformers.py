@@ -11,10 +11,12 @@ from token_cases import LENGTHS, PACKED, padding_of
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.backends.cpu.dropout import Dropout
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import token_masks
 from dash_attn.integrations.positions import separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -53,6 +55,14 @@ def gemma(**change):
         sliding_window=7,
         **change,
     )
+
+
+def deepseek(**change):
+    """Latent attention: heads of 24 in Q and K, and of 16 in V."""
+    heads = {"num_key_value_heads": 4, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    lora = {"q_lora_rank": 32, "kv_lora_rank": 32, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    return transformers.DeepseekV3Config(**{**SMALL, **heads}, **experts, **lora, **change)
 
 
 CONFIGS = pytest.mark.parametrize("config", [llama, qwen, sliding])
@@ -296,10 +306,10 @@ def test_generation_with_a_growing_cache(config):
     assert torch.equal(generated("dash"), generated("sdpa"))
 
 
-def trained(implementation, steps=3):
-    """Weights after a few steps of AdamW on padded batches."""
-    model, mask = model_of(qwen, implementation), padding_of("right")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+def trained(implementation, steps=3, config=qwen):
+    """Weights after a few steps of AdamW on padded batches, and the losses."""
+    model, mask = model_of(config, implementation), padding_of("right")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for step in range(steps):
         tokens = tokens_of(seed=step)
         labels = tokens.masked_fill(mask == 0, -100)
@@ -307,11 +317,12 @@ def trained(implementation, steps=3):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return model.state_dict()
+        losses.append(loss.detach())
+    return model.state_dict(), torch.stack(losses)
 
 
 def test_two_training_runs_end_in_the_same_bytes():
-    first, second, other = trained("dash"), trained("dash"), trained("sdpa")
+    first, second, other = (trained(name)[0] for name in ("dash", "dash", "sdpa"))
     for name, weight in first.items():
         assert_same_bytes(weight, second[name], name)
     # The control: another attention gives other bytes, so it was ours that ran.
@@ -338,11 +349,82 @@ def test_checkpointing_and_compiling_change_no_byte(side):
     assert_same_bytes(compiled_logits.detach(), logits)
 
 
-def test_dropout_of_a_model_in_training_raises_and_in_evaluation_does_not():
+def gpt2(implementation, p):
+    config = transformers.GPT2Config(
+        vocab_size=61, n_positions=64, n_embd=64, n_layer=2, n_head=4, attn_pdrop=p, embd_pdrop=0,
+        resid_pdrop=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def bert(implementation, p):
+    config = transformers.BertConfig(
+        vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+        max_position_embeddings=64, attention_probs_dropout_prob=p, hidden_dropout_prob=0,
+    )  # fmt: skip
+    return transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=implementation)
+
+
+def with_dropout(config, implementation, mask=None, p=0.1):
+    """Losses and weights of a few steps of training with dropout of attention's weights."""
+    torch.manual_seed(0)
+    model, losses = config(implementation, p).train(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(4)
+    for step in range(3):
+        tokens = tokens_of(seed=step)
+        labels = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
+        loss = model(tokens, attention_mask=mask, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, dict(model.named_parameters())
+
+
+@pytest.fixture
+def same_dropout(monkeypatch):
+    """Eager attention drops what ours drops."""
+    plain = torch.nn.functional.dropout
+
+    def dropout(x, p=0.5, training=True, inplace=False):
+        if x.ndim != 4:
+            return plain(x, p, training, inplace)
+        seed, threshold = int(torch.randint(2**63 - 1, ())), Scores(1.0, dropout_p=p).dropout_threshold
+        batch, heads, rows, columns = x.shape
+        kept = [
+            Dropout(seed, (head, sequence), threshold, 1.0).kept(0, 0, rows, columns)
+            for sequence in range(batch)
+            for head in range(heads)
+        ]
+        return x * torch.stack(kept).view(x.shape) / (1 - p)
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+
+
+@pytest.mark.usefixtures("same_dropout")
+@pytest.mark.parametrize("side", [None, "right"])
+@pytest.mark.parametrize("config", [gpt2, bert])
+def test_models_with_dropout_train_as_in_eager_and_twice_to_the_same_bytes(config, side):
+    mask = padding_of(side)
+    losses, weights = with_dropout(config, "dash", mask)
+    expected, expected_weights = with_dropout(config, "eager", mask)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    again = with_dropout(config, "dash", mask)
+    assert again[0] == losses
+    for name, weight in weights.items():
+        assert_same_bytes(weight, again[1][name], name)
+        torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-3)
+    assert with_dropout(config, "dash", mask, p=0.0)[0] != losses
+
+
+def test_dropout_of_a_model_in_evaluation_is_none():
     model = model_of(qwen, attention_dropout=0.1)
-    with pytest.raises(InputError, match="dropout is not supported"):
-        model(tokens_of())
-    model.eval()(tokens_of())
+    tokens = tokens_of()
+    with torch.no_grad():
+        assert not same_bytes(model(tokens).logits, model(tokens).logits)
+        model.eval()
+        assert_same_bytes(model(tokens).logits, model(tokens).logits)
 
 
 def gpt_oss(**change):
@@ -409,6 +491,26 @@ def test_softcap():
         assert torch.allclose(grad, expected_grads[name], atol=2e-6, rtol=1e-3), name
     plain, _ = run(model_of(gemma, "sdpa"), tokens)
     assert (plain - logits).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_another_head_dim_of_v(side):
+    tokens, mask = tokens_of(), None if side is None else padding_of(side)
+    logits, grads = run(model_of(deepseek), tokens, mask)
+    expected, expected_grads = run(model_of(deepseek, "eager"), tokens, mask)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+    for name, grad in grads.items():
+        if grad is not None:
+            assert torch.allclose(grad, expected_grads[name], atol=2e-6, rtol=1e-3), name
+
+
+def test_another_head_dim_of_v_trains_as_eager_does_and_twice_alike():
+    weights, losses = trained("dash", config=deepseek)
+    torch.testing.assert_close(losses, trained("eager", config=deepseek)[1], atol=2e-5, rtol=1e-4)
+    again, losses_again = trained("dash", config=deepseek)
+    assert_same_bytes(losses_again, losses)
+    for name, weight in weights.items():
+        assert_same_bytes(weight, again[name], name)
 
 
 def test_models_with_masks_of_their_own_raise():

@@ -22,7 +22,14 @@ CPU = torch.device("cpu")
 
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-PARTS = ("head_dims or masks", "bytes or order", "not (head_dims or masks or bytes or order)")
+OF_SCORES = "sink or alibi or dropout"
+PARTS = (
+    "intervals",
+    f"({OF_SCORES}) and not intervals",
+    f"(head_dims or masks) and not (intervals or {OF_SCORES})",
+    f"(bytes or order) and not (intervals or {OF_SCORES})",
+    f"not (intervals or head_dims or masks or bytes or order or {OF_SCORES})",
+)
 
 
 def run_file(name: str, *options: str, **environment: str) -> None:

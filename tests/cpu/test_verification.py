@@ -14,6 +14,7 @@ from dash_attn.tools.verify import CHECKS, Settings, Shape, Status, checks, veri
 from dash_attn.tools.verify.batch import Batch, random_inputs
 
 SMALL = Shape(seqlen=400, heads=2, kv_heads=1, head_dim=16, causal=True, dtype="float32")
+OTHER_V = Shape(seqlen=200, heads=2, kv_heads=1, head_dim=24, head_dim_v=16, causal=True, dtype="float32")
 PACKED = Shape(seqlens=(290, 0, 40), heads=2, head_dim=16, window=(100, 50), dtype="float32")
 CPU = Settings("cpu", 2)
 
@@ -47,7 +48,7 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("shape", [SMALL, PACKED], ids=str)
+@pytest.mark.parametrize("shape", [SMALL, OTHER_V, PACKED], ids=str)
 def test_the_cpu_backend_passes_in_this_and_another_process(shape):
     lines = []
     report = verify_shape(shape, CPU, lines.append)
@@ -223,7 +224,7 @@ def test_a_file_may_name_the_mask_as_the_flags_do(tmp_path):
 
 
 def test_the_help_names_the_keys_of_a_file(capsys):
-    values = {**Shape(seqlen=4).as_json(), "seqlen_k": 4, "kv_heads": 2, "window": [1, 1]}
+    values = {**Shape(seqlen=4).as_json(), "seqlen_k": 4, "kv_heads": 2, "head_dim_v": 64, "window": [1, 1]}
     for command in ("verify", "bench"):
         with pytest.raises(SystemExit):
             main([command, "--help"])

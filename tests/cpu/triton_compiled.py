@@ -32,8 +32,17 @@ SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 HEAD_DIMS = (*TILES, 80, 192)
 
+PAIRS = ((192, 128), (64, 128), (40, 200))
+"""Head dims of Q and K beside that of V: DeepSeek's MLA, and others."""
+
 MOST_LOCAL = 768
 """Bytes of local memory per thread: registers that do not fit. None would be better."""
+
+MOST_LOCAL_WITH_INTERVALS = 832
+"""dK and dV of heads of 256 on Hopper."""
+
+MOST_LOCAL_WITH_EVERYTHING = 960
+"""dK and dV of heads of 64 on sm_80, with all that scores can take at once."""
 
 TYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 QUICK = (80, "bfloat16")
@@ -51,20 +60,22 @@ CASES = [
 """fp16 has the programs of bf16; fp32 has one table for all GPUs."""
 
 
-PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False}
+PLAIN = {"SOFTCAP": False, "SINK": False, "ALIBI": False, "DROPOUT": False, "INTERVALS": False}
 """What becomes of scores: constants of the variants that most calls take."""
 
 
 def sources(
-    head_dim: int, dtype: str, arch: int, **scores: bool
+    head_dims: int | tuple[int, int], dtype: str, arch: int, **scores: bool
 ) -> dict[str, tuple[Any, dict[str, Any], int, int]]:
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them; ``scores``: those of PLAIN."""
-    forward, dkdv, dq = shapes_of(head_dim, dtype, divmod(arch, 10) in ROOMY)
-    tile_m, tile_n = TILES[padded(head_dim)]
-    head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)}
-    of_scores = PLAIN | scores
+    head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
+    widest, of_scores = max(head_dim, head_dim_v), PLAIN | scores
+    forward, dkdv, dq = shapes_of(widest, dtype, divmod(arch, 10) in ROOMY, of_scores["DROPOUT"])
+    tile_m, tile_n = TILES[padded(widest)]
+    of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v)}
+    head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
-    tile |= {name: of_scores[name] for name in ("SOFTCAP", "ALIBI")}
+    tile |= {name: of_scores[name] for name in of_scores if name != "SINK"}
     numbers = {
         **of_scores,
         "ROWS": forward.rows,
@@ -78,15 +89,15 @@ def sources(
         "dkdv": (dkdv_kernel, head | tile | {"ROWS": dkdv.rows, "KEYS": dkdv.keys}, *dkdv[2:]),
         "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
         "fold": (fold_kernel, head | {"KEYS": dkdv.keys, "TILE_N": tile_n}, 4, 3),
-        "prepare": (prepare_kernel, head | {"ROWS": tile_m}, 4, 3),
+        "prepare": (prepare_kernel, of_v | {"ROWS": tile_m}, 4, 3),
         "sink": (sink_kernel, {"ROWS": SINK_ROWS}, 4, 3),
         "sinks": (sinks_kernel, {}, 1, 3),
     }
 
 
 @cache
-def compiled(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> Any:
-    kernel, constants, warps, stages = sources(head_dim, dtype, arch, **scores)[name]
+def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> Any:
+    kernel, constants, warps, stages = sources(head_dims, dtype, arch, **scores)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
         kind = _type_of(argument, dtype)
@@ -99,19 +110,28 @@ def compiled(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) ->
 
 
 def _type_of(argument: str, dtype: str) -> str:
+    if argument == "seed":
+        return "*i64"
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
     if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
-    if argument in ("table", "visits", "stretches"):
+    if argument in ("table", "visits", "stretches", "row_starts", "row_ends"):
         return "*i32"
-    return "fp32" if argument in ("scale", "scale2", "cap2", "nothing") else "i32"
+    return "fp32" if argument in ("scale", "scale2", "cap2", "rescale", "nothing") else "i32"
 
 
 @pytest.mark.parametrize(("arch", "dtype", "head_dim"), CASES)
 def test_kernels_fit(arch: int, dtype: str, head_dim: int) -> None:
     for name in sources(head_dim, dtype, arch):
         _assert_fits(name, arch, dtype, head_dim)
+
+
+@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dims", PAIRS, ids=str)
+def test_kernels_with_another_head_dim_of_v_fit(head_dims: tuple[int, int], arch: int) -> None:
+    for name in sources(head_dims, "bfloat16", arch):
+        _assert_fits(name, arch, "bfloat16", head_dims)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
@@ -131,11 +151,34 @@ def test_kernels_with_alibi_fit(head_dim: int) -> None:
         _assert_fits(name, *QUICK, head_dim, ALIBI=True)
 
 
-def _assert_fits(name: str, arch: int, dtype: str, head_dim: int, **scores: bool) -> None:
-    found = compiled(name, arch, dtype, head_dim, **scores)
+@pytest.mark.parametrize("head_dim", TILES)
+def test_kernels_with_dropout_fit(head_dim: int) -> None:
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, head_dim, DROPOUT=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype"), [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+)
+@pytest.mark.parametrize("head_dims", [*TILES, (192, 128)], ids=str)
+def test_kernels_with_intervals_fit(head_dims: int | tuple[int, int], arch: int, dtype: str) -> None:
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, arch, dtype, head_dims, INTERVALS=True)
+
+
+@pytest.mark.parametrize("head_dims", [64, (192, 128)], ids=str)
+def test_kernels_with_everything_fit(head_dims: int | tuple[int, int]) -> None:
+    everything = dict.fromkeys(PLAIN, True)
+    for name in ("forward", "dkdv", "dq"):
+        _assert_fits(name, *QUICK, head_dims, **everything)
+
+
+def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> None:
+    found = compiled(name, arch, dtype, head_dims, **scores)
     assert found.metadata.shared <= SHARED[arch], name
     (kernel,) = resources_of_cubin(found.asm["cubin"])
-    assert kernel.stack <= MOST_LOCAL, name
+    most = MOST_LOCAL_WITH_INTERVALS if scores.get("INTERVALS") else MOST_LOCAL
+    assert kernel.stack <= (MOST_LOCAL_WITH_EVERYTHING if all(scores.get(x) for x in PLAIN) else most), name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -14,6 +14,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
+from dash_attn.backends.base import NO_AUX
 from dash_attn.errors import InputError
 from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
@@ -70,7 +71,7 @@ def all_same(results: list[Tensor], others: list[Tensor]) -> bool:
 def test_opcheck(layout):
     tensors = inputs(layout)
     functions, ends = (VARLEN, [cu(*ENDS)] * 2) if layout == "packed" else (DENSE, [])
-    rest = (*ends, *AttentionSpec(0.1, -1, 0), *((500, -1) if layout == "packed" else ()))
+    rest = (*NO_AUX, *ends, *AttentionSpec(0.1, -1, 0), *((500, -1) if layout == "packed" else ()))
     opcheck(functions.forward, (*tensors, *rest))
     out, lse = functions.forward(*tensors, *rest)
     saved = [x.detach() for x in (torch.ones_like(out), *tensors, out, lse)]

@@ -26,6 +26,7 @@ from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, pr
 from dash_attn.scores import PLAIN, Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import Case, any_case, auto_plan, relative_error, sequence_rows
+from interval_cases import ends_of_documents, random_intervals, random_tree
 from triton_cases import triton_problem
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -51,7 +52,7 @@ def run(plan: Plan, case: Case, **how: Any) -> dict[str, Tensor]:
     prepared = BACKEND.prepare(plan.problem, DEVICE, packed=q.ndim == 3)
     out, lse = prepared.forward(q, k, v, Scores(case.scale))
     grads = prepared.backward(plan, Tensors(dout, q, k, v, out, lse), Scores(case.scale), **how)
-    return {"out": out, "lse": lse, **grads._asdict()}
+    return dict(zip(NAMES, (out, lse, *grads)))
 
 
 def assert_accurate(case: Case, found: dict[str, Tensor]) -> None:
@@ -73,6 +74,16 @@ def test_head_dims_and_dtypes(head_dim: int, dtype: str) -> None:
     assert_accurate(case, run(auto_plan(case.problem), case))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (40, 200), (24, 16)])
+def test_head_dims_of_v(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    case = any_case(problem_of(*LENGTHS, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype))
+    found = run(auto_plan(case.problem), case)
+    assert_accurate(case, found)
+    for name, again in run(auto_plan(case.problem), case).items():
+        assert_same_bytes(again, found[name], name)
+
+
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW, Mask.window(40, 70)], ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1)])
 def test_masks_and_heads(mask: Mask, heads: int, kv_heads: int) -> None:
@@ -80,6 +91,35 @@ def test_masks_and_heads(mask: Mask, heads: int, kv_heads: int) -> None:
         for lengths in (LENGTHS, (513, 513)):
             case = any_case(problem_of(*lengths, mask=mask, heads=heads, kv_heads=kv_heads))
             assert_accurate(case, run(auto_plan(case.problem, head_groups=head_groups), case))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_intervals_of_documents(head_dim: int, dtype: str) -> None:
+    """As packed sequences, within rounding; twice the same bytes. A tree against PyTorch's attention."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    lengths = (300, 1, 700, 499)
+    sizes = [(1500, heads, head_dim) for heads in (4, 4, 2, 2)]
+    like = {"generator": generator, "device": DEVICE}
+    dout, *leaves = (torch.randn(size, **like).to(getattr(torch, dtype)) for size in sizes)
+    leaves = [x.requires_grad_() for x in leaves]
+    rows = ends_of_documents(*lengths).to(DEVICE)
+    one, many = (torch.tensor([0, *n]).cumsum(0).int().to(DEVICE) for n in ((1500,), lengths))
+    how: dict[str, Any] = {"causal": True, "backend": "triton"}
+    calls = [(one, {"row_ends": rows}), (one, {"row_ends": rows.cpu()}), (many, {})]
+    results = []
+    for bounds, intervals in calls:
+        out = dash_attn.flash_attn_varlen_func(*leaves, bounds, bounds, **intervals, **how)
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, dout)))
+    for found, again, packed in zip(*results):
+        assert_same_bytes(found, again)
+        assert relative_error(found.double(), packed.double()) <= 2 * BOUND[dtype]
+    ends, seen = random_tree(1500, 1)
+    q, k, v = (x.detach()[None] for x in leaves)
+    found = dash_attn.attention(q, k, v, row_ends=ends[None].to(DEVICE), **how)
+    wide = [x.double().transpose(1, 2) for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*wide, seen.to(DEVICE), enable_gqa=True)
+    assert relative_error(found.double(), exact.transpose(1, 2)) <= BOUND[dtype]
 
 
 def test_rows_without_keys() -> None:
@@ -472,5 +512,62 @@ def test_alibi(head_dim: int, dtype: str) -> None:
     first, exact = trained(leaves, dout, **how), exactly(leaves, dout, aux=AuxTensors(None, slopes))
     for name, got in first.items():
         assert relative_error(got, exact[name]) < 2 * BOUND[dtype], name
+    for name, got in trained(leaves, dout, **how).items():
+        assert_same_bytes(got, first[name], name)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, "bfloat16"), (128, "float16"), (256, "bfloat16"), (64, "float32")]
+)
+def test_dropout(head_dim: int, dtype: str) -> None:
+    """What the CPU drops. A seed that is drawn follows torch.manual_seed."""
+    leaves, dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    how: dict[str, Any] = {"dropout_p": 0.2, "dropout_seed": 2**40 + 1}
+    assert dash_attn.is_supported(*leaves, **how).backend == "triton"
+    assert not dash_attn.is_supported(*leaves, backend="sm90", **how)
+    first = trained(leaves, dout, **how)
+    q, k, v = (x.detach() for x in leaves)
+    scores, aux = Scores(head_dim**-0.5, dropout_p=0.2), AuxTensors(dropout_seed=torch.tensor(2**40 + 1))
+    for at, one in enumerate(zip(dout, q, k, v)):
+        exact = plain_attention(Inputs(*one), CAUSAL, scores, aux=aux, sequence=at)._asdict()
+        for name, got in first.items():
+            assert relative_error(got[at], exact[name]) < 2 * BOUND[dtype], name
+    for name, got in trained(leaves, dout, **how).items():
+        assert_same_bytes(got, first[name], name)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        runs.append([trained(leaves, dout, dropout_p=0.2) for _ in range(2)])
+    for one_run, other in zip(*runs):
+        for name, got in one_run.items():
+            assert_same_bytes(got, other[name], name)
+    assert not same_bytes(runs[0][0]["out"], runs[0][1]["out"])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype"),
+    [(64, 64, "bfloat16"), (128, 64, "float16"), (192, 128, "bfloat16"), (64, 24, "float32")],
+)
+def test_all_that_scores_take_at_once(head_dim: int, head_dim_v: int, dtype: str) -> None:
+    """Softcap, sink, ALiBi, dropout and intervals of rows, and V with a head dim of its own; twice."""
+    (q, k, v), dout = leaves_of(500, head_dim, getattr(torch, dtype))
+    leaves = [q, k, v.detach()[..., :head_dim_v].contiguous().requires_grad_()]
+    dout = dout[..., :head_dim_v].contiguous()
+    sink = torch.tensor([-1.0, 0.5, 2.0, 4.0], device="cuda").requires_grad_()
+    slopes = torch.tensor([[0.5, 0.1, 0.02, 0.0], [0.0, 0.3, 0.1, 0.2]], device="cuda")
+    each = [[x.to(DEVICE) for x in random_intervals(500, 500, seed)] for seed in (1, 2)]
+    starts, ends = (torch.stack(side) for side in zip(*each))
+    how: dict[str, Any] = {"softcap": 2.0, "learnable_sink": sink, "alibi_slopes": slopes, "dropout_p": 0.2}
+    how |= {"dropout_seed": 7, "row_starts": starts, "row_ends": ends}
+    scores = Scores(head_dim**-0.5, 2.0, True, True, dropout_p=0.2, row_intervals=True)
+    first, dsink = trained(leaves, dout, **how), torch.zeros(4, dtype=torch.float64, device="cuda")
+    for at, one in enumerate(zip(dout, *(x.detach() for x in leaves))):
+        aux = AuxTensors(sink.detach(), slopes[at], torch.tensor(7), starts[at], ends[at])
+        exact = plain_attention(Inputs(*one), CAUSAL, scores, aux=aux, sequence=at)
+        dsink += sink_gradient(one[0], exact, sink.detach())
+        for name, got in first.items():
+            assert relative_error(got[at], getattr(exact, name)) < 2 * BOUND[dtype], name
+    out = dash_attn.flash_attn_func(*leaves, causal=True, **how)
+    assert relative_error(torch.autograd.grad(out, sink, dout)[0], dsink) < 4 * BOUND[dtype]
     for name, got in trained(leaves, dout, **how).items():
         assert_same_bytes(got, first[name], name)

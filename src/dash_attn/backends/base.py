@@ -33,6 +33,7 @@ __all__ = [
     "Gradients",
     "Keys",
     "Prepared",
+    "RowIntervals",
     "Shapes",
     "Tensors",
     "as_current",
@@ -54,7 +55,7 @@ AUTO = {"cpu": ("cpu",), "cuda": ("sm90", "triton")}
 
 
 class Tensors(NamedTuple):
-    """What a backward reads, dense or packed.
+    """What a backward reads, dense or packed. The last dimension of v, out and dout is the head dim of V.
 
     dout, q, out: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim).
     k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
@@ -69,33 +70,85 @@ class Tensors(NamedTuple):
     lse: Tensor
 
 
+class RowIntervals(NamedTuple):
+    """Which rows see a key, beside the mask: those with ``starts <= row < ends``.
+
+    Rows count from the first one of the sequence. int32, contiguous, on the tensors' device. Dense
+    (batch, seqlen_k), or packed (total_k,). Any values: an interval may hold no row.
+    """
+
+    starts: Tensor
+    ends: Tensor
+
+
 class AuxTensors(NamedTuple):
     """What scores depend on besides q and k. The fields of :class:`Scores` say what there is.
 
     learnable_sink: (heads,), dtype of q or float32: natural logarithms, neither scaled nor capped.
     alibi_slopes: (heads,) or (batch, heads), float32, without a gradient.
+    dropout_seed: (), int64.
+    row_starts, row_ends: both or neither, as :class:`RowIntervals` has them.
     """
 
     learnable_sink: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    dropout_seed: Tensor | None = None
+    row_starts: Tensor | None = None
+    row_ends: Tensor | None = None
+
+    @property
+    def given(self) -> dict[str, bool]:
+        """What fields of :class:`Scores` say of it; the seed belongs to a probability."""
+        return {
+            "sink": self.learnable_sink is not None,
+            "alibi": self.alibi_slopes is not None,
+            "row_intervals": self.row_starts is not None or self.row_ends is not None,
+        }
+
+    @property
+    def rows(self) -> RowIntervals | None:
+        """Which rows see each key, beside the mask; None: all."""
+        if self.row_starts is None or self.row_ends is None:
+            return None
+        return RowIntervals(self.row_starts, self.row_ends)
 
 
 NO_AUX = AuxTensors()
 
 
-Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Of q, k and lse; v is like k, out and dout are like q."""
+_Size = tuple[int, ...]
+
+
+class Shapes(NamedTuple):
+    """Of a problem's tensors; dout is like out. By default those that no tensor has."""
+
+    q: _Size = ()
+    k: _Size = ()
+    v: _Size = ()
+    out: _Size = ()
+    lse: _Size = ()
+
+    @property
+    def of_tensors(self) -> tuple[_Size, ...]:
+        """In the order of :class:`Tensors`."""
+        return self.out, self.q, self.k, self.v, self.out, self.lse
 
 
 def tensor_shapes(problem: Problem) -> dict[int, Shapes]:
     """Shapes of a problem's tensors by rank; none of rank 4 where sequences are not alike."""
     total_q, total_k = problem.lengths.sum(0).tolist()
-    q, k = (problem.heads, problem.head_dim), (problem.kv_heads, problem.head_dim)
-    found: dict[int, Shapes] = {3: ((total_q, *q), (total_k, *k), (problem.heads, total_q))}
+    found = {3: _shapes(problem, (total_q,), (total_k,), (problem.heads, total_q))}
     if len(set(problem.shapes)) == 1:
         batch, (seqlen_q, seqlen_k) = len(problem.sequences), problem.sequences[0]
-        found[4] = ((batch, seqlen_q, *q), (batch, seqlen_k, *k), (batch, problem.heads, seqlen_q))
+        lse = batch, problem.heads, seqlen_q
+        found[4] = _shapes(problem, (batch, seqlen_q), (batch, seqlen_k), lse)
     return found
+
+
+def _shapes(problem: Problem, rows_q: _Size, rows_k: _Size, lse: _Size) -> Shapes:
+    q, k = (*rows_q, problem.heads), (*rows_k, problem.kv_heads)
+    of_qk, of_v = problem.head_dim, problem.head_dim_v
+    return Shapes((*q, of_qk), (*k, of_qk), (*k, of_v), (*q, of_v), lse)
 
 
 class Keys(NamedTuple):
@@ -105,7 +158,8 @@ class Keys(NamedTuple):
     anything.
 
     Attributes:
-        shape: of k and v: (total_k, kv_heads, head_dim), or (batch, rows, kv_heads, head_dim).
+        shape: of k: (total_k, kv_heads, head_dim), or (batch, rows, kv_heads, head_dim); v has its own head
+            dim.
         starts: of packed k and v: the row where the place of each sequence begins. None: a batch is a place.
     """
 
@@ -113,18 +167,16 @@ class Keys(NamedTuple):
     starts: tuple[int, ...] | None
 
 
-def forward_shapes(
-    problem: Problem, packed: bool, keys: Keys | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of q and of k, () of what cannot be dense: no tensor fits then. ``packed``: q is."""
+def forward_shapes(problem: Problem, packed: bool, keys: Keys | None) -> tuple[_Size, _Size, _Size]:
+    """Shapes of q, k and v, () of what cannot be dense: no tensor fits then. ``packed``: q is."""
     if keys is None:
-        return tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))[:2]
+        return tensor_shapes(problem).get(3 if packed else 4, Shapes())[:3]
     lengths = problem.lengths[:, 0]
-    q: tuple[int, ...] = (int(lengths.sum()), problem.heads, problem.head_dim)
+    q: _Size = (int(lengths.sum()), problem.heads, problem.head_dim)
     if not packed:
         alike = bool((lengths == lengths[0]).all())
         q = (len(lengths), int(lengths[0]), *q[1:]) if alike else ()
-    return q, keys.shape
+    return q, keys.shape, (*keys.shape[:-1], problem.head_dim_v)
 
 
 class Gradients(NamedTuple):
@@ -164,7 +216,7 @@ class Prepared(ABC):
         """The gradients, summed in the plan's order.
 
         Args:
-            plan: a proven plan of the problem.
+            plan: a proven plan of the problem. It is that of the mask, whatever rows of ``aux`` hide.
             tensors: in the layout of the forward.
             scores, aux: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
@@ -187,7 +239,10 @@ class Backend(ABC):
 
     @abstractmethod
     def tiles(self, head_dim: int) -> tuple[int, int]:
-        """(tile_m, tile_n) of its backward; any for a head dim that it does not cover."""
+        """(tile_m, tile_n) of its backward; any for a head dim that it does not cover.
+
+        ``head_dim``: the larger one, where V has another.
+        """
 
     @abstractmethod
     def prepare(

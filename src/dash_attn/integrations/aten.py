@@ -144,6 +144,7 @@ def _forward(
     query: Tensor, key: Tensor, value: Tensor, band: Band, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """out in the layout of query, and lse (batch, heads, seqlen), contiguous."""
+    _check_head_dims(query, value)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse = run_forward(q, k, v, band, scale)
     return in_layout_of(query, out.transpose(1, 2)), lse
@@ -196,6 +197,7 @@ def _flash_forward(
 ) -> tuple[Tensor, ...]:
     """aten::_flash_attention_forward; (batch, seqlen, heads, head_dim), or packed with cum_seq."""
     refuse(dropout_p=dropout_p, return_debug_mask=return_debug_mask, **other)
+    _check_head_dims(query, value)
     band = Band(is_causal, window_size_left, window_size_right)
     out, lse = run_forward(query, key, value, band, scale, _packed(cum_seq_q, cum_seq_k))
     return in_layout_of(query, out), lse, *_auxiliary(query)
@@ -229,6 +231,15 @@ def _flash_backward(
     return tuple(in_layout_of(x, grad) for x, grad in zip((query, key, value), grads))
 
 
+def _check_head_dims(query: Tensor, value: Tensor) -> None:
+    """Compiled code expects an output in the shape of query."""
+    if query.shape[-1] != value.shape[-1]:
+        raise InputError(
+            f"value has head_dim {value.shape[-1]}, query {query.shape[-1]}: PyTorch's flash operators take "
+            "equal ones; inside sdpa.enabled() they may differ"
+        )
+
+
 def _packed(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Bounds of packed sequences, None for a dense batch."""
     return None if cum_seq_q is None or cum_seq_k is None else (cum_seq_q, cum_seq_k)
@@ -242,6 +253,11 @@ def _auxiliary(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_layout_of(reference: Tensor, x: Tensor) -> Tensor:
-    """x with the strides of ``empty_like(reference)``, which PyTorch gives and compiled code expects."""
+    """x with the strides of ``empty_like(reference)``, which PyTorch gives and compiled code expects.
+
+    x itself where it has another head dim.
+    """
+    if x.shape != reference.shape:
+        return x
     like = torch.empty_like(reference)
     return x if x.stride() == like.stride() else like.copy_(x)

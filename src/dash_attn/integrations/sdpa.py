@@ -4,9 +4,10 @@ Nothing happens on import. There are two ways in:
 
 ``with enabled():``
     Every SDPA call of this thread inside runs here or raises, ``nn.MultiheadAttention``'s among them. That
-    layer needs ``need_weights=False``. The masks that run are ``is_causal`` for equal lengths and PyTorch's
-    ``causal_lower_right``. The backward is ours wherever and whenever it runs. What runs a forward again in
-    the backward, as activation checkpointing does, calls SDPA again: let such a backward run inside too.
+    layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks that
+    run are ``is_causal`` for equal lengths and PyTorch's ``causal_lower_right``. The backward is ours
+    wherever and whenever it runs. What runs a forward again in the backward, as activation checkpointing
+    does, calls SDPA again: let such a backward run inside too.
 :func:`activate`, :func:`restore`
     Replace PyTorch's flash backend only, as ``torch.nn.attention.activate_flash_attention_impl("DASH")``
     does, for the whole process, on every thread, on the GPU and on the CPU. PyTorch goes on choosing a
@@ -125,7 +126,6 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """F.scaled_dot_product_attention, with autograd; tensors (batch, heads, seqlen, head_dim)."""
-    refuse(dropout_p=dropout_p)
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
             raise InputError(
@@ -135,7 +135,7 @@ def _attention(
         raise InputError(f"query has {query.shape[1]} heads, key {key.shape[1]}, and enable_gqa is False")
     band = _band(query, key, attn_mask, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=band.causal)
+    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=band.causal, dropout_p=dropout_p)
     assert isinstance(out, Tensor)  # no log-sum-exp was asked for
     return in_layout_of(query, out.transpose(1, 2))
 

@@ -8,7 +8,7 @@ Causal, sliding-window, chunked and bidirectional masks, padding on either side,
 ``position_ids`` or ``cu_seq_lens_q``), growing key caches and caches of fixed length (``StaticCache``) work;
 padded and packed batches run without their padding, so that a sequence's bytes do not depend on its
 neighbours. Keys of a cache of fixed length are not copied where no row is padded. Sinks (gpt-oss) and caps of
-scores (Gemma 2) work. Everything else (masks with four dimensions, mask functions of users, dropout, biases,
+scores (Gemma 2) work. Everything else (masks with four dimensions, mask functions of users, biases,
 attention weights as an output) raises, and so do models that do their own attention with the mask.
 
 Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
@@ -86,11 +86,11 @@ def attention_forward(
         module: without a :class:`.TokenMask`, ``is_causal`` of it counts unless the argument is given.
         query: (batch, heads, seqlen_q, head_dim).
         key, value: (batch, kv_heads, seqlen_k, head_dim); places of a cache for later keys, if a
-            :class:`.TokenMask` says so, may hold anything.
+            :class:`.TokenMask` says so, may hold anything. ``value`` may have another head_dim.
         attention_mask: what :func:`.token_mask` made, which then decides alone what a row sees, as masks do
             for transformers' eager attention. Or (batch, seqlen_k): 0 for padding, otherwise the number of
             the sequence. Or None.
-        dropout: must be 0.
+        dropout: the ``dropout_p`` of :func:`dash_attn.attention`; the seed is drawn as there.
         scaling: factor on Q K^T, default ``head_dim ** -0.5``.
         sliding_window: tokens a row sees, itself included; without ``is_causal``, to each side. A
             :class:`.TokenMask` with another window is an error.
@@ -104,12 +104,12 @@ def attention_forward(
         s_aux: (heads,), the ``learnable_sink`` of :func:`dash_attn.attention`, or None.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim), zero in padded rows; and None for the weights.
+        out: (batch, seqlen_q, heads, head_dim of value), zero in padded rows; and None for the weights.
 
     Raises:
         InputError: an argument cannot be honoured; the message names it and its value.
     """
-    _refuse(dropout, attention_mask, other)
+    _refuse(attention_mask, other)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if isinstance(attention_mask, TokenMask):
@@ -130,7 +130,7 @@ def attention_forward(
         if numbers is not None:
             packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
-    how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux}
+    how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux, "dropout_p": dropout}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
@@ -248,7 +248,8 @@ def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, 
     rows_q, rows_k = packing.rows_q, packing.rows_k
     packed = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))]
     out = _of_packed(flash_attn_varlen_func(*packed, packing.cu_seqlens_q, packing.cu_seqlens_k, **how))
-    return out.new_zeros(q.flatten(0, 1).shape).index_copy(0, rows_q, out).view(q.shape)
+    rows, heads = q.shape[:2], out.shape[1:]
+    return out.new_zeros((rows.numel(), *heads)).index_copy(0, rows_q, out).view(*rows, *heads)
 
 
 def _forward_only(*tensors: Tensor | None) -> bool:
@@ -272,9 +273,7 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
     return side, 0 if causal else side
 
 
-def _refuse(dropout: float, attention_mask: object, other: dict[str, Any]) -> None:
-    if dropout:
-        raise InputError(f"dropout is not supported by {NAME!r} attention, got {dropout}")
+def _refuse(attention_mask: object, other: dict[str, Any]) -> None:
     for name in _REFUSED:
         value = other.get(name)
         if value is not None and value is not False:

@@ -58,17 +58,20 @@ Used = tuple[Tensor | None, Tensor | None, Tensor, int, int]
 """cu_seqlens_q, cu_seqlens_k (None: dense), seqused_k, max_seqlen_q, max_seqlen_k; -1: not given."""
 
 
+_Sizes = tuple[int, int, int, int]
+
+
 class _Shapes(NamedTuple):
     """What the tensors of a call say.
 
     Attributes:
         sequences: (seqlen_q, seqlen_k) of each.
-        sizes: q heads, kv heads, head dim.
+        sizes: q heads, kv heads, head dim, head dim of v.
         dtype: of q, k and v.
     """
 
     sequences: tuple[tuple[int, int], ...]
-    sizes: tuple[int, int, int]
+    sizes: _Sizes
     dtype: torch.dtype
 
 
@@ -139,26 +142,33 @@ def _order_is_required() -> bool:
     )
 
 
-def dense_call(q: Tensor, k: Tensor, spec: AttentionSpec) -> Call:
+def dense_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Call:
     """The call of dense tensors, (batch, seqlen, heads, head_dim).
 
     Raises:
         InputError: the device's backend does not cover it, or a size is out of range.
         UnsupportedMaskError: the policy does not cover the mask.
     """
-    return _dense(q.shape, k.shape, q.dtype, q.device, spec)
+    return _dense(q.shape, k.shape, v.shape[3], q.dtype, q.device, spec)
 
 
 @lru_cache(_CALLS)
 def _dense(
-    shape_q: torch.Size, shape_k: torch.Size, dtype: torch.dtype, device: torch.device, spec: AttentionSpec
+    shape_q: torch.Size,
+    shape_k: torch.Size,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: AttentionSpec,
 ) -> Call:
     batch, seqlen_q, heads, head_dim = shape_q
-    sizes = (heads, shape_k[2], head_dim)
+    sizes = (heads, shape_k[2], head_dim, head_dim_v)
     return Call(spec, _Shapes(((seqlen_q, shape_k[1]),) * batch, sizes, dtype), device, packed=False)
 
 
-def packed_call(q: Tensor, k: Tensor, packing: Packing, spec: AttentionSpec, *, check: bool = True) -> Call:
+def packed_call(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec, *, check: bool = True
+) -> Call:
     """The call of packed tensors, (total, heads, head_dim). ``check``: see :func:`host_lengths`.
 
     Raises:
@@ -168,7 +178,7 @@ def packed_call(q: Tensor, k: Tensor, packing: Packing, spec: AttentionSpec, *, 
     lengths_q = lengths_k = _lengths("q", q, bounds_q, longest_q, check)
     if bounds_k is not bounds_q or longest_k != longest_q or len(k) != len(q):
         lengths_k = _lengths("k", k, bounds_k, longest_k, check and bounds_k is not bounds_q)
-    sizes = (q.shape[1], k.shape[1], q.shape[2])
+    sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     return _packed(lengths_q.seqlens, lengths_k.seqlens, sizes, q.dtype, q.device, spec)
 
 
@@ -176,7 +186,7 @@ def packed_call(q: Tensor, k: Tensor, packing: Packing, spec: AttentionSpec, *, 
 def _packed(
     seqlens_q: tuple[int, ...],
     seqlens_k: tuple[int, ...],
-    sizes: tuple[int, int, int],
+    sizes: _Sizes,
     dtype: torch.dtype,
     device: torch.device,
     spec: AttentionSpec,
@@ -184,7 +194,7 @@ def _packed(
     return Call(spec, _Shapes(tuple(zip(seqlens_q, seqlens_k)), sizes, dtype), device, packed=True)
 
 
-def used_call(q: Tensor, k: Tensor, used: Used, spec: AttentionSpec) -> Call:
+def used_call(q: Tensor, k: Tensor, v: Tensor, used: Used, spec: AttentionSpec) -> Call:
     """The call of q and of the first ``seqused_k`` keys per sequence. It has no backward.
 
     q is packed where there are cu_seqlens_q, otherwise dense; k likewise.
@@ -211,7 +221,7 @@ def used_call(q: Tensor, k: Tensor, used: Used, spec: AttentionSpec) -> Call:
     _check_longest("k", longest_k, found.longest)
     keys = Keys(tuple(k.shape), starts)
     sequences = tuple(zip(seqlens_q, found.seqlens))
-    sizes = (q.shape[-2], k.shape[-2], q.shape[-1])
+    sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
     return _used(sequences, keys, sizes, q.dtype, q.device, bounds_q is not None, spec)
 
 
@@ -219,7 +229,7 @@ def used_call(q: Tensor, k: Tensor, used: Used, spec: AttentionSpec) -> Call:
 def _used(
     sequences: tuple[tuple[int, int], ...],
     keys: Keys,
-    sizes: tuple[int, int, int],
+    sizes: _Sizes,
     dtype: torch.dtype,
     device: torch.device,
     packed: bool,
@@ -244,9 +254,11 @@ def _check_longest(side: str, max_seqlen: int, longest: int) -> None:
 
 def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:
     """The problem of a call, with the tiles of a backend."""
-    tiles = backend.tiles(shapes.sizes[2])
+    heads, kv_heads, head_dim, of_v = shapes.sizes
+    tiles = backend.tiles(max(head_dim, of_v))
+    rest = spec.mask, DTYPE_NAMES[shapes.dtype], *tiles
     try:
-        return Problem(shapes.sequences, *shapes.sizes, spec.mask, DTYPE_NAMES[shapes.dtype], *tiles)
+        return Problem(shapes.sequences, heads, kv_heads, head_dim, *rest, head_dim_v=of_v)
     except ProblemError as error:
         raise InputError(str(error)) from error
 

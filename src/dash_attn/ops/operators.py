@@ -60,13 +60,14 @@ def _split(rest: tuple[Any, ...]) -> tuple[AuxTensors, tuple[Any, ...]]:
 
 def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, spec = _split(rest)
-    out, lse = dense_call(q, k, AttentionSpec(*spec)).forward(q, k, v, aux)
+    out, lse = dense_call(q, k, v, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
 def _backward_kernel(*arguments: Any) -> Gradients:
     tensors, (aux, spec) = Tensors(*arguments[:_TENSORS]), _split(arguments[_TENSORS:])
-    return _results(dense_call(tensors.q, tensors.k, AttentionSpec(*spec)).backward(tensors, aux))
+    call = dense_call(tensors.q, tensors.k, tensors.v, AttentionSpec(*spec))
+    return _results(call.backward(tensors, aux))
 
 
 def _results(grads: Gradients) -> Gradients:
@@ -79,7 +80,7 @@ def _results(grads: Gradients) -> Gradients:
 def _varlen_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k) = _split(rest)
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    out, lse = packed_call(q, k, packing, AttentionSpec(*spec)).forward(q, k, v, aux)
+    out, lse = packed_call(q, k, v, packing, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
@@ -88,14 +89,14 @@ def _varlen_backward_kernel(*arguments: Any) -> Gradients:
     cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k = rest
     packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
     # The forward has seen that the lengths were not changed behind PyTorch's back.
-    call = packed_call(tensors.q, tensors.k, packing, AttentionSpec(*spec), check=False)
+    call = packed_call(tensors.q, tensors.k, tensors.v, packing, AttentionSpec(*spec), check=False)
     return _results(call.backward(tensors, aux))
 
 
 def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k) = _split(rest)
     used = (cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k)
-    out, lse = used_call(q, k, used, AttentionSpec(*spec)).forward(q, k, v, aux)
+    out, lse = used_call(q, k, v, used, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
@@ -117,7 +118,7 @@ USED = torch.ops.dash_attn.varlen_used_forward.default
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     *batch, rows, heads, _d = q.shape
-    return q.new_empty(q.shape), q.new_empty((*batch, heads, rows), dtype=wide)
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*batch, heads, rows), dtype=wide)
 
 
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Gradients:

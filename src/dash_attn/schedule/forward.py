@@ -41,12 +41,13 @@ class ForwardNumerics:
     """What decides the bits of out and lse beside the tensors, the softmax scale and what each row sees.
 
     Attributes:
-        head_dim: elements of one head.
+        head_dim: elements of one head of Q and K.
         dtype: of Q, K and V.
         tile: keys per kv tile.
         segment: keys per segment.
         keep: by how much a score may exceed the row's maximum before that is raised.
         room: by how much the first maximum exceeds a single key; less beside more keys.
+        head_dim_v: elements of one head of V, by default ``head_dim``.
 
     Raises:
         ProblemError: a number is out of range, or a segment is not a whole number of tiles.
@@ -62,9 +63,12 @@ class ForwardNumerics:
     segment: int = FORWARD_SEGMENT
     keep: float = FORWARD_KEEP
     room: int = FORWARD_ROOM
+    head_dim_v: int = -1
 
     def __post_init__(self) -> None:
-        for name in ("head_dim", "tile", "segment"):
+        if self.head_dim_v == -1:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        for name in ("head_dim", "head_dim_v", "tile", "segment"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ProblemError(f"{name} must be an integer >= 1, got {value!r}")
@@ -79,8 +83,8 @@ class ForwardNumerics:
 
     @classmethod
     def of(cls, problem: Problem) -> ForwardNumerics:
-        """Those of a problem: they look at its head dim and dtype alone."""
-        return cls(problem.head_dim, problem.dtype)
+        """Those of a problem: they look at its head dims and dtype alone."""
+        return cls(problem.head_dim, problem.dtype, head_dim_v=problem.head_dim_v)
 
     def segments(self, first: int, last: int) -> list[list[int]]:
         """The kv tiles that hold columns ``first .. last``: by segment, each in the order of its tiles."""
@@ -96,5 +100,7 @@ class ForwardNumerics:
     def fingerprint(self) -> str:
         """SHA-256 of the numerics, 64 hexadecimal digits. Lengths, mask, heads and batch leave it alone."""
         numbers = (self.tile, self.segment, float(self.keep), self.room)
-        facts = (FORWARD_VERSION, self.head_dim, self.dtype, *numbers)
+        same = self.head_dim_v == self.head_dim
+        head_dim = self.head_dim if same else (self.head_dim, self.head_dim_v)
+        facts = (FORWARD_VERSION, head_dim, self.dtype, *numbers)
         return hashlib.sha256(repr(facts).encode()).hexdigest()

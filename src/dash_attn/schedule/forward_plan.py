@@ -217,7 +217,7 @@ def _q_tiles(problem: Problem, tile_m: int) -> tuple[IntArray, IntArray, IntArra
 
 def _section(problem: Problem) -> int:
     """As many kv heads as keep K and V in half of L2, a divisor of all; times q heads per kv head."""
-    size = 2 * 2 * problem.head_dim * int(problem.lengths[:, 1].sum())
+    size = 2 * (problem.head_dim + problem.head_dim_v) * int(problem.lengths[:, 1].sum())
     fit = max(1, (L2_BYTES // 2) // max(size, 1))
     return problem.group * max(
         n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n <= fit

@@ -308,7 +308,7 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of the numerics, 64 hexadecimal digits; placement, batch and head count leave it alone.
 
-        It covers the tile shape, head dimension, dtype, mask, q heads a kv head, and the head groups and
+        It covers the tile shape, head dimensions, dtype, mask, q heads a kv head, and the head groups and
         runs of every distinct pattern. Two plans with one fingerprint produce the same bytes on one backend.
         """
         return self.fingerprint_under(NUMERICS_VERSION)
@@ -317,7 +317,8 @@ class Plan:
         """The fingerprint of these numerics under a ``NUMERICS_VERSION``: for records of older ones."""
         p = self.problem
         digest = hashlib.sha256()
-        facts = (version, p.tile_m, p.tile_n, p.head_dim, p.dtype, p.mask.name, p.group)
+        head_dim = p.head_dim if p.head_dim_v == p.head_dim else (p.head_dim, p.head_dim_v)
+        facts = (version, p.tile_m, p.tile_n, head_dim, p.dtype, p.mask.name, p.group)
         digest.update(repr(facts).encode())
         for shape in sorted(self.patterns):
             pattern = self.patterns[shape]

@@ -38,6 +38,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "softcap": 30.0},
     "learnable sink": {"causal": True, "sink": True},
     "ALiBi": {"causal": True, "alibi": True},
+    "head_dim 192, of v 128": {"causal": True, "head_dim": 192, "head_dim_v": 128},
+    "documents by row_ends": {"causal": True, "documents": True},
+    "dropout": {"causal": True, "dropout_p": 0.1},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -127,10 +130,13 @@ def _support(
     packed: bool = False,
     kv_heads: int = 4,
     head_dim: int = 128,
+    head_dim_v: int | None = None,
     dtype: str = "bfloat16",
     softcap: float = 0.0,
     sink: bool = False,
     alibi: bool = False,
+    documents: bool = False,
+    dropout_p: float = 0.0,
 ) -> str:
     from ..api import is_supported
 
@@ -138,12 +144,14 @@ def _support(
     rows = (256,) if packed else (1, 256)
     like = {"dtype": getattr(torch, dtype), "device": device}
     q, k = (torch.zeros(*rows, heads, head_dim, **like) for heads in (4, kv_heads))
+    v = k[..., :head_dim_v]
     ends = torch.tensor([0, 100, 256], dtype=torch.int32)
     bounds = (ends, ends) if packed else ()
     found = is_supported(
-        q, k, k, *bounds, causal=causal, window_size=window_size, backend=backend, softcap=softcap,
+        q, k, v, *bounds, causal=causal, window_size=window_size, backend=backend, softcap=softcap,
         learnable_sink=torch.zeros(4, device=device) if sink else None,
-        alibi_slopes=torch.zeros(4, device=device) if alibi else None,
+        alibi_slopes=torch.zeros(4, device=device) if alibi else None, dropout_p=dropout_p,
+        row_ends=torch.full(k.shape[:-2], 256, dtype=torch.int32) if documents else None,
     )  # fmt: skip
     return "yes" if found else f"no: {found.reason}"
 

@@ -180,6 +180,7 @@ def shape_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--heads", type=int, help="default 8")
     group.add_argument("--kv-heads", type=int, help="default: as many as heads")
     group.add_argument("--head-dim", type=int, help="default 128")
+    group.add_argument("--head-dim-v", type=int, help="head dim of V, if another than --head-dim")
     group.add_argument("--dtype", choices=DTYPES, help="default bfloat16")
     group.add_argument("--policy", choices=("auto", *POLICIES), help="default auto")
     group.add_argument("--backend", metavar="NAME", help="cpu, sm90 or triton; default auto")

@@ -23,6 +23,7 @@ class Shape:
         batch, seqlen, seqlen_k: a dense batch; seqlen_k defaults to seqlen.
         seqlens, seqlens_k: lengths of packed sequences, in place of those three.
         heads, kv_heads, head_dim: kv_heads defaults to heads.
+        head_dim_v: of V, by default head_dim.
         causal, window: the mask; window is (left, right), -1: unbounded.
         dtype: "bfloat16", "float16", "float32" or "float64".
         policy: "auto" or a policy's name.
@@ -38,6 +39,7 @@ class Shape:
     heads: int = 8
     kv_heads: int | None = None
     head_dim: int = 128
+    head_dim_v: int | None = None
     causal: bool = False
     window: tuple[int, int] | None = None
     dtype: str = "bfloat16"
@@ -53,9 +55,9 @@ class Shape:
             if not isinstance(value, (list, tuple)) or any(type(x) is not int for x in value):
                 raise InputError(f"{name} must be a list of integers, got {value!r}")
             object.__setattr__(self, name, tuple(value))
-        for name in ("batch", "seqlen", "seqlen_k", "heads", "kv_heads", "head_dim", "seed"):
+        for name in ("batch", "seqlen", "seqlen_k", "heads", "kv_heads", "head_dim", "head_dim_v", "seed"):
             value = getattr(self, name)
-            optional = name in ("seqlen", "seqlen_k", "kv_heads")
+            optional = name in ("seqlen", "seqlen_k", "kv_heads", "head_dim_v")
             if type(value) is not int and not (optional and value is None):
                 raise InputError(f"{name} must be an integer, got {value!r}")
         if self.backend != "auto":
@@ -70,7 +72,7 @@ class Shape:
             raise InputError(f"seqlen_k {self.seqlen_k} belongs to seqlen, not to seqlens")
         if self.seqlens is None and self.seqlens_k is not None:
             raise InputError(f"seqlens_k {self.seqlens_k} belongs to seqlens, not to seqlen")
-        for name in ("seqlen", "seqlen_k"):
+        for name in ("seqlen", "seqlen_k", "head_dim_v"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be >= 1, got {value}")
@@ -113,8 +115,10 @@ class Shape:
         left, right = self.window or (-1, -1)
         mask = Mask.of_sides(left, 0 if self.causal else right)
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        sizes = self.heads, kv_heads, self.head_dim
         try:
-            return Problem(self.sequences, self.heads, kv_heads, self.head_dim, mask, self.dtype)
+            return Problem(self.sequences, *sizes, mask, self.dtype, head_dim_v=head_dim_v)
         except ProblemError as error:
             raise InputError(str(error)) from error
 
@@ -124,8 +128,11 @@ class Shape:
         if self.packed:
             length = f"{sum(q for q, _ in self.sequences)} tokens packed"
         heads = f"{problem.heads}" if problem.group == 1 else f"{problem.heads}:{problem.kv_heads}"
+        head_dim = f"{self.head_dim}"
+        if problem.head_dim_v != self.head_dim:
+            head_dim += f"/{problem.head_dim_v}"
         return (
-            f"{len(self.sequences)} x {length}, {heads} heads of {self.head_dim}, {problem.mask.name}, "
+            f"{len(self.sequences)} x {length}, {heads} heads of {head_dim}, {problem.mask.name}, "
             f"{self.dtype}"
         )
 

@@ -50,9 +50,9 @@ class _Prepared(Prepared):
             return forward(self.problem, q, k, v, scores, aux)
         batch, seqlen_q, heads, _ = q.shape
         rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
-        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores, aux)
+        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores, _packed(aux))
         # Not a view, so that a caller may write to it where autograd is on.
-        whole: Tensor = torch.ops.aten._unsafe_view(out, q.shape)
+        whole: Tensor = torch.ops.aten._unsafe_view(out, (*q.shape[:-1], out.shape[-1]))
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
 
     def _used(self, x: Tensor, keys: Keys) -> Tensor:
@@ -62,10 +62,8 @@ class _Prepared(Prepared):
             return torch.cat([x[at, :length] for at, length in enumerate(lengths)])
         return torch.cat([x[start : start + length] for start, length in zip(keys.starts, lengths)])
 
-    def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    ) -> None:
-        for name, x, shape in (("q", q, shapes[0]), ("k", k, shapes[1]), ("v", v, shapes[1])):
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+        for name, x, shape in zip("qkv", (q, k, v), shapes):
             if x.shape != shape:
                 raise PlanMismatchError(
                     f"{name} has shape {tuple(x.shape)}, the problem is for {shape or 'packed tensors'}"
@@ -85,14 +83,22 @@ class _Prepared(Prepared):
         refuse_backward(self._keys)
         if plan.problem != self.problem:
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
-        q, k = tensors.q, tensors.k
+        _, q, k, v, _, _ = tensors
         if q.ndim == 4:
             rows = [x.flatten(0, 1) for x in tensors[:-1]]
             tensors = Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
+            aux = _packed(aux)
         dq, dk, dv, dsink = executor.backward(
             plan, tensors, scores, aux, rng=disorder, ordered=disorder is None
         )
-        return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(k.shape), dsink)
+        return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsink)
+
+
+def _packed(aux: AuxTensors) -> AuxTensors:
+    """As beside packed tensors."""
+    if aux.rows is None:
+        return aux
+    return aux._replace(row_starts=aux.rows.starts.flatten(), row_ends=aux.rows.ends.flatten())
 
 
 class _CPU(Backend):

@@ -36,7 +36,9 @@ from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
-from ..base import NO_AUX, AuxTensors, Gradients, Tensors
+from ..base import NO_AUX, AuxTensors, Gradients, RowIntervals, Tensors
+from .dropout import dropout_of
+from .masks import outside_intervals
 from .sinks import sink_gradient
 from .tiles import TileMasks, TileRows, check_packed, copy_tile, distances, exact, slope_of
 
@@ -149,11 +151,11 @@ class _Backward:
 
     def __init__(self, problem: Problem, tensors: Tensors, scores: Scores, aux: AuxTensors = NO_AUX) -> None:
         x = tensors
-        check_packed(problem, {"q": x.q, "dout": x.dout, "out": x.out}, {"k": x.k, "v": x.v})
+        check_packed(problem, q=x.q, dout=x.dout, out=x.out, k=x.k, v=x.v)
         if x.lse.shape != (problem.heads, x.q.shape[0]):
             raise InputError(f"lse has shape {tuple(x.lse.shape)}, not {(problem.heads, x.q.shape[0])}")
         self.problem, self.tensors, self.aux = problem, tensors, aux
-        self.scale, self.cap = scores.softmax_scale, scores.softcap
+        self.scores, self.scale, self.cap = scores, scores.softmax_scale, scores.softcap
         self.rows, self.masks = TileRows(problem), TileMasks(problem.mask)
         self.q_rows: dict[QTile, _QRows] = {}
         self.items: dict[int, _Item] = {}
@@ -162,7 +164,7 @@ class _Backward:
         """One task: adds to its item's dK and dV and returns its contribution to dQ, unscaled."""
         rows, item = self._q_rows_of(task), self._item_of(task)
         dtype, wide = self.tensors.q.dtype, rows.q.dtype
-        hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
+        hidden = self._hidden(task, len(rows.q), item.rows)
         scores = torch.mm(rows.q, item.k.T)
         if self.cap:
             capped = scores.mul_(self.scale / self.cap).tanh_()
@@ -174,11 +176,18 @@ class _Backward:
         p = scores.sub_(rows.lse).exp_()
         if hidden is not None:
             p.masked_fill_(hidden, 0.0)
-        ds = torch.mm(rows.dout, item.v.T).sub_(rows.delta).mul_(p)
+        dp = torch.mm(rows.dout, item.v.T)
+        weights = p
+        if dropout := dropout_of(self.scores, self.aux, task.sequence, task.q_head):
+            top, left = task.q_tile * self.problem.tile_m, task.kv_tile * self.problem.tile_n
+            dropped = ~dropout.kept(top, left, len(p), p.shape[1])
+            weights = p.masked_fill(dropped, 0.0)
+            dp.mul_(dropout.rescale).masked_fill_(dropped, 0.0)
+        ds = dp.sub_(rows.delta).mul_(p)
         if self.cap:
             ds.mul_(1.0 - capped * capped)
         ds = ds.to(dtype).to(wide)
-        item.dv.addmm_(p.to(dtype).to(wide).T, rows.dout)
+        item.dv.addmm_(weights.to(dtype).to(wide).T, rows.dout)
         item.dk.addmm_(ds.T, rows.q)
         return torch.mm(ds, item.k)
 
@@ -188,6 +197,15 @@ class _Backward:
         start = task.q_tile * grid.tile_m + grid.diagonal - task.kv_tile * grid.tile_n
         rows, columns = scores.shape
         return distances(start, rows, columns, scores.dtype)
+
+    def _hidden(self, task: Task, rows: int, keys: slice) -> Tensor | None:
+        """(rows, keys) bool: what the mask hides, and what the intervals of the keys do."""
+        hidden = self.masks.hidden(self.problem.grid(task.sequence), task.kv_tile, task.q_tile)
+        if self.aux.rows is None:
+            return hidden
+        of_keys = RowIntervals(*(x[keys] for x in self.aux.rows))
+        outside = outside_intervals(of_keys, task.q_tile * self.problem.tile_m, rows)
+        return outside if hidden is None else hidden | outside
 
     def dq(self, sums: dict[QTile, Tensor]) -> Tensor:
         """dQ from the sum of every q tile; a q tile without a task has none, and zero gradients."""
@@ -199,14 +217,14 @@ class _Backward:
     def dk_dv(self) -> tuple[Tensor, Tensor]:
         """dK and dV; zero for kv tiles without a task."""
         dk = self.tensors.k.new_zeros(self.tensors.k.shape)
-        dv = torch.zeros_like(dk)
+        dv = self.tensors.v.new_zeros(self.tensors.v.shape)
         for parts in self._items_of_kv_tiles():
             whole = parts[0]
             for part in parts[1:]:
                 whole.dk.add_(part.dk)
                 whole.dv.add_(part.dv)
             dk[whole.rows, whole.kv_head] = whole.dk.mul_(self.scale).to(dk.dtype)
-            dv[whole.rows, whole.kv_head] = whole.dv.to(dv.dtype)
+            dv[whole.rows, whole.kv_head] = whole.dv.mul_(self.scores.dropout_rescale).to(dv.dtype)
         return dk, dv
 
     def _items_of_kv_tiles(self) -> list[list[_Item]]:

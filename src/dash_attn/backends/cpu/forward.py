@@ -25,8 +25,9 @@ from torch import Tensor
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
 from ...scores import Scores, scores_of
-from ..base import NO_AUX, AuxTensors
-from .masks import hidden_elements
+from ..base import NO_AUX, AuxTensors, RowIntervals
+from .dropout import Dropout, dropout_of
+from .masks import hidden_elements, outside_intervals
 from .tiles import TileRows, accumulator, check_packed, distances, exact, slope_of
 
 __all__ = ["forward"]
@@ -51,14 +52,14 @@ def forward(
     Args:
         plan: a plan or its problem; the plan of a backward says nothing about the forward.
         q: (total_q, heads, head_dim), CPU, the problem's dtype.
-        k, v: (total_k, kv_heads, head_dim).
+        k, v: (total_k, kv_heads, head_dim); v may have another head dim.
         scores: what becomes of Q K^T; a number is the softmax scale alone.
-        aux: the tensors that this takes.
+        aux: the tensors that this takes; rows that see each key are packed.
         numerics: others than the problem's own, for tests.
         rng: computes segments in a random order. It changes no bit.
 
     Returns:
-        out: (total_q, heads, head_dim), the dtype of q; zero in rows that see no column.
+        out: (total_q, heads, head dim of v), the dtype of q; zero in rows that see no column.
         lse: (heads, total_q) float32 (float64 for float64), natural logarithm; -inf in such rows, or the
             sink.
 
@@ -66,23 +67,26 @@ def forward(
         InputError: a tensor does not fit the problem.
     """
     problem = plan.problem if isinstance(plan, Plan) else plan
-    check_packed(problem, {"q": q}, {"k": k, "v": v})
+    check_packed(problem, q=q, k=k, v=v)
     numerics = ForwardNumerics.of(problem) if numerics is None else numerics
-    out = q.new_zeros(q.shape)
+    scores = scores_of(scores)
+    out = q.new_zeros((*q.shape[:-1], problem.head_dim_v))
     lse = q.new_full((problem.heads, q.shape[0]), -torch.inf, dtype=accumulator(q.dtype))
     starts = TileRows(problem)
     masks: _Masks = {}
     with exact():
         for sequence in range(len(problem.sequences)):
             both = (starts.q_start, starts.k_start)
-            rows, columns = (slice(*side[sequence : sequence + 2]) for side in both)
+            at, columns = (slice(*side[sequence : sequence + 2]) for side in both)
+            intervals = None if aux.rows is None else RowIntervals(*(x[columns] for x in aux.rows))
             for kv_head in range(problem.kv_heads):
                 keys = k[columns, kv_head], v[columns, kv_head]
-                one = _Head(problem.grid(sequence), numerics, scores_of(scores), *keys, masks)
+                one = _Head(problem.grid(sequence), numerics, scores, *keys, masks, intervals)
                 for head in range(kv_head * problem.group, (kv_head + 1) * problem.group):
                     sink = None if aux.learnable_sink is None else aux.learnable_sink[head]
-                    mine = _QHead(q[rows, head], sink, slope_of(aux, sequence, head))
-                    out[rows, head], lse[head, rows] = one.run(mine, rng)
+                    dropout = dropout_of(scores, aux, sequence, head)
+                    mine = _QHead(q[at, head], sink, slope_of(aux, sequence, head), dropout)
+                    out[at, head], lse[head, at] = one.run(mine, rng)
     return out, lse
 
 
@@ -109,15 +113,16 @@ class _State(NamedTuple):
 
 
 class _QHead(NamedTuple):
-    """A q head of a sequence: q, (seqlen_q, head_dim), and what only its scores take."""
+    """A q head of a sequence: q, (seqlen_q, head_dim), and what only its scores and weights take."""
 
     q: Tensor
     sink: Tensor | None
     slope: float
+    dropout: Dropout | None
 
 
 class _Head:
-    """One kv head of a sequence; k and v are (seqlen_k, head_dim)."""
+    """One kv head of a sequence; k and v are (seqlen_k, head_dim), v with a head dim of its own."""
 
     def __init__(
         self,
@@ -127,8 +132,11 @@ class _Head:
         k: Tensor,
         v: Tensor,
         masks: _Masks,
+        intervals: RowIntervals | None,
     ) -> None:
+        """``masks``: of the mask alone, kept for all heads."""
         self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
+        self.intervals = intervals
         size = numerics.tile
         starts = range(0, len(k), size)
         self.keys = [_padded(k[left : left + size], size) for left in starts]
@@ -139,7 +147,7 @@ class _Head:
         """(out, lse) of a q head. The sink is a segment behind all others."""
         q = head.q
         lse = q.new_full((len(q),), -torch.inf, dtype=accumulator(q.dtype))
-        out = torch.zeros_like(q)
+        out = q.new_zeros((len(q), self.numerics.head_dim_v))
         for top in range(0, len(q), ROWS):
             at = slice(top, min(top + ROWS, len(q)))
             first, last = self.grid.columns(np.arange(at.start, at.stop))
@@ -148,10 +156,12 @@ class _Head:
             if seen.any():
                 found = self._segments(head, top, int(first[seen].min()), int(last[seen].max()), rng)
             if head.sink is not None:
-                found.append(_of_sink(head.sink, q))
+                found.append(_of_sink(head.sink, out))
             if found:
                 rows = at.stop - at.start
-                out[at], lse[at] = (x[:rows] for x in _results(reduce(_folded, found)))
+                state = reduce(_folded, found)
+                rescale = 1.0 if head.dropout is None else head.dropout.rescale
+                out[at], lse[at] = (x[:rows] for x in _results(state, rescale))
         return out, lse
 
     def _segments(
@@ -169,21 +179,25 @@ class _Head:
     def _segment(self, head: _QHead, top: int, kv_tiles: list[int]) -> _State:
         q = head.q
         nothing = q.new_zeros(len(q), 1)
-        state = _State(nothing - torch.inf, nothing, torch.zeros_like(q))
+        state = _State(nothing - torch.inf, nothing, q.new_zeros((len(q), self.numerics.head_dim_v)))
+        size = self.numerics.tile
         for kv in kv_tiles:
+            left = kv * size
             scores = torch.mm(q, self.keys[kv].T)
             if self.cap:
                 scores.mul_(self.scale / self.cap).tanh_().mul_(self.cap)
             else:
                 scores.mul_(self.scale)
             if head.slope:
-                start, size = top + self.grid.diagonal - kv * self.numerics.tile, self.numerics.tile
-                slope = head.slope * math.log2(math.e)
-                scores.sub_(distances(start, ROWS, size, scores.dtype).mul_(slope))
-            hidden = self._hidden(top, kv * self.numerics.tile)
+                far = distances(top + self.grid.diagonal - left, ROWS, size, scores.dtype)
+                scores.sub_(far.mul_(head.slope * math.log2(math.e)))
+            hidden = self._hidden(top, left)
+            if self.intervals is not None:
+                hidden = self._outside(top, left, hidden)
             if hidden is not None:
                 scores.masked_fill_(hidden, -torch.inf)
-            state = self._with(state, scores, hidden, self.values[kv])
+            kept = None if head.dropout is None else head.dropout.kept(top, left, ROWS, size)
+            state = self._with(state, scores, (hidden, kept), self.values[kv])
         return state
 
     def _hidden(self, top: int, left: int) -> Tensor | None:
@@ -197,8 +211,20 @@ class _Head:
             self.masks[start, there] = hidden if hidden.any() else None
         return self.masks[start, there]
 
-    def _with(self, state: _State, scores: Tensor, hidden: Tensor | None, values: _Values) -> _State:
-        """A state that has seen one more kv tile."""
+    def _outside(self, top: int, left: int, hidden: Tensor | None) -> Tensor:
+        """(ROWS, tile) bool: what is hidden, by the intervals of the keys as well."""
+        assert self.intervals is not None
+        size = self.numerics.tile
+        of_keys = RowIntervals(*(x[left : left + size] for x in self.intervals))
+        outside = outside_intervals(of_keys, top, ROWS)
+        outside = torch.nn.functional.pad(outside, (0, size - outside.shape[1]), value=True)
+        return outside if hidden is None else outside | hidden
+
+    def _with(
+        self, state: _State, scores: Tensor, masks: tuple[Tensor | None, Tensor | None], values: _Values
+    ) -> _State:
+        """A state that has seen one more kv tile; ``masks``: what is hidden, and what dropout keeps."""
+        hidden, kept = masks
         found = scores.amax(1, keepdim=True)
         rises = found > state.maximum + self.numerics.keep
         fresh = state.maximum == -torch.inf
@@ -206,6 +232,8 @@ class _Head:
         shift = _finite(maximum)
         decay, p = torch.exp2(state.maximum - shift), torch.exp2(scores - shift)
         total = state.total * decay + p.sum(1, keepdim=True)
+        if kept is not None:
+            p.masked_fill_(~kept, 0.0)
         p = p.to(self.dtype).to(p.dtype)
         out = (state.out * decay).addmm_(p, values.tame)
         for column, wild in values.wild.items():
@@ -230,18 +258,18 @@ def _folded(before: _State, state: _State) -> _State:
     return _State(maximum, before.total * left + state.total * right, before.out * left + state.out * right)
 
 
-def _of_sink(sink: Tensor, q: Tensor) -> _State:
-    """What a q tile knows of a key that has the sink for its score, and no value."""
-    wide = accumulator(q.dtype)
+def _of_sink(sink: Tensor, out: Tensor) -> _State:
+    """What a q tile knows of a key that has the sink for its score, and no value; ``out``: of its head."""
+    wide = accumulator(out.dtype)
     maximum = (sink.detach().to(wide) * math.log2(math.e)).expand(ROWS, 1)
-    return _State(maximum, torch.ones_like(maximum), q.new_zeros(ROWS, q.shape[1], dtype=wide))
+    return _State(maximum, torch.ones_like(maximum), out.new_zeros(ROWS, out.shape[1], dtype=wide))
 
 
-def _results(state: _State) -> tuple[Tensor, Tensor]:
-    """(out, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
+def _results(state: _State, rescale: float) -> tuple[Tensor, Tensor]:
+    """(out * rescale, lse); a row that saw nothing has total 0: out 0, lse log(0) = -inf."""
     lse = (_finite(state.maximum) + state.total.log2()).mul_(math.log(2.0)).squeeze(1)
     # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
-    return state.out / state.total.masked_fill(state.total == 0, 1.0) + 0.0, lse
+    return state.out / state.total.masked_fill(state.total == 0, 1.0) * rescale + 0.0, lse
 
 
 def _finite(maximum: Tensor) -> Tensor:

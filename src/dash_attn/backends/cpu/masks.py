@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ...problem import Mask
+from ..base import RowIntervals
 
-__all__ = ["hidden_elements"]
+__all__ = ["hidden_elements", "outside_intervals"]
 
 
 def hidden_elements(mask: Mask, positions: Tensor, columns: int) -> Tensor:
@@ -30,3 +31,14 @@ def hidden_elements(mask: Mask, positions: Tensor, columns: int) -> Tensor:
     if last is not None:
         hidden |= column > last
     return hidden
+
+
+def outside_intervals(rows: RowIntervals, first: int, count: int) -> Tensor:
+    """(count, keys) bool, True where a row from ``first`` on is not in the interval of a key.
+
+    >>> ends = torch.tensor([1, 3], dtype=torch.int32)
+    >>> outside_intervals(RowIntervals(torch.zeros_like(ends), ends), 0, 4).int().T.tolist()
+    [[0, 1, 1, 1], [0, 0, 0, 1]]
+    """
+    row = torch.arange(first, first + count, device=rows.starts.device)[:, None]
+    return (row < rows.starts) | (row >= rows.ends)

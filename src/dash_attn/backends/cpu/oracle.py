@@ -14,7 +14,8 @@ from torch import Tensor
 from ...problem import Mask
 from ...scores import Scores, scores_of
 from ..base import NO_AUX, AuxTensors
-from .masks import hidden_elements
+from .dropout import dropout_of
+from .masks import hidden_elements, outside_intervals
 
 __all__ = ["Inputs", "Results", "oracle_backward", "oracle_forward", "plain_attention", "sink_gradient"]
 
@@ -23,7 +24,10 @@ SLICE = 2**25
 
 
 class Inputs(NamedTuple):
-    """One sequence: dout, q (seqlen_q, heads, head_dim), k, v (seqlen_k, kv_heads, head_dim)."""
+    """One sequence: dout, q (seqlen_q, heads, head_dim), k, v (seqlen_k, kv_heads, head_dim).
+
+    v and dout may have another head dim than q and k.
+    """
 
     dout: Tensor
     q: Tensor
@@ -32,7 +36,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Of one sequence: out and dq as q, lse (heads, seqlen_q), dk and dv as k; or of a whole batch."""
+    """Of one sequence, or of a batch: out as dout, lse (heads, seqlen_q), dq, dk and dv as q, k and v."""
 
     out: Tensor
     lse: Tensor
@@ -50,6 +54,7 @@ def plain_attention(
     *,
     q_start: int | None = None,
     aux: AuxTensors = NO_AUX,
+    sequence: int = 0,
 ) -> Results:
     """Attention and its gradients, one head after the other.
 
@@ -60,7 +65,8 @@ def plain_attention(
         dtype: float64 for what is exact. A dtype of 16 bits for what must be expected of one: products in
             float32, with P, dS and the results rounded to it, as every kernel does.
         q_start: column aligned with row 0, by default ``seqlen_k - seqlen_q`` (bottom-right).
-        aux: the tensors that scores take; slopes (heads,).
+        aux: the tensors that scores take; slopes (heads,), rows that see each key (seqlen_k,).
+        sequence: its number in the batch, which dropout knows.
 
     Returns:
         Tensors of float64; of float32 where ``dtype`` is narrower. Rows that see no column have out 0,
@@ -68,11 +74,12 @@ def plain_attention(
         touches, seen or not: 0 * NaN is NaN.
     """
     dout, q, k, v = inputs
-    softmax_scale, softcap, *_ = scores_of(scores)
+    scores = scores_of(scores)
+    softmax_scale, softcap, rescale = scores.softmax_scale, scores.softcap, scores.dropout_rescale
     narrow = dtype.itemsize == 2
     wide = torch.float32 if narrow else dtype
     group = q.shape[1] // k.shape[1]
-    out, dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, q, k, v))
+    out, dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (dout, q, k, v))
     lse = q.new_zeros((q.shape[1], len(q)), dtype=wide)
     positions = torch.arange(len(q), device=q.device) + (len(k) - len(q) if q_start is None else q_start)
 
@@ -83,6 +90,8 @@ def plain_attention(
     for start in range(0, len(q), step):
         at = slice(start, start + step)
         hidden = hidden_elements(mask, positions[at], len(k))
+        if aux.rows is not None:
+            hidden |= outside_intervals(aux.rows, start, len(hidden))
         for head in range(q.shape[1]):
             kh, vh = (x[:, head // group].to(wide) for x in (k, v))
             qh, doh = (x[at, head].to(wide) for x in (q, dout))
@@ -99,13 +108,17 @@ def plain_attention(
                 lse[head, at] = torch.logaddexp(lse[head, at], aux.learnable_sink[head].to(wide))
             # A row that sees nothing has -inf - -inf = NaN everywhere, and every element of it is hidden.
             p = s.sub_(lse[head, at, None]).exp_().masked_fill_(hidden, 0.0)
-            out[at, head] = rounded(rounded(p) @ vh)
+            weights, dp = p, doh @ vh.mT
+            if dropout := dropout_of(scores, aux, sequence, head):
+                kept = dropout.kept(start, 0, *p.shape).to(p.device)
+                weights, dp = p * kept, dp.mul_(kept).mul_(rescale)  # not kept * rescale: that is float32
+            out[at, head] = rounded((rounded(weights) @ vh).mul_(rescale))
             delta = (doh * out[at, head]).sum(-1, keepdim=True)
-            ds = (doh @ vh.mT).sub_(delta).mul_(p)
+            ds = dp.sub_(delta).mul_(p)
             ds = rounded(ds if slope is None else ds.mul_(slope))
             dq[at, head] = rounded((ds @ kh).mul_(softmax_scale))
             dk[:, head // group] += (ds.mT @ qh).mul_(softmax_scale)
-            dv[:, head // group] += rounded(p).mT @ doh
+            dv[:, head // group] += (rounded(weights).mT @ doh).mul_(rescale)
     return Results(out, lse, dq, rounded(dk), rounded(dv))
 
 
@@ -126,15 +139,16 @@ def oracle_forward(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), any float dtype.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads; v may have another head dim.
         mask: a band mask, aligned bottom-right.
         softmax_scale: factor on Q K^T.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim).
+        out: (batch, seqlen_q, heads, head dim of v).
         lse: (batch, heads, seqlen_q).
     """
-    found = _dense(Inputs(torch.zeros_like(q), q, k, v), mask, softmax_scale)
+    dout = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    found = _dense(Inputs(dout, q, k, v), mask, softmax_scale)
     return found.out, found.lse
 
 
@@ -143,7 +157,7 @@ def oracle_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of a dense batch in float64, in the shapes of q, k and v.
 
-    Arguments as in :func:`oracle_forward`; dout has the shape of q.
+    Arguments as in :func:`oracle_forward`; dout has the shape of out.
 
     >>> q = torch.ones(1, 2, 1, 1)
     >>> v = torch.tensor([1.0, 3.0]).view(1, 2, 1, 1)

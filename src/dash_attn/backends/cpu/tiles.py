@@ -95,14 +95,14 @@ class TileMasks:
         return self.bands[key]
 
 
-def check_packed(problem: Problem, q_like: dict[str, Tensor], k_like: dict[str, Tensor]) -> None:
-    """Packed shapes, dtype and device of every tensor."""
-    q_shape, k_shape, _ = tensor_shapes(problem)[3]
-    for tensors, shape in ((q_like, q_shape), (k_like, k_shape)):
-        for name, x in tensors.items():
-            if x.shape != shape:
-                raise InputError(f"{name} has shape {tuple(x.shape)}, the problem says {shape}")
-            if str(x.dtype) != f"torch.{problem.dtype}":
-                raise InputError(f"{name} has dtype {x.dtype}, the problem says torch.{problem.dtype}")
-            if x.device.type != "cpu":
-                raise InputError(f"{name} is on {x.device}, this backend runs on cpu")
+def check_packed(problem: Problem, **tensors: Tensor) -> None:
+    """Packed shapes, dtype and device of q, k, v, out and dout."""
+    shapes = tensor_shapes(problem)[3]._asdict()
+    for name, x in tensors.items():
+        shape = shapes["out" if name == "dout" else name]
+        if x.shape != shape:
+            raise InputError(f"{name} has shape {tuple(x.shape)}, the problem says {shape}")
+        if str(x.dtype) != f"torch.{problem.dtype}":
+            raise InputError(f"{name} has dtype {x.dtype}, the problem says torch.{problem.dtype}")
+        if x.device.type != "cpu":
+            raise InputError(f"{name} is on {x.device}, this backend runs on cpu")

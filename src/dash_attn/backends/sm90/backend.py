@@ -35,6 +35,8 @@ __all__ = ["BACKEND"]
 
 class _Prepared(Prepared):
     def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
+        if reason := _why_no_head_dim(problem):
+            raise InputError(reason)
         self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
         self._forwards: dict[bool, Forward] = {}
         self._shapes = forward_shapes(problem, packed, keys)
@@ -63,9 +65,9 @@ class _Prepared(Prepared):
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
-        if (q.shape, k.shape) == self._shapes and v.shape == k.shape:
+        if (q.shape, k.shape, v.shape) == self._shapes:
             return
-        for name, x, shape in (("q", q, self._shapes[0]), ("k", k, self._shapes[1]), ("v", v, k.shape)):
+        for name, x, shape in zip("qkv", (q, k, v), self._shapes):
             if x.shape != shape:
                 raise PlanMismatchError(f"{name} has shape {tuple(x.shape)}, the problem says {tuple(shape)}")
 
@@ -106,9 +108,22 @@ def _debug() -> Debug | None:
     return Debug(bounded=True, trace="trace" in asked) if asked else None
 
 
+def _why_no_head_dim(problem: Problem) -> str:
+    if problem.head_dim not in HEAD_DIMS:
+        return (
+            f"head_dim {problem.head_dim} is not supported by sm90; supported: multiples of "
+            f"{HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
+        )
+    if problem.head_dim_v != problem.head_dim:
+        return f"head_dim_v {problem.head_dim_v} beside head_dim {problem.head_dim} is not supported by sm90"
+    return ""
+
+
 @lru_cache
 def _why_no_scores(scores: Scores) -> str:
     """Why the kernels do not have what is made of scores: they have the softmax scale, and sinks."""
+    if scores.row_intervals:
+        return "row_starts and row_ends are not supported by sm90"
     for name, value in scores._asdict().items():
         if value and name not in ("softmax_scale", "sink"):
             return f"{name if value is True else f'{name} {value}'} is not supported by sm90"
@@ -140,12 +155,8 @@ class _SM90(Backend):
             return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(DTYPES)}"
-        if problem.head_dim not in HEAD_DIMS:
-            return (
-                f"head_dim {problem.head_dim} is not supported by sm90; supported: multiples of "
-                f"{HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-            )
-        if reason := _why_no_scores(scores) or why_no_scale(scores.softmax_scale):
+        of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
+        if reason := _why_no_head_dim(problem) or of_scores:
             return reason
         if problem.q_starts is not None:
             return (

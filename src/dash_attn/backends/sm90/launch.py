@@ -23,7 +23,7 @@ from torch import Tensor
 from ...errors import HandOverError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
-from ..base import NOTHING, Gradients, Tensors, as_current
+from ..base import NOTHING, Gradients, Shapes, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
@@ -171,8 +171,8 @@ def _variant(place: OnDevice, plan: Plan, ordered: bool, debug: Debug) -> _Varia
 
 def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
     """The plan's shapes and dtype: the kernels take them from the plan table and from the tensors."""
-    q, k, lse = place.shapes.get(given.q.ndim, ((), (), ()))
-    shapes, dtypes = (q, q, k, k, q, lse), (*[place.dtype] * 5, torch.float32)
+    shapes = place.shapes.get(given.q.ndim, Shapes()).of_tensors
+    dtypes = (*[place.dtype] * 5, torch.float32)
     if tuple(x.shape for x in given) == shapes and tuple(x.dtype for x in given) == dtypes:
         return
     for name, x, shape, dtype in zip(Tensors._fields, given, shapes, dtypes):

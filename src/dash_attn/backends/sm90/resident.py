@@ -115,6 +115,8 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
 
 def _check_tiles(plan: Plan) -> None:
     p = plan.problem
+    if p.head_dim_v != p.head_dim:
+        raise PlanMismatchError(f"the plan has head_dim_v {p.head_dim_v} beside head_dim {p.head_dim}")
     kernel = tiles_of(kernel_of(p.head_dim)[0])
     if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
         raise PlanMismatchError(

@@ -21,6 +21,7 @@ from ..base import (
     Gradients,
     Keys,
     Prepared,
+    Shapes,
     Tensors,
     as_current,
     forward_shapes,
@@ -47,12 +48,9 @@ class _Prepared(Prepared):
         self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
         self._forward = Forward(problem, device, packed, keys)
         self._backward: Backward | None = Backward(problem, device, packed) if keys is None else None
-        self._shapes: tuple[tuple[int, ...], ...]
-        if keys is None:
-            # None of dense tensors where sequences are not equally long: no tensor fits then.
-            self._shapes = tensor_shapes(problem).get(3 if packed else 4, ((), (), ()))
-        else:
-            self._shapes = (*forward_shapes(problem, packed, keys), ())
+        # None of dense tensors where sequences are not equally long: no tensor fits then.
+        whole = tensor_shapes(problem).get(3 if packed else 4, Shapes())
+        self._shapes = whole if keys is None else Shapes(*forward_shapes(problem, packed, keys))
 
     @property
     def forward_fingerprint(self) -> str:
@@ -61,8 +59,7 @@ class _Prepared(Prepared):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        of_q, of_k, _ = self._shapes
-        self._check({"q": (q, of_q), "k": (k, of_k), "v": (v, of_k)})
+        self._check(dict(zip("qkv", zip((q, k, v), self._shapes[:3]))))
         with as_current(self.device):
             return self._forward(q, k, v, scores, aux)
 
@@ -80,16 +77,14 @@ class _Prepared(Prepared):
         refuse_backward(self._keys)
         assert self._backward is not None
         tiles = plan.problem.tile_m, plan.problem.tile_n
-        if tiles != BACKEND.tiles(plan.problem.head_dim):
+        if tiles != BACKEND.tiles(plan.problem.widest):
             raise PlanMismatchError(
-                f"the plan has tiles {tiles}, the kernels have {BACKEND.tiles(plan.problem.head_dim)}"
+                f"the plan has tiles {tiles}, the kernels have {BACKEND.tiles(plan.problem.widest)}"
             )
         if plan.problem != self.problem:
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         _ = plan.min_workers  # an error unless it was proven; how many there are is no matter here
-        of_q, of_k, of_lse = self._shapes
-        shapes = (of_q, of_q, of_k, of_k, of_q, of_lse)
-        self._check(dict(zip(Tensors._fields, zip(tensors, shapes))))
+        self._check(dict(zip(Tensors._fields, zip(tensors, self._shapes.of_tensors))))
         with as_current(self.device):
             return self._backward(plan, tensors, scores, aux, disorder)
 
@@ -136,11 +131,12 @@ class _Triton(Backend):
                 )
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not supported by triton; supported: {', '.join(DTYPES)}"
-        if problem.head_dim not in HEAD_DIMS:
-            return (
-                f"head_dim {problem.head_dim} is not supported by triton; supported: multiples of "
-                f"{HEAD_DIMS.step} up to {HEAD_DIMS[-1]}"
-            )
+        for name in ("head_dim", "head_dim_v"):
+            if (value := getattr(problem, name)) not in HEAD_DIMS:
+                return (
+                    f"{name} {value} is not supported by triton; supported: multiples of "
+                    f"{HEAD_DIMS.step} up to {HEAD_DIMS[-1]}"
+                )
         return ""
 
     def tiles(self, head_dim: int) -> tuple[int, int]:

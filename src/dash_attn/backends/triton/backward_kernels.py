@@ -16,10 +16,17 @@ import triton.language as tl
 from .parts import (
     capped,
     distance,
+    intervals_of,
+    kept,
+    keys_within,
     load_rows,
+    places,
     row_interval,
     sequence_of,
     slope_of,
+    store_rows,
+    tiles_within,
+    visible_part,
     whole_columns,
     whole_part,
     whole_rows,
@@ -36,7 +43,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def prepare_kernel(
     out, dout, lse, delta, lse2, table,
     out_batch, out_row, out_head, do_batch, do_row, do_head, lse_batch, lse_head, tiles,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The log-sum-exp of rows that see nothing becomes 0, so that no infinity is subtracted."""
     pid = tl.program_id(0)
@@ -48,8 +55,8 @@ def prepare_kernel(
     there = rows < seqlen_q
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
-    o_tile = load_rows(out_base, out_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D).to(tl.float32)
-    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D).to(tl.float32)
+    o_tile = load_rows(out_base, out_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
     tl.store(delta + at, tl.sum(o_tile * do_tile, 1), mask=there)
     natural = tl.load(lse + at, mask=there, other=0.0)
@@ -90,14 +97,16 @@ def sinks_kernel(sums, dsink, sequences, heads):
 
 @triton.jit
 def add_rows(
-    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, record,
-    q_row, q_head, do_row, do_head, lse_head,
+    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, seed, threshold,
+    rescale, record, q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-    cap2, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, CUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    TILE_M: tl.constexpr,
+    cap2, starts, ends, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    INTERVALS: tl.constexpr, CUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
 ):  # fmt: skip
-    """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores."""
+    """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores.
+    ``starts`` and ``ends``: with INTERVALS the rows that see each key."""
     STEPS: tl.constexpr = TILE_M // ROWS
     task = task + 0 * end  # a number that the compiler knows could not change in the loop
     head = head_first
@@ -107,7 +116,7 @@ def add_rows(
         q_here = q_base + head.to(tl.int64) * q_head * 8
         do_here = do_base + head.to(tl.int64) * do_head * 8
         q_tile = load_rows(q_here, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-        do_tile = load_rows(do_here, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+        do_tile = load_rows(do_here, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
         rows = top + tl.arange(0, ROWS)
         at = head.to(tl.int64) * lse_head + rows
         lse_here = tl.load(lse2 + at, mask=rows < seqlen_q, other=0.0)
@@ -127,9 +136,17 @@ def add_rows(
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
             seen = (keys[:, None] >= first[None, :]) & (keys[:, None] <= last[None, :])
+            if INTERVALS:
+                seen &= (rows[None, :] >= starts[:, None]) & (rows[None, :] < ends[:, None])
             p = tl.where(seen, p, 0.0)
-        dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+        weights = p
+        if DROPOUT:
+            keep = tl.trans(kept(tl.load(seed), threshold, record, head, rows, begin, KEYS))
+            weights = tl.where(keep, p, 0.0)
+        dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        if DROPOUT:
+            dp = tl.where(keep, dp * rescale, 0.0)
         ds = p * (dp - delta_here[None, :])
         if SOFTCAP:
             ds = ds * (1.0 - tanh * tanh)
@@ -146,25 +163,28 @@ def add_rows(
 @triton.jit(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
-        "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "lse_batch", "lse_head",
-        "group", "left", "right", "slope_batch",
+        "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head",
+        "lse_batch", "lse_head", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, slopes, dk, dv, sums, table, visits,
+    q, k, v, dout, lse2, delta, slopes, seed, row_starts, row_ends, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    do_batch, do_row, do_head, dk_batch, dk_row, dk_head, lse_batch, lse_head,
-    group, left, right, slope_batch, scale, scale2, cap2,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    do_batch, do_row, do_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, lse_batch, lse_head,
+    group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
+    Tiles at their ends that INTERVALS empty are left out: they would add 0.
 
     An item is shared by TILE_N / KEYS programs, for its keys share no sum. A q tile is taken in TILE_M / ROWS
     steps.
     """
     PARTS: tl.constexpr = TILE_N // KEYS
+    # Large heads have no registers for three loops; INTERVALS may cut any tile.
+    LOOPS: tl.constexpr = 3 if BLOCK_D <= 128 and BLOCK_DV <= 128 and not INTERVALS else 1
     pid = tl.program_id(0)
     part = pid % PARTS
     record = table + (pid // PARTS).to(tl.int64) * 16
@@ -181,54 +201,66 @@ def dkdv_kernel(
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + kv_head * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + kv_head * v_head * 8
     k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
-    v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
+    v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
     q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8
     row_base = batch_q * lse_batch + start_q
 
     dk_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
-    dv_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
+    dv_tile = tl.zeros((KEYS, BLOCK_DV), tl.float32)
     low, high = whole_rows(begin, KEYS, TILE_M, diagonal, seqlen_q, seqlen_k, left, right)
+    starts = keys
+    ends = keys
+    if INTERVALS:
+        row_starts += batch_k * rows_batch + start_k
+        row_ends += batch_k * rows_batch + start_k
+        starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+        low, high = tiles_within(starts, ends, seqlen_q, TILE_M)
     for visit in range(visit_first, visit_first + visit_count):
         q_first = tl.load(visits + visit * 3)
         q_step = tl.load(visits + visit * 3 + 1)
         count = tl.load(visits + visit * 3 + 2)
         # What nothing is hidden of has a loop of its own: a branch in the loop would take as long as its
-        # products. Large heads have no registers for three loops.
+        # products.
         whole, cut = count, count
-        if BLOCK_D <= 128:
+        if LOOPS == 3:
             whole, cut = whole_part(q_first, q_step, count, low, high)
-        ends = (0, whole, cut, count)
-        for third in tl.static_range(3 if BLOCK_D <= 128 else 1):
+        skipped = 0
+        if INTERVALS:
+            skipped, whole = visible_part(q_first, q_step, count, low, high)
+        bounds = (skipped, whole, cut, count)
+        for third in tl.static_range(LOOPS):
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
-                slopes, slope_batch, record,
+                slopes, slope_batch, seed, threshold, rescale, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
-                ends[third], ends[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
-                cap2, SOFTCAP, ALIBI, third != 1, HEAD_DIM, BLOCK_D, ROWS, KEYS, TILE_M,
+                bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
+                cap2, starts, ends, SOFTCAP, ALIBI, DROPOUT, INTERVALS, third != 1,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M,
             )  # fmt: skip
 
-    dims = tl.arange(0, BLOCK_D)
+    if DROPOUT:
+        dv_tile = dv_tile * rescale
     if slot < 0:
-        base = batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
-        where = base + keys.to(tl.int64)[:, None] * dk_row * 8 + dims[None, :]
-        mask = key_there[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(dk + where, (dk_tile * scale).to(dk.dtype.element_ty), mask=mask)
-        tl.store(dv + where, dv_tile.to(dv.dtype.element_ty), mask=mask)
+        dk_base = dk + batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
+        dv_base = dv + batch_k * dv_batch * 8 + start_k * dv_row * 8 + kv_head * dv_head * 8
+        store_rows(dk_base, dk_row, keys, key_there, dk_tile * scale, HEAD_DIM, BLOCK_D)
+        store_rows(dv_base, dv_row, keys, key_there, dv_tile, HEAD_DIM_V, BLOCK_DV)
     else:
-        inner = (part * KEYS + tl.arange(0, KEYS))[:, None] * BLOCK_D + dims[None, :]
-        place = sums + slot * (2 * TILE_N * BLOCK_D) + inner
-        tl.store(place, dk_tile)
-        tl.store(place + TILE_N * BLOCK_D, dv_tile)
+        place = sums + slot * (TILE_N * (BLOCK_D + BLOCK_DV))
+        tl.store(place + places(part * KEYS, KEYS, BLOCK_D), dk_tile)
+        tl.store(place + TILE_N * BLOCK_D + places(part * KEYS, KEYS, BLOCK_DV), dv_tile)
 
 
-@triton.jit(do_not_specialize=["dk_batch", "dk_row", "dk_head"])
+@triton.jit(do_not_specialize=["dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head"])
 def fold_kernel(
-    sums, dk, dv, table, dk_batch, dk_row, dk_head, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr, TILE_N: tl.constexpr,
+    sums, dk, dv, table, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    KEYS: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a kv tile from the sums of its head groups."""
     PARTS: tl.constexpr = TILE_N // KEYS
+    SIZE: tl.constexpr = TILE_N * (BLOCK_D + BLOCK_DV)
     pid = tl.program_id(0)
     part = pid % PARTS
     record = table + (pid // PARTS).to(tl.int64) * 16
@@ -238,41 +270,41 @@ def fold_kernel(
     slot = tl.load(record + 12).to(tl.int64)
     step = tl.load(record + 13).to(tl.int64)
     keys = tl.load(record + 7) * TILE_N + part * KEYS + tl.arange(0, KEYS)
-    dims = tl.arange(0, BLOCK_D)
-    inner = (part * KEYS + tl.arange(0, KEYS))[:, None] * BLOCK_D + dims[None, :]
-    base = sums + slot * (2 * TILE_N * BLOCK_D)
-    dk_tile = tl.load(base + inner)
-    dv_tile = tl.load(base + TILE_N * BLOCK_D + inner)
+    of_k = places(part * KEYS, KEYS, BLOCK_D)
+    of_v = TILE_N * BLOCK_D + places(part * KEYS, KEYS, BLOCK_DV)
+    base = sums + slot * SIZE
+    dk_tile = tl.load(base + of_k)
+    dv_tile = tl.load(base + of_v)
     for _ in range(1, groups):
-        base += step * (2 * TILE_N * BLOCK_D)
-        dk_tile += tl.load(base + inner)
-        dv_tile += tl.load(base + TILE_N * BLOCK_D + inner)
-    base_k = batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
-    where = base_k + keys.to(tl.int64)[:, None] * dk_row * 8 + dims[None, :]
-    mask = (keys < seqlen_k)[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(dk + where, (dk_tile * scale).to(dk.dtype.element_ty), mask=mask)
-    tl.store(dv + where, dv_tile.to(dv.dtype.element_ty), mask=mask)
+        base += step * SIZE
+        dk_tile += tl.load(base + of_k)
+        dv_tile += tl.load(base + of_v)
+    dk_base = dk + batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
+    dv_base = dv + batch_k * dv_batch * 8 + start_k * dv_row * 8 + kv_head * dv_head * 8
+    store_rows(dk_base, dk_row, keys, keys < seqlen_k, dk_tile * scale, HEAD_DIM, BLOCK_D)
+    store_rows(dv_base, dv_row, keys, keys < seqlen_k, dv_tile, HEAD_DIM_V, BLOCK_DV)
 
 
 @triton.jit(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
-        "tiles", "group", "left", "right", "slope_batch",
+        "tiles", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout, lse2, delta, slopes, dq, table, stretches,
+    q, k, v, dout, lse2, delta, slopes, seed, row_starts, row_ends, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, scale, scale2, cap2, nothing,
-    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale, nothing,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
     A q tile is shared by TILE_M / ROWS programs, and a contribution is one product in TILE_N / KEYS steps.
+    Contributions at the ends of a stretch that INTERVALS empty are left out: they would add 0.
 
     ``nothing`` is 0, and the compiler must not know it: it would make one product of all contributions where
     each is one, which is then added.
@@ -294,12 +326,19 @@ def dq_kernel(
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
     q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
     lse_here = tl.load(lse2 + at, mask=there, other=0.0)
     delta_here = tl.load(delta + at, mask=there, other=0.0)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
+    if INTERVALS:
+        row_starts += batch_k * rows_batch + start_k
+        row_ends += batch_k * rows_batch + start_k
+        end = tl.minimum(top + ROWS, seqlen_q)
+        low, high = keys_within(
+            row_starts, row_ends, tl.min(first, 0), tl.max(last, 0), top, end, seqlen_k, KEYS
+        )
 
     positions = (rows + diagonal)[:, None]
     slope = 0.0
@@ -312,12 +351,17 @@ def dq_kernel(
         kv_first = tl.load(stretches + stretch * 3)
         kv_step = tl.load(stretches + stretch * 3 + 1)
         count = tl.load(stretches + stretch * 3 + 2)
-        for task in range(count):
+        skipped = 0
+        if INTERVALS:
+            skipped, count = visible_part(
+                kv_first, kv_step, count, low // TILE_N, (high + TILE_N) // TILE_N - 1
+            )
+        for task in range(skipped, count):
             contribution = empty
             for step in range(STEPS):
                 begin = (kv_first + kv_step * task) * TILE_N + step * KEYS
                 k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
-                v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
+                v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                 if SOFTCAP:
                     tanh = capped(s, scale2)
@@ -328,18 +372,21 @@ def dq_kernel(
                     s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
                 p = tl.exp2(s - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+                if DROPOUT:
+                    keep = kept(tl.load(seed), threshold, record, head, rows, begin, KEYS)
+                    dp = tl.where(keep, dp * rescale, 0.0)
                 ds = p * (dp - delta_here[:, None])
                 if SOFTCAP:
                     ds = ds * (1.0 - tanh * tanh)
-                if (begin < all_first) | (begin + KEYS - 1 > all_last):
+                if INTERVALS | (begin < all_first) | (begin + KEYS - 1 > all_last):
                     keys = begin + tl.arange(0, KEYS)
                     seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+                    if INTERVALS:
+                        starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+                        seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
                     ds = tl.where(seen, ds, 0.0)
                 contribution = tl.dot(ds.to(k_tile.dtype), k_tile, contribution, input_precision="ieee")
             acc += contribution
 
-    dims = tl.arange(0, BLOCK_D)
     dq_base = dq + batch_q * dq_batch * 8 + start_q * dq_row * 8 + head * dq_head * 8
-    where = dq_base + rows.to(tl.int64)[:, None] * dq_row * 8 + dims[None, :]
-    mask = there[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(where, (acc * scale).to(dq.dtype.element_ty), mask=mask)
+    store_rows(dq_base, dq_row, rows, there, acc * scale, HEAD_DIM, BLOCK_D)

@@ -1,13 +1,25 @@
 """The kernel of the forward: one program per (q tile, q head), by the numerics of ``schedule/forward.py``.
 
-There is one variant per head dim and dtype. Masks, lengths, layouts and head counts are values, never
+There is one variant per head dims and dtype. Masks, lengths, layouts and head counts are values, never
 constants of the compiler: with them it might round elsewhere, and a row's bits would follow its company.
 """
 
 import triton
 import triton.language as tl
 
-from .parts import capped, distance, load_rows, row_interval, sequence_of, slope_of, whole_columns
+from .parts import (
+    capped,
+    distance,
+    intervals_of,
+    kept,
+    keys_within,
+    load_rows,
+    row_interval,
+    sequence_of,
+    slope_of,
+    store_rows,
+    whole_columns,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -17,21 +29,23 @@ LOG2E = tl.constexpr(1.4426950408889634)
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
-        "slope_batch",
+        "slope_batch", "rows_batch", "threshold",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q, k, v, out, lse, sink, slopes, table,
+    q, k, v, out, lse, sink, slopes, seed, row_starts, row_ends, table,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, scale2, cap2,
-    SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
+    tiles, group, left, right, slope_batch, rows_batch, scale2, cap2, threshold, rescale,
+    SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
+    INTERVALS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
     with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK;
-    ``slopes``: (heads,) or (batch, heads), read if ALIBI."""
+    ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``seed``: (), read if DROPOUT; ``row_starts`` and
+    ``row_ends``: one per key, read if INTERVALS."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -51,14 +65,19 @@ def forward_kernel(
     # What the tile's rows see together. Keys beyond it are not read: they might be NaN.
     lowest = tl.min(first, 0)
     highest = tl.max(last, 0)
+    if INTERVALS:
+        row_starts += batch_k * rows_batch + start_k
+        row_ends += batch_k * rows_batch + start_k
+        end = tl.minimum(top + ROWS, seqlen_q)
+        lowest, highest = keys_within(row_starts, row_ends, lowest, highest, top, end, seqlen_k, TILE)
 
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     for segment in range(lowest // SEGMENT, (highest + SEGMENT) // SEGMENT):
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         total_here = tl.zeros((ROWS,), tl.float32)
-        here = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        here = tl.zeros((ROWS, BLOCK_DV), tl.float32)
         low = tl.maximum(lowest, segment * SEGMENT) // TILE
         high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
         for back in range(high - low + 1):
@@ -71,15 +90,19 @@ def forward_kernel(
                 s -= slope * distance(positions, begin + tl.arange(0, TILE)[None, :])
             # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
             room = tl.zeros((ROWS,), tl.float32)
-            if (begin >= all_first) & (begin + TILE - 1 <= all_last):
+            if (not INTERVALS) & (begin >= all_first) & (begin + TILE - 1 <= all_last):
                 for power in tl.static_range(1, ROOM + 1):
                     if (1 << power) > TILE:
                         room += 1.0
             else:
                 keys = begin + tl.arange(0, TILE)
                 seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
-                s = tl.where(seen, s, float("-inf"))
                 count = tl.minimum(last, begin + TILE - 1) - tl.maximum(first, begin) + 1
+                if INTERVALS:
+                    starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+                    seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
+                    count = tl.sum(seen.to(tl.int32), 1)
+                s = tl.where(seen, s, float("-inf"))
                 for power in tl.static_range(1, ROOM + 1):
                     room += tl.where(count < (1 << power), 1.0, 0.0)
             found = tl.max(s, 1)
@@ -89,7 +112,9 @@ def forward_kernel(
             decay = tl.exp2(m - shift)
             p = tl.exp2(s - shift[:, None])
             total_here = total_here * decay + tl.sum(p, 1)
-            v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
+            if DROPOUT:
+                p = tl.where(kept(tl.load(seed), threshold, record, head, rows, begin, TILE), p, 0.0)
+            v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
             here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
             m = new
         both = tl.maximum(maximum, m)
@@ -111,8 +136,9 @@ def forward_kernel(
     lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2
     tl.store(lse + batch_q * lse_batch + head * lse_head + start_q + rows, lse_tile, mask=there)
     # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
-    acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None]) + 0.0
-    dims = tl.arange(0, BLOCK_D)
+    acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
+    if DROPOUT:
+        acc = acc * rescale
+    acc += 0.0
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
-    where = out_base + rows.to(tl.int64)[:, None] * out_row * 8 + dims[None, :]
-    tl.store(where, acc.to(out.dtype.element_ty), mask=there[:, None] & (dims < HEAD_DIM)[None, :])
+    store_rows(out_base, out_row, rows, there, acc, HEAD_DIM_V, BLOCK_DV)

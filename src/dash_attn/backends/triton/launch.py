@@ -73,7 +73,7 @@ class Forward:
     def __init__(self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None) -> None:
         self.problem, self._device, self._placed = problem, device, (packed, keys)
         self.numerics = forward_numerics(problem, is_roomy(device))
-        self._shape = shapes_of(problem.head_dim, problem.dtype, is_roomy(device)).forward
+        self._shape = shapes_of(problem.widest, problem.dtype, is_roomy(device)).forward
         self._table: _OnDevice | None = None
         self._tiles = 0
 
@@ -83,22 +83,23 @@ class Forward:
         """(out, lse)."""
         problem, shape, numerics = self.problem, self._shape, self.numerics
         if self._table is None:
-            table = forward_table(problem, *self._placed, shape.rows)
-            self._tiles, self._table = len(table), _OnDevice(problem, [table], self._device)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            records = forward_table(problem, *self._placed, shape.rows)
+            self._tiles, self._table = len(records), _OnDevice(problem, [records], self._device)
+        out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
         *batch, rows, heads, _ = q.shape
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
         q, k, v = (_aligned(x) for x in (q, k, v))
+        (table,) = self._table.use()
+        *starts_ends, rows_batch = _intervals(aux, table)
         forward_kernel[(self._tiles * heads,)](
             q, k, v, out, lse, _values(aux.learnable_sink, lse), _values(aux.alibi_slopes, lse),
-            *self._table.use(),
+            _seed(aux, lse), *starts_ends, table,
             *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), *_of_scores(scores),
-            SOFTCAP=scores.softcap > 0, SINK=aux.learnable_sink is not None,
-            ALIBI=aux.alibi_slopes is not None,
-            HEAD_DIM=problem.head_dim, BLOCK_D=padded(problem.head_dim),
+            self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), rows_batch,
+            *_of_scores(scores),
+            **_head(problem), **_variant(scores, aux), SINK=aux.learnable_sink is not None,
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **_options(shape),
         )  # fmt: skip
@@ -120,7 +121,9 @@ class Backward:
 
     def __init__(self, problem: Problem, device: torch.device, packed: bool) -> None:
         self.problem, self._device, self._packed = problem, device, packed
-        self._shapes = shapes_of(problem.head_dim, problem.dtype, is_roomy(device))
+        self._shapes = [
+            shapes_of(problem.widest, problem.dtype, is_roomy(device), dropout) for dropout in (False, True)
+        ]
         self._known: WeakKeyDictionary[Plan, _Tables] = WeakKeyDictionary()
 
     def __call__(
@@ -142,40 +145,39 @@ class Backward:
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         problem = self.problem
         scales = scores.softmax_scale, *_of_scores(scores)
-        head = {"HEAD_DIM": problem.head_dim, "BLOCK_D": padded(problem.head_dim)}
-        tile = {
-            "TILE_M": problem.tile_m,
-            "TILE_N": problem.tile_n,
-            "SOFTCAP": scores.softcap > 0,
-            "ALIBI": aux.alibi_slopes is not None,
-        }
-        sides = (*problem.mask.sides, _slope_batch(aux))
-        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2))
+        head = _head(problem)
+        of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV")}
+        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **_variant(scores, aux)}
+        shapes = self._shapes[scores.dropout_p > 0]
+        *starts_ends, rows_batch = _intervals(aux, q_tiles)
+        sides = (*problem.mask.sides, _slope_batch(aux), rows_batch)
+        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2), _seed(aux, lse2), *starts_ends)
         strides = [s for x in (q, k, v, dout) for s in _strides(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
                 out, dout, lse, delta, lse2, q_tiles, *_strides(out), *_strides(dout), *_lse_strides(lse),
-                tables.q_tiles, ROWS=problem.tile_m, **head, num_warps=4, enable_fp_fusion=False,
+                tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
-            shape = self._shapes.dq
+            shape = shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
                 tables.q_tiles, problem.group, *sides, *scales, 0.0,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
         if tables.items:
-            shape = self._shapes.dkdv
-            parts, size = problem.tile_n // shape.keys, problem.tile_n * head["BLOCK_D"]
-            sums = torch.empty(2 * tables.sums * size, dtype=torch.float32, device=q.device)
+            shape = shapes.dkdv
+            parts, size = problem.tile_n // shape.keys, problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
+            sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
             dkdv_kernel[(tables.items * parts,)](
                 *read, grads.dk, grads.dv, sums, items, visits,
-                *strides, *_strides(grads.dk), *_lse_strides(lse),
+                *strides, *_strides(grads.dk), *_strides(grads.dv), *_lse_strides(lse),
                 problem.group, *sides, *scales,
                 ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
             )  # fmt: skip
             if tables.folds:
                 fold_kernel[(tables.folds * parts,)](
-                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), scores.softmax_scale,
+                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), *_strides(grads.dv),
+                    scores.softmax_scale,
                     KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
         if aux.learnable_sink is not None:
@@ -213,6 +215,14 @@ def _slope_batch(aux: AuxTensors) -> int:
     return 0 if slopes is None or slopes.ndim == 1 else slopes.shape[1]
 
 
+def _seed(aux: AuxTensors, unread: Tensor) -> Tensor:
+    """The seed of dropout at a multiple of 16 bytes; without any ``unread``."""
+    seed = aux.dropout_seed
+    if seed is None:
+        return unread  # were it read, the compiler would refuse its type
+    return seed.clone() if seed.data_ptr() % 16 else seed
+
+
 def _values(x: Tensor | None, unread: Tensor) -> Tensor:
     """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others.
 
@@ -224,11 +234,39 @@ def _values(x: Tensor | None, unread: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
-def _of_scores(scores: Scores) -> tuple[float, float]:
-    """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes."""
+def _intervals(aux: AuxTensors, unread: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Which rows see each key, and how far apart those of two sequences are; without any ``unread`` twice."""
+    if aux.rows is None:
+        return unread, unread, 0
+    starts, ends = (x.clone() if x.data_ptr() % 16 else x for x in aux.rows)  # or there were more variants
+    return starts, ends, starts.shape[1] if starts.ndim == 2 else 0
+
+
+def _head(problem: Problem) -> dict[str, int]:
+    """Elements of a head, of Q and K and of V, and what a product takes of them."""
+    of_qk, of_v = problem.head_dim, problem.head_dim_v
+    return {"HEAD_DIM": of_qk, "BLOCK_D": padded(of_qk), "HEAD_DIM_V": of_v, "BLOCK_DV": padded(of_v)}
+
+
+def _variant(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
+    """Which variant of the kernels makes the scores."""
+    return {
+        "SOFTCAP": scores.softcap > 0,
+        "ALIBI": aux.alibi_slopes is not None,
+        "DROPOUT": scores.dropout_p > 0,
+        "INTERVALS": aux.rows is not None,
+    }
+
+
+def _of_scores(scores: Scores) -> tuple[float, float, int, float]:
+    """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes.
+
+    Then what dropout takes.
+    """
+    dropout = scores.dropout_threshold, scores.dropout_rescale
     if scores.softcap == 0:
-        return scores.softmax_scale * _LOG2E, 0.0
-    return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E
+        return scores.softmax_scale * _LOG2E, 0.0, *dropout
+    return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E, *dropout
 
 
 def _options(shape: Shape) -> dict[str, Any]:

@@ -66,6 +66,14 @@ def whole_part(first, step, count, low, high):
 
 
 @triton.jit
+def visible_part(first, step, count, low, high):
+    """As ``whole_part``, but all of a stretch where its step is another one: what may not be left out."""
+    begin, end = whole_part(first, step, count, low, high)
+    known = (step == 1) | (step == -1) | (count == 1)
+    return tl.where(known, begin, 0), tl.where(known, end, count)
+
+
+@triton.jit
 def capped(s, scale):
     """tanh of scores / softcap, from products; ``scale``: softmax scale / softcap.
 
@@ -90,6 +98,20 @@ def distance(positions, keys):
 
 
 @triton.jit
+def kept(seed, threshold, record, head, rows, begin, KEYS: tl.constexpr):
+    """(rows, KEYS): which weights dropout keeps, as ``backends/cpu/dropout.py`` says.
+
+    ``begin``: the first key, a multiple of 4.
+    """
+    ROWS: tl.constexpr = rows.shape[0]
+    row = tl.broadcast_to(rows[:, None], (ROWS, KEYS // 4))
+    quarter = tl.broadcast_to((begin // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
+    a, b, c, d = tl.philox(seed, quarter, row, head.to(tl.int32), tl.load(record + 14))
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, KEYS))
+    return (words >> 8).to(tl.int32) >= threshold
+
+
+@triton.jit
 def load_rows(
     base, row_stride, top, first, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -106,3 +128,49 @@ def load_rows(
     if HEAD_DIM != BLOCK_D:
         mask = mask & (dims < HEAD_DIM)[None, :]
     return tl.load(where, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(base, row_stride, rows, there, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows of one head, those that are ``there``, in the dtype of the tensor; ``row_stride`` as above."""
+    dims = tl.arange(0, BLOCK_D)
+    where = base + rows.to(tl.int64)[:, None] * row_stride * 8 + dims[None, :]
+    mask = there[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(where, tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def places(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where rows from ``first`` on lie in a dense array of fp32 sums, (ROWS, COLUMNS)."""
+    return (first + tl.arange(0, ROWS))[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def intervals_of(row_starts, row_ends, keys, seqlen_k):
+    """The rows that see each key, beside the mask: none of keys that do not exist."""
+    there = keys < seqlen_k
+    return tl.load(row_starts + keys, mask=there, other=0), tl.load(row_ends + keys, mask=there, other=0)
+
+
+@triton.jit
+def keys_within(row_starts, row_ends, lowest, highest, top, end, seqlen_k, KEYS: tl.constexpr):
+    """First and last key from ``lowest`` to ``highest`` that a row of ``top .. end - 1`` may see; 0 and -1
+    if there is none."""
+    low = highest + 1
+    high = 0 * highest - 1
+    for begin in range(lowest, highest + 1, KEYS):
+        keys = begin + tl.arange(0, KEYS)
+        starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+        hit = (tl.maximum(starts, top) < tl.minimum(ends, end)) & (keys <= highest)
+        low = tl.minimum(low, tl.min(tl.where(hit, keys, highest + 1), 0))
+        high = tl.maximum(high, tl.max(tl.where(hit, keys, -1), 0))
+    return tl.where(high < 0, 0, low), high
+
+
+@triton.jit
+def tiles_within(starts, ends, seqlen_q, TILE: tl.constexpr):
+    """First and last tile of rows that are in the interval of one key; 0 and -1 if there is none."""
+    first, end = tl.maximum(starts, 0), tl.minimum(ends, seqlen_q)
+    low = tl.min(tl.where(first < end, first, seqlen_q), 0)
+    high = tl.max(tl.where(first < end, end, 0), 0)
+    return tl.where(high == 0, 0, low // TILE), (high + TILE - 1) // TILE - 1

@@ -1,8 +1,9 @@
 """What each head dim runs with: the one table. It is part of the numerics; nothing is measured at run time.
 
 Head dims between those of the table use the row of the next one, with zeros behind their elements: products
-take powers of two. Larger heads have smaller tiles: most GPUs have 99 KB of shared memory per block. Heads
-beyond 128 have larger ones on Hopper GPUs (``ROOMY``), and so other bits there.
+take powers of two. Where V has another head dim than Q and K, the larger one says which row. Larger heads
+have smaller tiles: most GPUs have 99 KB of shared memory per block. Heads beyond 128 have larger ones on
+Hopper GPUs (``ROOMY``), and so other bits there.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ _SIXTEEN_BITS = {
     256: Shapes(Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 32, 8, 2)),
 }
 _ROOMY_256 = Shapes(Shape(128, 64, 8, 2), Shape(64, 64, 8, 1), Shape(64, 64, 8, 2))
+_DROPOUT_64 = _SIXTEEN_BITS[64]._replace(dq=Shape(64, 64, 4, 2))
+"""What dropout computes takes registers: with 128 keys the compiler for sm_80 spills nearly all of them."""
+
 _FP32 = {
     16: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
     32: Shapes(Shape(32, 32, 4, 1), Shape(32, 32, 4, 1), Shape(32, 32, 4, 1)),
@@ -85,14 +89,16 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def shapes_of(head_dim: int, dtype: str, roomy: bool = False) -> Shapes:
+def shapes_of(head_dim: int, dtype: str, roomy: bool = False, dropout: bool = False) -> Shapes:
     """Those of a head dim of ``HEAD_DIMS`` and a dtype of ``DTYPES``; ``roomy``: on a GPU of ``ROOMY``."""
+    if dropout and padded(head_dim) == 64 and dtype != "float32":
+        return _DROPOUT_64
     if roomy and head_dim > 128 and dtype != "float32":
         return _ROOMY_256
     return (_FP32 if dtype == "float32" else _SIXTEEN_BITS)[padded(head_dim)]
 
 
 def forward_numerics(problem: Problem, roomy: bool = False) -> ForwardNumerics:
-    """Those of a problem; they look at its head dim and dtype, and at the kind of GPU."""
-    keys = shapes_of(problem.head_dim, problem.dtype, roomy).forward.keys
-    return ForwardNumerics(problem.head_dim, problem.dtype, tile=keys)
+    """Those of a problem; they look at its head dims and dtype, and at the kind of GPU."""
+    keys = shapes_of(problem.widest, problem.dtype, roomy).forward.keys
+    return ForwardNumerics(problem.head_dim, problem.dtype, tile=keys, head_dim_v=problem.head_dim_v)

@@ -112,7 +112,8 @@ def _head_bytes(batch: Batch) -> IntArray:
     element = _ELEMENT_BYTES[problem.dtype]
     lengths = problem.lengths
     rows_q = problem.group * lengths[:, 0] // batch.head_groups
-    size: IntArray = problem.head_dim * (rows_q * (2 * element + 4) + lengths[:, 1] * 2 * element)
+    both = (problem.head_dim + problem.head_dim_v) * element  # of a row of Q and dO, or of K and V
+    size: IntArray = rows_q * (both + 4 * problem.head_dim) + lengths[:, 1] * both
     return size
 
 

@@ -168,8 +168,8 @@ def _tensors(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, ...], tu
     """Normal dout, q, k, v in the layout of the shape, and cu_seqlens of q and k if it is packed."""
     problem, dtype = shape.problem, getattr(torch, shape.dtype)
     generator = torch.Generator(device).manual_seed(shape.seed)
-    q, k, _ = tensor_shapes(problem)[3 if shape.packed else 4]
-    drawn = (torch.randn(size, generator=generator, device=device).to(dtype) for size in (q, q, k, k))
+    sizes = tensor_shapes(problem)[3 if shape.packed else 4].of_tensors[:4]
+    drawn = (torch.randn(size, generator=generator, device=device).to(dtype) for size in sizes)
     bounds = [torch.tensor([0, *side]).cumsum(0).int().to(device) for side in zip(*shape.sequences)]
     return tuple(drawn), tuple(bounds) if shape.packed else ()
 

@@ -25,12 +25,12 @@ def random_inputs(shape: Shape, device: torch.device) -> list[Inputs]:
     generator = torch.Generator().manual_seed(shape.seed)
     problem, dtype = shape.problem, getattr(torch, shape.dtype)
 
-    def draw(rows: int, heads: int) -> Tensor:
-        size = (rows, heads, shape.head_dim)
+    def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(device, dtype)
 
+    heads, kv_heads, of_qk, of_v = problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim_v
     return [
-        Inputs(*(draw(rows, problem.heads) for rows in (m, m)), *(draw(n, problem.kv_heads) for _ in "kv"))
+        Inputs(draw(m, heads, of_v), draw(m, heads, of_qk), draw(n, kv_heads, of_qk), draw(n, kv_heads, of_v))
         for m, n in shape.sequences
     ]
 
