@@ -334,8 +334,8 @@ def test_the_order_of_sums_is_that_of_the_plan() -> None:
 
 def test_sm90_refuses_with_a_reason() -> None:
     sm90 = backend_named("sm90")
-    problem = Problem.dense(seqlen=10, head_dim=128, head_dim_v=64)
-    with pytest.raises(InputError, match="head_dim_v 64 beside head_dim 128 is not supported by sm90"):
+    problem = Problem.dense(seqlen=10, head_dim=192, head_dim_v=128)
+    with pytest.raises(InputError, match="head_dim_v 128 beside head_dim 192 is not supported by sm90"):
         sm90.prepare(problem, torch.device("cuda", 0), packed=False)
 
 

@@ -109,6 +109,24 @@ def test_with_a_sink_and_without_order(head_dim: int) -> None:
         assert relative_error(got, wanted.double()) < 0.01
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (64, 128), (96, 48), (40, 16), (8, 120)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_v_may_have_another_one(head_dim: int, head_dim_v: int, mask: str) -> None:
+    """The bytes of padded tensors; rows without keys, too."""
+    whole = 64 if max(head_dim, head_dim_v) <= 64 else 128
+    for rows, keys in ((500, 700), (300, 100)):
+        q, k, _, _ = drawn(head_dim, rows=rows, keys=keys)
+        _, _, v, dout = (x.to(q.dtype) for x in drawn(head_dim_v, rows=rows, keys=keys))
+        how = MASKS[mask] | {"softmax_scale": 0.125}
+        assert dash_attn.is_supported(q, k, v, **how).backend == "sm90"
+        found = run([q, k, v, dout], **how)
+        wanted = run([F.pad(x, (0, whole - x.shape[-1])) for x in (q, k, v, dout)], **how)
+        for got, other in zip(found, wanted):
+            columns = slice(None) if got is found[0] else slice(got.shape[-1])
+            assert_same_bytes(got, other[..., columns].contiguous())
+        assert [x.shape[-1] for x in found[1:]] == [head_dim_v, head_dim, head_dim, head_dim_v]
+
+
 def test_what_is_too_small_or_too_large_goes_to_triton() -> None:
     for head_dim, name in ((32, "triton"), (40, "sm90"), (128, "sm90"), (136, "triton")):
         q, k, v, _ = drawn(head_dim)

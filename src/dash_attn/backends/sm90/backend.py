@@ -53,7 +53,8 @@ class _Prepared(Prepared):
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
-            return torch.zeros_like(q), lse if sink is None else lse.copy_(sink[:, None])
+            out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+            return out, lse if sink is None else lse.copy_(sink[:, None])
         forward = self._forwards.get(sink is not None) or self._forward(sink is not None)
         return forward(q, k, v, scores.softmax_scale, sink=sink)
 
@@ -109,14 +110,14 @@ def _debug() -> Debug | None:
 
 
 def _why_no_head_dim(problem: Problem) -> str:
-    if problem.head_dim not in HEAD_DIMS:
-        return (
-            f"head_dim {problem.head_dim} is not supported by sm90; supported: multiples of "
-            f"{HEAD_DIMS.step} from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}"
-        )
-    if problem.head_dim_v != problem.head_dim:
-        return f"head_dim_v {problem.head_dim_v} beside head_dim {problem.head_dim} is not supported by sm90"
-    return ""
+    of_qk, of_v, step = problem.head_dim, problem.head_dim_v, HEAD_DIMS.step
+    if problem.widest in HEAD_DIMS and of_qk % step == 0 and of_v % step == 0:
+        return ""
+    given = f"head_dim {of_qk}" if of_v == of_qk else f"head_dim_v {of_v} beside head_dim {of_qk}"
+    return (
+        f"{given} is not supported by sm90; supported: multiples of {step} from {HEAD_DIMS[0]} to "
+        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else ', and less for one of them'}"
+    )
 
 
 @lru_cache
@@ -167,7 +168,7 @@ class _SM90(Backend):
     def tiles(self, head_dim: int) -> tuple[int, int]:
         if head_dim not in HEAD_DIMS:
             return default_tiles(head_dim)
-        kernel = tiles_of(kernel_of(head_dim)[0])
+        kernel = tiles_of(kernel_of(head_dim, head_dim)[0])
         return kernel.tile_m, kernel.tile_n
 
     def prepare(

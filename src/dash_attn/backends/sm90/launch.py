@@ -164,7 +164,8 @@ class _Variant(NamedTuple):
 
 def _variant(place: OnDevice, plan: Plan, ordered: bool, debug: Debug) -> _Variant:
     problem = plan.problem
-    config = _config(problem.head_dim, problem.dtype, ordered, debug, SPIN_LIMIT)
+    kernel = kernel_of(problem.head_dim, problem.head_dim_v)
+    config = _config(kernel, problem.dtype, ordered, debug, SPIN_LIMIT)
     found = place.variants[ordered, debug] = _Variant(config, program(config), place.workspace(config))
     return found
 
@@ -184,10 +185,12 @@ def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
 
 
 @cache
-def _config(head_dim: int, dtype: str, ordered: bool, debug: Debug, spin_limit: int) -> BackwardConfig:
-    kernel, padded = kernel_of(head_dim)
+def _config(
+    kernel: tuple[int, bool], dtype: str, ordered: bool, debug: Debug, spin_limit: int
+) -> BackwardConfig:
+    head_dim, padded = kernel
     return BackwardConfig(
-        kernel,
+        head_dim,
         DTYPES[dtype],
         padded,
         Accumulation.TICKETS if ordered else Accumulation.ATOMIC,

@@ -115,9 +115,7 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
 
 def _check_tiles(plan: Plan) -> None:
     p = plan.problem
-    if p.head_dim_v != p.head_dim:
-        raise PlanMismatchError(f"the plan has head_dim_v {p.head_dim_v} beside head_dim {p.head_dim}")
-    kernel = tiles_of(kernel_of(p.head_dim)[0])
+    kernel = tiles_of(kernel_of(p.head_dim, p.head_dim_v)[0])
     if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
         raise PlanMismatchError(
             f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {p.head_dim} has "

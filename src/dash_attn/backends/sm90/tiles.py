@@ -45,17 +45,18 @@ TILES = {
 
 
 HEAD_DIMS = range(40, 129, 8)
-"""Of tensors that the kernels take. Smaller ones would leave more than half of every product to zeros."""
+"""Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
+With less, more than half of every product would be zeros."""
 
 
-def kernel_of(head_dim: int) -> tuple[int, bool]:
-    """The head dim of the kernel for tensors, and whether these have fewer columns.
+def kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, bool]:
+    """The head dim of the kernel for tensors, and whether some of these have fewer columns.
 
-    >>> kernel_of(64), kernel_of(80), kernel_of(128)
-    ((64, False), (128, True), (128, False))
+    >>> kernel_of(64, 64), kernel_of(80, 80), kernel_of(64, 128)
+    ((64, False), (128, True), (128, True))
     """
-    kernel = next(known for known, _ in TILES if head_dim <= known)
-    return kernel, head_dim < kernel
+    kernel = next(known for known, _ in TILES if max(head_dim, head_dim_v) <= known)
+    return kernel, min(head_dim, head_dim_v) < kernel
 
 
 def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:

@@ -47,7 +47,7 @@ def why_no_scale(softmax_scale: float) -> str:
 
 def config_of(problem: Problem) -> ForwardConfig:
     """What a problem runs with."""
-    head_dim, padded = kernel_of(problem.head_dim)
+    head_dim, padded = kernel_of(problem.head_dim, problem.head_dim_v)
     return forward_config(head_dim, DTYPES[problem.dtype], padded)
 
 
@@ -112,7 +112,8 @@ class Forward:
         """out and lse (fp32, natural logarithm) of tensors of the problem's shapes, k and v of the keys'.
 
         Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
-        (total_q, heads, head_dim), lse (heads, total_q). With keys, k and v may be packed where q is dense.
+        (total_q, heads, head_dim), lse (heads, total_q). The head_dim of out is that of v. With keys, k and v
+        may be packed where q is dense.
         ``sink`` and ``trace`` belong to configurations that have them: (heads,) float32, contiguous, and
         (items, 3) int64, see :class:`~.traced.Traced`.
 
@@ -122,7 +123,10 @@ class Forward:
         if reason := why_no_scale(softmax_scale):
             raise InputError(reason)
         upload = self._upload or self._prepare()
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if v.shape[-1] == q.shape[-1]:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)  # takes less time
+        else:
+            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         packed = q.dim() == 3
         shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
