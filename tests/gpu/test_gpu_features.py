@@ -145,8 +145,9 @@ def test_errors_and_bytes(kind: Kind) -> None:
         found, exact, rounded = run(one), plain(one, torch.float64), plain(one, kind.dtype)
         for name, got, true, other in zip(("out", "dq", "dk", "dv", "dsink"), found, exact, rounded):
             error, allowed = ((x.double() - true).norm() for x in (got, other))
-            # Where next to nothing is left, such as dq of rows that see one key, rounding of sums shows.
-            slack = torch.finfo(kind.dtype).eps * (true.norm() + 0.1 * one.dout.double().norm())
+            # Of a row that sees one key dq is 0: what is left is the rounding of out, and of sums in float32.
+            size = one.dout.double().norm() / (1 - one.how.get("dropout_p", 0.0))
+            slack = 0.5 * torch.finfo(kind.dtype).eps * size + 1e-6 * (true.norm() + size)
             assert error <= 2 * allowed + slack, (
                 seed,
                 name,
