@@ -136,7 +136,7 @@ def run(drawn: Drawn) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, drawn.leaves, drawn.dout)]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join((*map(str, kind[:3]), *kind.features)))
 def test_errors_and_bytes(kind: Kind) -> None:
     for seed in range(-(-PROBLEMS // len(KINDS))):
         one = drawn(kind, seed)
