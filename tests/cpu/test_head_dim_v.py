@@ -26,6 +26,7 @@ from dash_attn.api import apply_plan
 from dash_attn.backends.base import NO_AUX, AuxTensors, backend_named
 from dash_attn.backends.cpu import oracle_backward, oracle_forward, plain_attention
 from dash_attn.backends.cpu.oracle import Inputs, sink_gradient
+from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.errors import InputError, PlanMismatchError, ProblemError
 from dash_attn.integrations import sdpa
 from dash_attn.integrations.aten import _sdpa_forward
@@ -327,6 +328,13 @@ def test_the_order_of_sums_is_that_of_the_plan() -> None:
     plan = build_plan(plan_for(*tensors).problem, FA3())
     found, _ = apply_plan(plan, *tensors, 24**-0.5, disorder=random.Random(1))
     assert not torch.equal(torch.autograd.grad(found, tensors[0], torch.ones_like(found))[0], wanted)
+
+
+def test_plans_of_the_hopper_forward_have_the_numerics_of_the_problem() -> None:
+    for head_dim_v in (64, 128):
+        problem = Problem.dense(seqlen=300, head_dim=128, head_dim_v=head_dim_v)
+        plan = Forward(problem, torch.device("cuda", 0), blocks=2).plan()
+        assert plan.numerics.fingerprint == ForwardNumerics.of(problem).fingerprint
 
 
 # What is refused

@@ -80,7 +80,7 @@ class Forward:
         """What the device will do."""
         problem, config = self._problem, self.config
         numbers = config.tile_n, config.segment, config.keep, config.room
-        numerics = ForwardNumerics(problem.head_dim, problem.dtype, *numbers)
+        numerics = ForwardNumerics(problem.head_dim, problem.dtype, *numbers, head_dim_v=problem.head_dim_v)
         return build_forward_plan(problem, config.tile_m, self._available(), numerics)
 
     def _available(self) -> int:
