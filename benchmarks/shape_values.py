@@ -1,5 +1,4 @@
-"""What the docs quote of other shapes (h200-shapes.json), head dims (h200-head-dims.json) and of the Triton
-backend (h200-triton.json)."""
+"""What the docs quote of other shapes (h200-shapes.json) and of the Triton backend (h200-triton.json)."""
 
 from __future__ import annotations
 

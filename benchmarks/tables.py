@@ -267,7 +267,6 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}ranking.json": ranking_values(),
         f"{folder}host.json": host_values(),
         f"{folder}shapes.json": shape_values("h200-shapes.json"),
-        f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}triton.json": triton_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
