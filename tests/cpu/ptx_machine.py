@@ -391,7 +391,7 @@ class Machine:
             (block.loads if loaded else block.stores).append((which, where))
             size = 2 * 64 * (problem.tile_m if which < 4 else problem.tile_n)
         else:
-            tile_bytes = 4 * problem.tile_m * kernel_of(problem.head_dim)[0]
+            tile_bytes = 4 * problem.tile_m * kernel_of(problem.head_dim, problem.head_dim)[0]
             size = self._value(thread, operands[2])
             tile = (self._address(thread, operands[loaded]) - (TENSORS << 13)) // tile_bytes
             if not loaded:

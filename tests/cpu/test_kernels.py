@@ -18,6 +18,7 @@ from dash_attn.backends.sm90.backward.config import THREADS, BackwardConfig
 from dash_attn.backends.sm90.compile import ARCH, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.machine_code import MachineCode, hashes_of, machine_code, normalised
+from dash_attn.backends.sm90.sinks.config import SinkConfig
 from dash_attn.errors import DashError
 from dash_attn.tools.cli import main
 
@@ -46,6 +47,8 @@ def test_compiles_without_spills(name: str) -> None:
     kernels = {kernel.name: kernel for kernel in compiled(config).kernels}
     assert set(kernels) == {role.lower() for role in config.kernels}
     assert {name: kernel.stack for name, kernel in kernels.items()} == dict.fromkeys(kernels, 0)
+    if isinstance(config, SinkConfig):
+        return
     main = kernels[config.direction]
     assert main.registers == launched_with(config)
     assert main.shared <= SHARED
@@ -94,8 +97,13 @@ def test_machine_code_is_what_is_on_record(name: str) -> None:
 def test_every_variant_is_on_record() -> None:
     assert list(KNOWN["variants"]) == list(variants())
     assert KNOWN["arch"] == ARCH
-    main_kernels = [KNOWN["variants"][name][config.direction] for name, config in variants().items()]
-    assert len(set(main_kernels)) == len(main_kernels), "two variants have the same main kernel"
+    # The forward's main kernel is the same for tensors of fewer columns: the copy engine knows how many there are.
+    apart = {
+        name: KNOWN["variants"][name][config.direction]
+        for name, config in variants().items()
+        if not (isinstance(config, SinkConfig) or (isinstance(config, ForwardConfig) and config.padded))
+    }
+    assert len(set(apart.values())) == len(apart), "two variants have the same main kernel"
 
 
 def test_names_and_comments_do_not_count() -> None:

@@ -125,7 +125,7 @@ def test_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
 def test_with_fewer_columns_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
     for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):
-        assert_complete(ran(f"backward-d{kernel_of(head_dim)[0]}-bf16-padded", plan, blocks, seed))
+        assert_complete(ran(f"backward-d{kernel_of(head_dim, head_dim)[0]}-bf16-padded", plan, blocks, seed))
 
 
 # Plans whose items wait for each other
