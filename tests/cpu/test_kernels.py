@@ -97,7 +97,7 @@ def test_machine_code_is_what_is_on_record(name: str) -> None:
 def test_every_variant_is_on_record() -> None:
     assert list(KNOWN["variants"]) == list(variants())
     assert KNOWN["arch"] == ARCH
-    # The forward's main kernel is the same for tensors of fewer columns: the copy engine knows how many there are.
+    # For tensors of fewer columns the forward has the same main kernel: the copy engine knows their number.
     apart = {
         name: KNOWN["variants"][name][config.direction]
         for name, config in variants().items()
