@@ -120,7 +120,7 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
         k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads. v may have another head_dim, as
-            in DeepSeek's MLA; "sm90" takes no other.
+            in DeepSeek's MLA. "sm90" takes multiples of 8 of which the larger one is 40 to 128.
         causal: row i sees columns up to ``i + seqlen_k - seqlen_q`` (aligned bottom-right).
         window: (left, right) columns around that diagonal, -1 or None: unbounded. With ``causal`` the
             right side is 0, as in FlashAttention.
@@ -133,7 +133,7 @@ def attention(
         softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.
         learnable_sink: (heads,), dtype of q or float32: one score more per q head, of a key without a value.
             ``out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. It is a natural logarithm, neither
-            scaled nor capped, and may need a gradient. "sm90" does not have it.
+            scaled nor capped, and may need a gradient.
         alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:
             ``-slope * |i + seqlen_k - seqlen_q - j|`` is added to the scaled, capped score of row i and
             column j. "sm90" does not have it.
@@ -143,7 +143,8 @@ def attention(
             sequence in the batch, q head, row and column, all counted from 0 in the call, it decides what is
             dropped, on every backend alike.
             None: one ``torch.randint(2**63 - 1, (), device=q.device)`` per call, from PyTorch's default
-            generator, so that ``torch.manual_seed`` makes runs repeat.
+            generator, so that ``torch.manual_seed`` makes runs repeat. (What torch.compile makes of a call by
+            default draws another number there. Give a seed where both must be the same.)
         row_starts, row_ends: (batch, seqlen_k) int32, on the tensors' device or on the CPU: key j is seen by
             rows i with ``row_starts[j] <= i < row_ends[j]`` only, of those that ``causal`` and ``window``
             leave. None: from the first row, to the last one. So masks of documents, prefixes and trees are
@@ -157,7 +158,7 @@ def attention(
     front of causal ones: without ``causal``, ``row_starts[j]`` is 0 in the prefix and j behind it.
     FlashMask's ``startend_row_indices`` has the same numbers: ``row_ends`` where its lower triangle begins to
     be masked, ``row_starts`` where its upper one ends to be. Who changes them in place before the backward
-    gets an error from it.
+    gets an error from it, or where they were copied the gradients of what they were.
 
     Under autocast q, k and v are cast to its dtype, as in PyTorch's own attention.
 

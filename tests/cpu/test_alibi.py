@@ -189,4 +189,4 @@ def test_sm90_does_not_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "_capability", lambda device: (9, 0))
     problem, device = Problem.dense(seqlen=256, head_dim=64), torch.device("cuda", 0)
     reason = sm90.BACKEND.why_not(problem, device, False, Scores(0.125, alibi=True))
-    assert reason == "alibi is not supported by sm90"
+    assert reason == "alibi_slopes is not supported by sm90"

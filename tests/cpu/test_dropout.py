@@ -271,6 +271,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"dropout_p": P, "dropout_seed": -1},
         r"dropout_seed must be None, a tensor or an integer in 0..2\*\*63-1, got -1",
     ),
+    "a seed for nothing": (
+        {"dropout_p": 0.0, "dropout_seed": torch.zeros(3, dtype=torch.int64)},
+        r"dropout_seed must have shape \(\), got shape \(3,\)",
+    ),
+    "a tensor for p": ({"dropout_p": torch.zeros(2)}, "dropout_p must be"),
     "seed": ({"dropout_p": P, "dropout_seed": 0.5}, r"dropout_seed must be None, .*, got 0.5"),
     "seed's shape": (
         {"dropout_p": P, "dropout_seed": torch.zeros(1, dtype=torch.int64)},

@@ -141,11 +141,16 @@ def test_bytes(dtype: torch.dtype) -> None:
 
 
 def test_without_weight_a_sink_changes_no_byte() -> None:
+    """Where a whole tile of rows sees no key, too; its own gradient is 0."""
     q, k, v, sink = drawn(dtype=torch.float32)
-    out, lse = with_sink(q, k, v, torch.full_like(sink, -torch.inf), causal=True, return_lse=True)
-    wanted = attention(q, k, v, causal=True, return_lse=True)
-    assert_same_bytes(out, wanted[0])
-    assert_same_bytes(lse, wanted[1])
+    nothing = torch.full_like(sink, -torch.inf).requires_grad_()
+    for keys in (200, 4):
+        out, lse = with_sink(q, k[:, :keys], v[:, :keys], nothing, causal=True, return_lse=True)
+        wanted = attention(q, k[:, :keys], v[:, :keys], causal=True, return_lse=True)
+        assert_same_bytes(out, wanted[0])
+        assert_same_bytes(lse, wanted[1])
+        (dsink,) = torch.autograd.grad(out, nothing, torch.ones_like(out))
+        assert_same_bytes(dsink.abs(), torch.zeros_like(dsink))
 
 
 def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_the_batch() -> None:

@@ -43,7 +43,14 @@ def run_file(name: str, *options: str, **environment: str) -> None:
 @with_triton
 @pytest.mark.parametrize("part", PARTS)
 def test_interpreted(part: str) -> None:
-    run_file("triton_interpreted.py", "-k", part, TRITON_INTERPRET="1")
+    run_file("triton_interpreted.py", "-m", "not slow", "-k", part, TRITON_INTERPRET="1")
+
+
+@with_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["sink or alibi or intervals", "not (sink or alibi or intervals)"])
+def test_interpreted_feature_by_feature(part: str) -> None:
+    run_file("triton_interpreted.py", "-m", "slow", "-k", part, TRITON_INTERPRET="1")
 
 
 @with_triton

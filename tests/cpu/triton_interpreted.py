@@ -133,6 +133,7 @@ def test_head_dims(head_dim: int, dtype: str) -> None:
     assert_accurate(problem, tensors, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", BOUND)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(24, 16), (16, 40), (192, 128), (8, 136)])
 def test_head_dims_of_v(head_dim: int, head_dim_v: int, dtype: str) -> None:
@@ -151,6 +152,7 @@ def test_head_dims_of_v(head_dim: int, head_dim_v: int, dtype: str) -> None:
         assert_accurate(problem, tensors, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("head_dim", "head_dim_v", "dtype"), [(24, 16, "float32"), (8, 136, "float16")])
 def test_head_dims_of_v_with_a_sink_and_alibi(mask: Mask, head_dim: int, head_dim_v: int, dtype: str) -> None:
@@ -514,6 +516,7 @@ def test_softcap(mask: Mask, softcap: float) -> None:
     assert softcap > 1 or not same_bytes(found["out"], run(plan, tensors)["out"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
 def test_sinks(mask: Mask, head_dim: int, dtype: str) -> None:
@@ -531,6 +534,7 @@ def test_sinks(mask: Mask, head_dim: int, dtype: str) -> None:
         assert_same_bytes(got, found[name], name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("head_dim", "dtype", "by_batch"), [(16, "float32", False), (64, "float16", True)])
 def test_alibi(mask: Mask, head_dim: int, dtype: str, by_batch: bool) -> None:
@@ -591,6 +595,7 @@ def test_dropout_keeps_what_the_cpu_keeps(p: float, seed: int) -> None:
     assert abs(share - (1 - p)) < 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(16, "float32"), (64, "float16")])
 def test_dropout(mask: Mask, head_dim: int, dtype: str) -> None:
@@ -659,7 +664,7 @@ def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_t
 
 
 def test_a_sink_without_weight_changes_no_byte() -> None:
-    problem = problem_of((70, 70), (33, 150), mask=Mask.causal())
+    problem = problem_of((70, 70), (33, 150), (90, 4), mask=Mask.causal())
     tensors, plan = packed_tensors(problem), build_plan(problem, SPT())
     found = run(plan, tensors, Scores(SCALE, sink=True), AuxTensors(torch.full((2,), -torch.inf)))
     for name, wanted in run(plan, tensors).items():
@@ -696,6 +701,7 @@ def intervals(problem: Problem, seed: int) -> AuxTensors:
     return beside(RowIntervals(*(torch.cat(side) for side in zip(*parts))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 @pytest.mark.parametrize("dtype", BOUND)
 def test_intervals_beside_masks(mask: Mask, dtype: str) -> None:
@@ -729,6 +735,7 @@ def test_maxima_with_intervals_are_those_of_the_reference() -> None:
     assert differing(room=0) > 0.01  # as if rows saw whole tiles
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [40, 72, 200])
 def test_intervals_and_head_dims(head_dim: int) -> None:
     """Tiles of every size; with a softcap, head groups and a head dim of its own for V."""

@@ -265,8 +265,8 @@ def refuse_backward(keys: Keys | None) -> None:
 
 
 NO_BACKWARD = (
-    "the backward does not have seqused_k: call it under torch.no_grad(), or with q, k and v that need no "
-    "gradient"
+    "the backward does not have seqused_k: call it under torch.no_grad(), or with q, k and v (and "
+    "learnable_sink) that need no gradient"
 )
 
 

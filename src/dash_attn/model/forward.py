@@ -56,7 +56,7 @@ class ForwardCosts:
         """Those measured on an H200 at this head dim.
 
         Raises:
-            CostError: there is no kernel for it.
+            CostError: none were measured: it is not 64 or 128.
         """
         if head_dim not in FORWARD_CYCLES:
             raise CostError(f"no costs of a forward were measured at head dim {head_dim}")

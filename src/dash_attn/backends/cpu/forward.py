@@ -262,7 +262,8 @@ def _of_sink(sink: Tensor, out: Tensor) -> _State:
     """What a q tile knows of a key that has the sink for its score, and no value; ``out``: of its head."""
     wide = accumulator(out.dtype)
     maximum = (sink.detach().to(wide) * math.log2(math.e)).expand(ROWS, 1)
-    return _State(maximum, torch.ones_like(maximum), out.new_zeros(ROWS, out.shape[1], dtype=wide))
+    total = torch.exp2(maximum - _finite(maximum))  # 1, or 0 of a sink of -inf
+    return _State(maximum, total, out.new_zeros(ROWS, out.shape[1], dtype=wide))
 
 
 def _results(state: _State, rescale: float) -> tuple[Tensor, Tensor]:

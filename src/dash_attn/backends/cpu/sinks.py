@@ -33,8 +33,9 @@ def sink_gradient(problem: Problem, tensors: Tensors, aux: AuxTensors) -> Tensor
     for begin, end in pairwise(starts):
         rows = slice(begin, end)
         delta = (tensors.dout[rows].to(wide) * tensors.out[rows].to(wide)).sum(2).T
-        parts = (sink.detach().to(wide)[:, None] - tensors.lse[:, rows]).exp_() * delta
-        total.add_(_sum(parts))
+        lse = tensors.lse[:, rows]
+        parts = (sink.detach().to(wide)[:, None] - lse).exp_() * delta
+        total.add_(_sum(parts.masked_fill_(lse == -torch.inf, 0.0)))  # no key, and a sink of -inf
     return total.neg_().to(sink.dtype)
 
 

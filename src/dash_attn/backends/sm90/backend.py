@@ -127,7 +127,8 @@ def _why_no_scores(scores: Scores) -> str:
         return "row_starts and row_ends are not supported by sm90"
     for name, value in scores._asdict().items():
         if value and name not in ("softmax_scale", "sink"):
-            return f"{name if value is True else f'{name} {value}'} is not supported by sm90"
+            said = "alibi_slopes" if name == "alibi" else f"{name} {value}"
+            return f"{said} is not supported by sm90"
     return ""
 
 

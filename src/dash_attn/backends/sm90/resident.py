@@ -115,10 +115,11 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
 
 def _check_tiles(plan: Plan) -> None:
     p = plan.problem
-    kernel = tiles_of(kernel_of(p.head_dim, p.head_dim_v)[0])
+    head_dim, _ = kernel_of(p.head_dim, p.head_dim_v)
+    kernel = tiles_of(head_dim)
     if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
         raise PlanMismatchError(
-            f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {p.head_dim} has "
+            f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {head_dim} has "
             f"{kernel.tile_m} x {kernel.tile_n}"
         )
     if p.q_starts is not None:

@@ -52,11 +52,16 @@ With less, more than half of every product would be zeros."""
 def kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, bool]:
     """The head dim of the kernel for tensors, and whether some of these have fewer columns.
 
+    Raises:
+        ValueError: there is none.
+
     >>> kernel_of(64, 64), kernel_of(80, 80), kernel_of(64, 128)
     ((64, False), (128, True), (128, True))
     """
-    kernel = next(known for known, _ in TILES if max(head_dim, head_dim_v) <= known)
-    return kernel, min(head_dim, head_dim_v) < kernel
+    for kernel, _ in TILES:
+        if max(head_dim, head_dim_v) <= kernel:
+            return kernel, min(head_dim, head_dim_v) < kernel
+    raise ValueError(f"no kernel holds head_dim {_name(head_dim, head_dim_v)}; the largest has {kernel}")
 
 
 def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:

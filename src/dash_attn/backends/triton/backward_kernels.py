@@ -78,7 +78,8 @@ def sink_kernel(
     for top in range(0, seqlen_q, ROWS):
         rows = top + tl.arange(0, ROWS)
         there = rows < seqlen_q
-        p = tl.exp2((score - tl.load(lse + first + rows, mask=there, other=0.0)) * LOG2E)
+        natural = tl.load(lse + first + rows, mask=there, other=0.0)
+        p = tl.where(natural == float("-inf"), 0.0, tl.exp2((score - natural) * LOG2E))
         total += tl.sum(p * tl.load(delta + first + rows, mask=there, other=0.0), 0)
     tl.store(sums + pid, total)
 

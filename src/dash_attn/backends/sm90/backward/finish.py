@@ -57,11 +57,13 @@ def has_places(table, complete: Int32):
 
 
 @cute.jit
-def put(memory, key: Int32, tile: Int32, complete: Int32) -> None:
+def put(config: cutlass.Constexpr, memory, key: Int32, tile: Int32, complete: Int32) -> None:
     """Queue a tile whose last contribution has been performed: who reads the entry with acquire sees all."""
     position = tile
     if not has_places(memory.table, complete):
         position = ptx.add(memory.control.iterator + FINISHED)
+    elif const_expr(config.spin_limit > 0):
+        ptx.add(memory.control.iterator + FINISHED)  # bounded waits look at it
     ptx.store_release(queue(memory.control, memory.table) + position, key)
 
 

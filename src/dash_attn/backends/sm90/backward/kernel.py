@@ -166,7 +166,7 @@ class Backward:
                 reduce.reduce_role(c, memory, shared, rings)
             if const_expr(c.ordered):
                 if warp_idx == RELEASE_WARP:
-                    reduce.release_role(memory, shared, rings, numbers.complete)
+                    reduce.release_role(c, memory, shared, rings, numbers.complete)
             if warp_idx == TICKET_WARP:
                 reduce.ticket_role(c, memory, shared, rings)
         else:

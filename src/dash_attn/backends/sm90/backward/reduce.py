@@ -103,12 +103,12 @@ def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, errors) -> 
 
 
 @cute.jit
-def pass_on(memory, slot, complete: Int32) -> None:
+def pass_on(config: cutlass.Constexpr, memory, slot, complete: Int32) -> None:
     """A contribution has been performed: let the next one follow, or queue the complete tile."""
     if slot[2] < 0:
         ptx.add_release(counter_of(memory, slot[0]))
     else:
-        finish.put(memory, slot[2], slot[0], complete)
+        finish.put(config, memory, slot[2], slot[0], complete)
 
 
 @cute.jit
@@ -266,13 +266,13 @@ def add_contribution(config: cutlass.Constexpr, dq_acc, source, tile: Int32, tic
 
 
 @cute.jit
-def release_role(memory, shared, rings, complete: Int32) -> None:
+def release_role(config: cutlass.Constexpr, memory, shared, rings, complete: Int32) -> None:
     """Release warp, one thread: follows the reduce warp and hands over what has been performed."""
     if cute.arch.lane_idx() == 0:
         n_task = Int32(0)
         slot = wait_slot(rings.performed, shared, n_task)
         while slot[0] >= 0:
-            pass_on(memory, slot, complete)
+            pass_on(config, memory, slot, complete)
             cute.arch.mbarrier_arrive(rings.granted.empty_of(n_task))
             n_task += 1
             slot = wait_slot(rings.performed, shared, n_task)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ....schedule.constants import SINK_ROWS
+
 
 @dataclass(frozen=True)
 class SinkConfig:
@@ -13,7 +15,10 @@ class SinkConfig:
     Attributes:
         direction: the package of its program.
         kernels: class names, which the compiler puts into the names of the kernels.
+        rows: of a tile.
     """
 
     direction: ClassVar[str] = "sinks"
     kernels: ClassVar[tuple[str, ...]] = ("SinkParts", "SinkTotals")
+
+    rows: int = SINK_ROWS

@@ -11,7 +11,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.memory import SmemAllocator
 
-from ....schedule.constants import SINK_ROWS
 from ....schedule.layout import HEADER
 from ..device import plan_view
 
@@ -19,7 +18,10 @@ WARPS = 8
 
 
 class SinkParts:
-    """One block per sequence and head. Its warps take tiles of SINK_ROWS rows, a tile each at a time."""
+    """One block per sequence and head. Its warps take tiles of rows, a tile each at a time."""
+
+    def __init__(self, rows: int):
+        self.rows = rows
 
     @cute.jit
     def __call__(self, arguments, stream):
@@ -42,9 +44,9 @@ class SinkParts:
         first_tile = seq.q_tile_first * table[HEADER.heads] + head * seq.q_tile_count
         base = Int64(first_tile) * table[HEADER.tile_m]
         sink2, total = arguments.sink[head] * math.log2(math.e), Float32(0.0)
-        tiles = (seq.seqlen_q + SINK_ROWS - 1) // SINK_ROWS
+        tiles = (seq.seqlen_q + self.rows - 1) // self.rows
         for begin in cutlass.range(0, tiles, WARPS, unroll=1):
-            part = self._tile(arguments, sink2, base, (begin + warp) * SINK_ROWS + lane, seq.seqlen_q)
+            part = self._tile(arguments, sink2, base, (begin + warp) * self.rows + lane, seq.seqlen_q)
             if lane == 0:
                 sums[warp] = part
             cute.arch.sync_threads()
@@ -57,7 +59,7 @@ class SinkParts:
 
     def _tile(self, arguments, sink2, base, row: Int32, rows: Int32):
         """The sum of a tile in lane 0: its second half is added to its first one, and so on."""
-        values = [self._value(arguments, sink2, base, row + 32 * n, rows) for n in range(SINK_ROWS // 32)]
+        values = [self._value(arguments, sink2, base, row + 32 * n, rows) for n in range(self.rows // 32)]
         while len(values) > 1:
             half = len(values) // 2
             values = [a + b for a, b in zip(values[:half], values[half:])]

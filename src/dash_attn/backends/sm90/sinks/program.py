@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
 
 class Program:
     def __init__(self, config: SinkConfig):
-        self.parts, self.totals = SinkParts(), SinkTotals()
+        self.parts, self.totals = SinkParts(config.rows), SinkTotals()
 
     @cute.jit
     def __call__(self, *arguments):
