@@ -146,21 +146,22 @@ def test_the_forward_with_a_sink_fits(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", TILES)
+@pytest.mark.slow
 def test_kernels_with_alibi_fit(head_dim: int) -> None:
     for name in ("forward", "dkdv", "dq"):
         _assert_fits(name, *QUICK, head_dim, ALIBI=True)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
+@pytest.mark.slow
 def test_kernels_with_dropout_fit(head_dim: int) -> None:
     for name in ("forward", "dkdv", "dq"):
         _assert_fits(name, *QUICK, head_dim, DROPOUT=True)
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype"), [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-)
+@pytest.mark.parametrize(("arch", "dtype"), [QUICK, *SLOW])
 @pytest.mark.parametrize("head_dims", [*TILES, (192, 128)], ids=str)
+@pytest.mark.slow
 def test_kernels_with_intervals_fit(head_dims: int | tuple[int, int], arch: int, dtype: str) -> None:
     for name in ("forward", "dkdv", "dq"):
         _assert_fits(name, arch, dtype, head_dims, INTERVALS=True)

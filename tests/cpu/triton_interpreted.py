@@ -645,6 +645,7 @@ def test_dropout_in_the_public_functions() -> None:
     assert_same_bytes(packed, found["out"])
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_the_batch() -> None:
     """To the byte, whatever the plan."""
     problem = problem_of(20, 130, 30, mask=Mask.causal(), heads=4)
@@ -768,6 +769,7 @@ def test_intervals_with_all_that_scores_take(mask: Mask, dtype: str, dropout_p: 
     torch.testing.assert_close(torch.cat(unseen), torch.full((45,), 3.0))
 
 
+@pytest.mark.slow
 def test_intervals_of_documents_prefixes_and_trees() -> None:
     """Long enough that tiles of rows and of keys are left out."""
     nothing = torch.zeros(400, dtype=torch.int32)
@@ -795,6 +797,7 @@ def test_intervals_of_dense_batches() -> None:
 
 
 @pytest.mark.parametrize("policy", [Shift(2), FA3()], ids=str)
+@pytest.mark.slow
 def test_tiles_that_intervals_empty_may_be_left_out(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaving them out changes no byte. What is hidden in them may be anything, as it is not read."""
     few_keys(monkeypatch, 128)
