@@ -57,6 +57,10 @@ and two of converting warps (where a tile belongs). All lanes of a warp read, ba
 lane writes, or arrives on the barrier for which the writer waits; racecheck does not follow bar.warp.sync."""
 
 
+FEWER = 24
+"""So many columns less than their kernel has have tensors that it pads."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,9 +144,10 @@ def races(log: str) -> list[str]:
 def launch_all(chosen: dict[str, Config]) -> None:
     for name, config in chosen.items():
         if isinstance(config, ForwardConfig):
-            for label, problem, blocks in forward_problems(config):
-                launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
-                print(f"launched {name}, {label}", flush=True)
+            for head_dim in (config.head_dim, config.head_dim - FEWER):
+                for label, problem, blocks in forward_problems(config, head_dim):
+                    launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
+                    print(f"launched {name}, {label}, head dim {head_dim}", flush=True)
         elif isinstance(config, BackwardConfig):
             for label, plan in plans(config):
                 launch(config, plan)
@@ -162,15 +167,10 @@ def launch_sinks() -> None:
         raise RuntimeError("the gradient of a sink is not finite")
 
 
-def columns(config: BackwardConfig | ForwardConfig) -> int:
-    """Of tensors: fewer than the kernel has, where it pads them."""
-    return config.head_dim - 24 * config.padded
-
-
 def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
     """What a variant is launched with: a dense batch with a window. The variants that users get also run with
     blocks that wait for each other at every task, packed with empty sequences, and in head groups."""
-    like = {"head_dim": columns(config), "dtype": DTYPES[config.dtype]}
+    like = {"head_dim": config.head_dim - FEWER * config.padded, "dtype": DTYPES[config.dtype]}
     yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
     if config == BackwardConfig(config.head_dim, config.dtype, config.padded):
         yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
@@ -222,9 +222,9 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
         raise RuntimeError("a dumped contribution is not finite")
 
 
-def forward_problems(config: ForwardConfig) -> Iterator[tuple[str, Problem, int | None]]:
+def forward_problems(config: ForwardConfig, head_dim: int) -> Iterator[tuple[str, Problem, int | None]]:
     """What a forward is launched with, and on how many blocks (None: on all). Traced ones have a window."""
-    like = {"head_dim": columns(config), "dtype": DTYPES[config.dtype]}
+    like = {"head_dim": head_dim, "dtype": DTYPES[config.dtype]}
     yield "window", dense(WINDOW, seqlen=300, **like), 3
     if config.trace:
         return

@@ -150,13 +150,14 @@ def aux_of(
     Raises:
         InputError: the probability or the seed cannot be used.
     """
-    dropout_p, seed = check_dropout(dropout[0]), dropout[1]
-    if seed is not None and not isinstance(seed, Tensor):
-        seed = _seed_of(seed, q)
-    if not dropout_p:
-        if seed is not None and isinstance(q, Tensor):
-            check_aux(AuxTensors(dropout_seed=seed), q, 0)
-        seed = None
+    dropout_p, seed = dropout
+    if seed is not None:
+        if not isinstance(seed, Tensor):
+            seed = _seed_of(seed, q)
+        if not check_dropout(dropout_p):
+            if isinstance(q, Tensor):
+                check_aux(AuxTensors(dropout_seed=seed), q, 0)
+            seed = None
     if learnable_sink is None and alibi_slopes is None and seed is rows[0] is rows[1] is None:
         return NO_AUX
     return AuxTensors(learnable_sink, alibi_slopes, seed, *rows)

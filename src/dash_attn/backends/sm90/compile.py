@@ -56,34 +56,35 @@ def variants() -> dict[str, Config]:
 def backward_variants() -> dict[str, BackwardConfig]:
     """Those of the backward: product, unordered, and debug; each also for tensors of fewer columns."""
     found = {}
-    for name, head_dim, dtype, padded in _kinds("backward"):
-        base = BackwardConfig(head_dim, dtype, padded)
-        found[name] = base
-        found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
-        found[f"{name}-bounded"] = replace(base, spin_limit=1)
-        found[f"{name}-contributions"] = replace(base, dump_contributions=True)
-        found[f"{name}-trace"] = replace(base, trace=True)
-        found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
+    for padded in (False, True):
+        for name, head_dim, dtype in _kinds("backward"):
+            base = BackwardConfig(head_dim, dtype, padded)
+            name += "-padded" if padded else ""
+            found[name] = base
+            found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
+            found[f"{name}-bounded"] = replace(base, spin_limit=1)
+            found[f"{name}-contributions"] = replace(base, dump_contributions=True)
+            found[f"{name}-trace"] = replace(base, trace=True)
+            found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
     return found
 
 
 def forward_variants() -> dict[str, ForwardConfig]:
-    """Those of the forward: product, with a sink, and debug; each also for tensors of fewer columns."""
+    """Those of the forward: product, with a sink, and debug."""
     found = {}
-    for name, head_dim, dtype, padded in _kinds("forward"):
-        base = forward_config(head_dim, dtype, padded)
+    for name, head_dim, dtype in _kinds("forward"):
+        base = forward_config(head_dim, dtype)
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
     return found
 
 
-def _kinds(direction: str) -> Iterator[tuple[str, int, str, bool]]:
-    """A name, a head dim, a dtype, and whether tensors are padded."""
-    for padded in (False, True):
-        for head_dim, _ in TILES:
-            for dtype in ("bf16", "fp16"):
-                yield f"{direction}-d{head_dim}-{dtype}{'-padded' if padded else ''}", head_dim, dtype, padded
+def _kinds(direction: str) -> Iterator[tuple[str, int, str]]:
+    """A name, a head dim and a dtype."""
+    for head_dim, _ in TILES:
+        for dtype in ("bf16", "fp16"):
+            yield f"{direction}-d{head_dim}-{dtype}", head_dim, dtype
 
 
 def program(config: Config) -> Any:

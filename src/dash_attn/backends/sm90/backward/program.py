@@ -40,7 +40,7 @@ class Program:
 
 def fake_arguments(config: BackwardConfig, env_stream: bool):
     """Tensors without data, in the order of `Program.__call__`."""
-    matrix = partial(fakes.matrix, DTYPES[config.dtype], config.head_dim, config.padded)
+    matrix = partial(fakes.matrix, DTYPES[config.dtype], None if config.padded else config.head_dim)
 
     def rows(element):
         return make_fake_tensor(

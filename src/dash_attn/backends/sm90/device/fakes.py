@@ -5,9 +5,9 @@ from cutlass import Float32
 from cutlass.cute.runtime import make_fake_tensor
 
 
-def matrix(dtype, head_dim: int, padded: bool):
-    """(B, S, H, D). ``padded``: D is any multiple of 8 up to the head dim."""
-    columns = cute.sym_int32(divisibility=8) if padded else head_dim
+def matrix(dtype, head_dim: int | None):
+    """(B, S, H, D). ``head_dim``: D; None: any multiple of 8."""
+    columns = cute.sym_int32(divisibility=8) if head_dim is None else head_dim
     shape = (*(cute.sym_int32() for _ in range(3)), columns)
     stride = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
     return make_fake_tensor(dtype, shape, stride, assumed_align=16)

@@ -19,8 +19,7 @@ class ForwardConfig:
     Attributes:
         direction: the package of its program.
         kernels: class names, which the compiler puts into the names of the kernels.
-        head_dim: of Q, K and V.
-        padded: tensors may have fewer columns, see the backward's.
+        head_dim: of Q, K and V. Tensors may have fewer columns; the copy engine fills a tile with zeros.
         dtype: "bf16" or "fp16".
         warpgroups: that multiply, ROWS rows each.
         q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory.
@@ -41,7 +40,6 @@ class ForwardConfig:
 
     head_dim: int
     dtype: str = "bf16"
-    padded: bool = False
     warpgroups: int = 2
     q_stages: int = 2
     kv_stages: int = 2
@@ -108,10 +106,10 @@ class ForwardConfig:
 
 
 @cache
-def forward_config(head_dim: int, dtype: str, padded: bool = False) -> ForwardConfig:
+def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
     """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md)."""
     if head_dim == 64:
-        return ForwardConfig(head_dim, dtype, padded, warpgroups=3, kv_stages=4, early=True)
+        return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
     if head_dim != 128:
         raise ValueError(f"no forward kernel has head dim {head_dim}; known: 64, 128")
-    return ForwardConfig(head_dim, dtype, padded, warpgroups=2, kv_stages=2)
+    return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)

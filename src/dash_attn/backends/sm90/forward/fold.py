@@ -87,8 +87,8 @@ class Fold:
                     row_values[e, v] = without_sign(values[2 * half + e, v], factor)
             converted = cute.make_rmem_tensor((2, vectors), self.dtype)
             converted.store(row_values.load().to(self.dtype))
-            line, there = mOut[batch, row_first + row, q_head, None], registers.columns_from(c, mOut, 0)
-            registers.store_rows(converted, line, lane, row < seqlen_q, there)
+            line = mOut[batch, row_first + row, q_head, None]
+            registers.store_rows(converted, line, lane, row < seqlen_q, mOut.shape[3])
 
     @cute.jit
     def _load(self, partial, place: Int32, group: Int32, tidx: Int32, values, numbers) -> None:

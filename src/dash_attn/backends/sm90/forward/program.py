@@ -42,7 +42,7 @@ def extras_of(config: ForwardConfig) -> list[str]:
 
 def fake_arguments(config: ForwardConfig, env_stream: bool):
     """Tensors without data, in the order of `Program.__call__`."""
-    matrix = partial(fakes.matrix, DTYPES[config.dtype], config.head_dim, config.padded)
+    matrix = partial(fakes.matrix, DTYPES[config.dtype], None)
     tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=statistics())
     workspace = Workspace(
         table=vector(Int32, 16),
