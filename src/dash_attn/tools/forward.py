@@ -118,11 +118,12 @@ def _plan_of(args: argparse.Namespace, workers: int) -> ForwardPlan:
 
 def _rows(problem: Problem) -> int:
     """Rows of a q tile of the kernel, or of the backward's where there is no kernel."""
-    from ..backends.sm90.forward.config import forward_config
+    from ..backends.sm90.forward.launch import config_of
     from ..backends.sm90.launch import DTYPES
+    from ..backends.sm90.tiles import covers
 
-    if problem.head_dim in FORWARD_CYCLES and problem.dtype in DTYPES:
-        return forward_config(problem.head_dim, DTYPES[problem.dtype]).tile_m
+    if covers(problem.head_dim, problem.head_dim_v) and problem.dtype in DTYPES:
+        return config_of(problem).tile_m
     return default_tiles(problem.head_dim)[0]
 
 

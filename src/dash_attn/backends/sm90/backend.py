@@ -28,7 +28,7 @@ from ..base import (
 )
 from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
-from .tiles import HEAD_DIMS, kernel_of, tiles_of
+from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -110,12 +110,12 @@ def _debug() -> Debug | None:
 
 
 def _why_no_head_dim(problem: Problem) -> str:
-    of_qk, of_v, step = problem.head_dim, problem.head_dim_v, HEAD_DIMS.step
-    if problem.widest in HEAD_DIMS and of_qk % step == 0 and of_v % step == 0:
+    of_qk, of_v = problem.head_dim, problem.head_dim_v
+    if covers(of_qk, of_v):
         return ""
     given = f"head_dim {of_qk}" if of_v == of_qk else f"head_dim_v {of_v} beside head_dim {of_qk}"
     return (
-        f"{given} is not supported by sm90; supported: multiples of {step} from {HEAD_DIMS[0]} to "
+        f"{given} is not supported by sm90; supported: multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to "
         f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else ', and less for one of them'}"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HEAD_DIMS", "TILES", "Registers", "Tiles", "kernel_of", "tiles_of"]
+__all__ = ["HEAD_DIMS", "TILES", "Registers", "Tiles", "covers", "kernel_of", "tiles_of"]
 
 
 class Registers(NamedTuple):
@@ -47,6 +47,16 @@ TILES = {
 HEAD_DIMS = range(40, 129, 8)
 """Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
 With less, more than half of every product would be zeros."""
+
+
+def covers(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernels take tensors of these head dims.
+
+    >>> covers(96, 96), covers(8, 120), covers(100, 100), covers(192, 128)
+    (True, True, False, False)
+    """
+    both = (head_dim, head_dim_v)
+    return max(both) in HEAD_DIMS and all(x % HEAD_DIMS.step == 0 for x in both)
 
 
 def kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, bool]:
