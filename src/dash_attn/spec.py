@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple, get_type_hints
 
 from .problem import Mask
+from .schedule.constants import Q_SEGMENT
 from .scores import Scores
 
 __all__ = ["AttentionSpec"]
@@ -24,6 +25,7 @@ class AttentionSpec(NamedTuple):
         policy: "auto", or the name of a schedule (:class:`dash_attn.schedule.Schedule`).
         ordered: False permits sums of dQ in no fixed order.
         backend: "auto", or the name of one (:mod:`dash_attn.backends.base`).
+        q_segment: rows per segment of q (:mod:`.schedule.segments`); 0: by the policy, -1: whole sequences.
         softcap, sink, alibi, dropout_p, row_intervals: as in :class:`.scores.Scores`.
 
     >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()[:43]
@@ -36,6 +38,7 @@ class AttentionSpec(NamedTuple):
     policy: str = "auto"
     ordered: bool = True
     backend: str = "auto"
+    q_segment: int = 0
     softcap: float = 0.0
     sink: bool = False
     alibi: bool = False
@@ -46,6 +49,19 @@ class AttentionSpec(NamedTuple):
     def scores(self) -> Scores:
         """What backends are given; made once per call that is kept, for it takes a moment."""
         return Scores(*(getattr(self, name) for name in Scores._fields))
+
+    @property
+    def rows_per_segment(self) -> int:
+        """Rows per segment of q, 0 where sequences stay whole.
+
+        They do under a policy that is named, unless ``q_segment`` is too: not every policy has plans for
+        segments. What counts rows from the first one of a sequence leaves them whole as well.
+        """
+        if self.q_segment < 0 or self.alibi or self.dropout_p or self.row_intervals:
+            return 0
+        if self.q_segment:
+            return self.q_segment
+        return Q_SEGMENT if self.policy == "auto" else 0
 
     @property
     def mask(self) -> Mask:

@@ -31,6 +31,7 @@ __all__ = [
     "AuxTensors",
     "Backend",
     "Gradients",
+    "KeySums",
     "Keys",
     "Prepared",
     "RowIntervals",
@@ -42,7 +43,9 @@ __all__ = [
     "backends_for",
     "check_backend",
     "check_device",
+    "finish_rows",
     "forward_shapes",
+    "new_key_sums",
     "refuse_backward",
     "tensor_shapes",
 ]
@@ -188,6 +191,18 @@ class Gradients(NamedTuple):
     dsink: Tensor | None = None
 
 
+class KeySums(NamedTuple):
+    """Sums of dK and dV to which the backwards of several segments of q rows add, one after the other.
+
+    values: (batch, kv_heads, kv_tiles, head_groups, words), fp32 (fp64 for fp64); what the words are is the
+        backend's own business. Sums of the same problem may be added element by element.
+    first_tile: the kv tile of ``values`` where the keys of a call begin.
+    """
+
+    values: Tensor
+    first_tile: int = 0
+
+
 class Prepared(ABC):
     """A problem on a device: what shapes, dtype and mask decide is decided here, once."""
 
@@ -227,6 +242,28 @@ class Prepared(ABC):
             PlanMismatchError: the plan is not for these tensors or for this backend's tiles.
         """
 
+    @abstractmethod
+    def backward_segment(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        scores: Scores,
+        aux: AuxTensors,
+        sums: KeySums,
+        dq: Tensor,
+    ) -> Tensor | None:
+        """The backward of a segment of q rows, in the plan's order. Every sum has one contribution per call.
+
+        Args:
+            plan, scores, aux: as in :meth:`backward`.
+            tensors: dense, (batch, rows, heads, head_dim), of any strides.
+            sums: what dK and dV are added to.
+            dq: like q; it is written.
+
+        Returns:
+            dsink: (heads,) fp32 of these rows, None without a sink.
+        """
+
 
 class Backend(ABC):
     """What runs plans on one kind of device."""
@@ -256,6 +293,52 @@ class Backend(ABC):
             packed: q is packed, and so are k and v unless ``keys`` says otherwise.
             keys: where keys lie, for a forward alone.
         """
+
+    @abstractmethod
+    def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
+        """(head groups, words): the sums of dK and dV that it keeps per kv tile and kv head.
+
+        ``head_groups``: those of the plans.
+        """
+
+    @abstractmethod
+    def finish_keys(self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor) -> None:
+        """Make dK and dV of complete sums: add head groups in ascending order, scale, round once.
+
+        Args:
+            sums: ``first_tile`` is that of dk and dv. The values may be overwritten.
+            scores: as in the backward.
+            dk, dv: (batch, rows, kv_heads, head_dim), of any strides; they are written.
+        """
+
+
+def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int, like: Tensor) -> Tensor:
+    """Zeros for the values of :class:`KeySums` of a problem, a batch per sequence.
+
+    Args:
+        backend: whose they are.
+        problem: of a segment.
+        kv_tiles: of all keys, not only of those that the segment sees.
+        groups: head groups per kv head.
+        like: a tensor of the call, for its dtype and device.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    size = len(problem.sequences), problem.kv_heads, kv_tiles, *backend.key_sums(problem, groups)
+    return torch.zeros(size, dtype=dtype, device=like.device)
+
+
+def finish_rows(sums: KeySums, dk_scale: float, dk: Tensor, dv: Tensor) -> None:
+    """:meth:`Backend.finish_keys` of sums whose words are rows of (head_dim + head_dim_v) numbers."""
+    batch, rows, kv_heads, of_qk = dk.shape
+    columns = of_qk + dv.shape[3]
+    total = sums.values[..., 0, :]
+    for group in range(1, sums.values.shape[3]):
+        total += sums.values[..., group, :]
+    tile_n = total.shape[-1] // columns
+    total = total.reshape(batch, kv_heads, -1, columns)[:, :, sums.first_tile * tile_n :][:, :, :rows]
+    total = total.transpose(1, 2)
+    dk.copy_(total[..., :of_qk] * dk_scale)
+    dv.copy_(total[..., of_qk:])
 
 
 def refuse_backward(keys: Keys | None) -> None:

@@ -33,6 +33,7 @@ from ..scores import Scores
 from ..spec import AttentionSpec
 from .lengths import Lengths, host_lengths, host_used
 from .policies import forget_with, schedule_named
+from .segments import Part, fingerprint_of_parts, parts_of, run_parts
 
 __all__ = [
     "DTYPE_NAMES",
@@ -107,7 +108,9 @@ class Call:
         self.spec, self.device = spec, device
         self.prepared: Prepared = self.backend.prepare(self.problem, device, packed, keys)
         self._plan: Plan | None = None
-        if spec.policy != "auto" and keys is None:
+        self._packed = packed
+        self._parts: tuple[Part, ...] | None = None
+        if spec.policy != "auto" and keys is None and not self.parts:
             _ = self.plan  # a policy that does not cover the mask is an error of the forward
 
     @property
@@ -121,6 +124,18 @@ class Call:
             self._plan = _plan(self.problem, self.spec.policy)
         return self._plan
 
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """What the backward runs one after the other where sequences are cut into segments; else ()."""
+        if self._parts is None:
+            self._parts = parts_of(self.problem, self.spec, self.backend, self.device, self._packed)
+        return self._parts
+
+    @property
+    def fingerprint(self) -> str:
+        """What names the numerics of the backward."""
+        return fingerprint_of_parts(self.parts) if self.parts else self.plan.fingerprint
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         with as_current(self.device):
@@ -130,6 +145,8 @@ class Call:
         """The gradients; in the plan's order unless the spec and the process permit others."""
         ordered = self.spec.ordered or _order_is_required()
         with as_current(self.device):
+            if ordered and self.parts:
+                return run_parts(self.parts, tensors, self.scores, aux)
             return self.prepared.backward(self.plan, tensors, self.scores, aux, ordered=ordered)
 
 

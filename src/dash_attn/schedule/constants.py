@@ -26,6 +26,7 @@ __all__ = [
     "LONG_ROWS",
     "MOST_ITEMS",
     "NUMERICS_VERSION",
+    "Q_SEGMENT",
     "SHORT",
     "SINK_ROWS",
     "SMALL_GROUP",
@@ -55,6 +56,10 @@ tiles at once. With several heads each, what they read and add to does not fit L
 
 MOST_ITEMS, FULL_MOST_ITEMS = 1024, 2048
 """About so many items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
+
+Q_SEGMENT = 16384
+"""Rows per segment of q (:mod:`.segments`). Fewer would cost time on one GPU, more would need longer sequences
+before several GPUs can share one."""
 
 SINK_ROWS = 128
 """Rows whose parts of a sink's gradient are added to one sum, before these are added one after the other."""

@@ -18,8 +18,10 @@ from ..base import (
     Backend,
     Gradients,
     Keys,
+    KeySums,
     Prepared,
     Tensors,
+    finish_rows,
     forward_shapes,
     refuse_backward,
 )
@@ -85,13 +87,32 @@ class _Prepared(Prepared):
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         _, q, k, v, _, _ = tensors
         if q.ndim == 4:
-            rows = [x.flatten(0, 1) for x in tensors[:-1]]
-            tensors = Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
-            aux = _packed(aux)
+            tensors, aux = _packed_rows(tensors), _packed(aux)
         dq, dk, dv, dsink = executor.backward(
             plan, tensors, scores, aux, rng=disorder, ordered=disorder is None
         )
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsink)
+
+
+    def backward_segment(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        scores: Scores,
+        aux: AuxTensors,
+        sums: KeySums,
+        dq: Tensor,
+    ) -> Tensor | None:
+        """See :meth:`Prepared.backward_segment`."""
+        grads = executor.backward(plan, _packed_rows(tensors), scores, aux, sums=sums)
+        dq.copy_(grads.dq.view(dq.shape))
+        return grads.dsink
+
+
+def _packed_rows(tensors: Tensors) -> Tensors:
+    """Dense tensors as packed ones."""
+    rows = [x.flatten(0, 1) for x in tensors[:-1]]
+    return Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
 
 
 def _packed(aux: AuxTensors) -> AuxTensors:
@@ -114,6 +135,12 @@ class _CPU(Backend):
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
     ) -> Prepared:
         return _Prepared(problem, packed, keys)
+
+    def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
+        return head_groups, problem.tile_n * (problem.head_dim + problem.head_dim_v)
+
+    def finish_keys(self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor) -> None:
+        finish_rows(sums, scores.softmax_scale, dk, dv)
 
 
 BACKEND = _CPU()

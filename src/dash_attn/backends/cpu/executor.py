@@ -36,7 +36,7 @@ from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
-from ..base import NO_AUX, AuxTensors, Gradients, RowIntervals, Tensors
+from ..base import NO_AUX, AuxTensors, Gradients, KeySums, RowIntervals, Tensors
 from .dropout import dropout_of
 from .masks import outside_intervals
 from .sinks import sink_gradient
@@ -57,6 +57,7 @@ def backward(
     workers: int | None = None,
     rng: random.Random | None = None,
     ordered: bool = True,
+    sums: KeySums | None = None,
 ) -> Gradients:
     """Gradients, dQ summed in the order of the plan's tickets.
 
@@ -68,6 +69,8 @@ def backward(
         rng: picks a random legal interleaving of the workers instead of a fixed one.
         ordered: False adds to dQ in the order in which ``rng`` happens to run the tasks and ignores
             tickets, as atomic adds do: the negative control.
+        sums: dK and dV are added to these, (tile_n, head_dim + head_dim_v) words per kv tile, and the ones
+            that are returned are 0.
 
     Returns:
         dq, dk, dv in the shapes and dtype of q, k, v, and dsink of a sink. Bitwise equal for every placement,
@@ -82,15 +85,17 @@ def backward(
     if ordered:
         check_workers(plan, workers)
     state = _Backward(plan.problem, tensors, scores_of(scores), aux)
-    sums: dict[QTile, Tensor] = {}
+    found: dict[QTile, Tensor] = {}
     with exact():
         for task in task_order(plan, workers, rng, ordered=ordered):
             partial, tile = state.run(task), _q_tile_of(task)
-            if tile in sums:
-                sums[tile].add_(partial)
+            if tile in found:
+                found[tile].add_(partial)
             else:
-                sums[tile] = partial  # the first contribution is stored: dQ needs no zeroing
-        return Gradients(state.dq(sums), *state.dk_dv(), sink_gradient(plan.problem, tensors, aux))
+                found[tile] = partial  # the first contribution is stored: dQ needs no zeroing
+        if sums is not None:
+            state.leave(sums)
+        return Gradients(state.dq(found), *state.dk_dv(), sink_gradient(plan.problem, tensors, aux))
 
 
 def dq_partials(plan: Plan, tensors: Tensors, scores: Scores | float) -> dict[QTile, list[Tensor]]:
@@ -137,6 +142,8 @@ class _QRows:
 class _Item:
     """What one worker holds: a kv tile and the sums of its gradients."""
 
+    sequence: int
+    kv_tile: int
     rows: slice
     kv_head: int
     q_head_first: int
@@ -227,6 +234,15 @@ class _Backward:
             dv[whole.rows, whole.kv_head] = whole.dv.mul_(self.scores.dropout_rescale).to(dv.dtype)
         return dk, dv
 
+    def leave(self, sums: KeySums) -> None:
+        """Add dK and dV, unscaled, to sums that several segments share, and forget them."""
+        for parts in self._items_of_kv_tiles():
+            for group, item in enumerate(parts):
+                kv_tile = sums.first_tile + item.kv_tile
+                both = torch.cat([item.dk, item.dv], 1).flatten()
+                sums.values[item.sequence, item.kv_head, kv_tile, group, : len(both)] += both
+        self.items.clear()
+
     def _items_of_kv_tiles(self) -> list[list[_Item]]:
         """The items of every (kv tile, kv head), one for each head group, in ascending order."""
         found: dict[tuple[int, int], list[_Item]] = {}
@@ -250,6 +266,7 @@ class _Backward:
             head = task.q_head // self.problem.group
             k, v = copy_tile(x.k, r, head), copy_tile(x.v, r, head)
             # An item runs its q heads in ascending order: the first one seen is its first.
-            item = _Item(r, head, task.q_head, k, v, torch.zeros_like(k), torch.zeros_like(v))
+            at = task.sequence, task.kv_tile, r, head, task.q_head
+            item = _Item(*at, k, v, torch.zeros_like(k), torch.zeros_like(v))
             self.items[task.item] = item
         return self.items[task.item]

@@ -21,13 +21,14 @@ from ..base import (
     Backend,
     Gradients,
     Keys,
+    KeySums,
     Prepared,
     Tensors,
     forward_shapes,
     refuse_backward,
 )
 from .forward.launch import Forward, config_of, why_no_scale
-from .launch import DTYPES, Debug, run_backward
+from .launch import DTYPES, Debug, finish_keys, run_backward, run_segment
 from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
@@ -91,6 +92,20 @@ class _Prepared(Prepared):
         if dsink is not None and aux.learnable_sink is not None:
             dsink = dsink.to(aux.learnable_sink.dtype)
         return Gradients(result.dq, result.dk, result.dv, dsink)
+
+
+    def backward_segment(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        scores: Scores,
+        aux: AuxTensors,
+        sums: KeySums,
+        dq: Tensor,
+    ) -> Tensor | None:
+        """See :meth:`Prepared.backward_segment`."""
+        sink = _sink_of(scores, aux)
+        return run_segment(plan, tensors, scores.softmax_scale, sums, dq, sink=sink, debug=_debug())
 
 
 @cache
@@ -176,6 +191,15 @@ class _SM90(Backend):
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
     ) -> Prepared:
         return _Prepared(problem, device, packed, keys)
+
+    def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
+        head_dim = kernel_of(problem.head_dim, problem.head_dim_v)[0]
+        return head_groups, 2 * tiles_of(head_dim).tile_n * head_dim
+
+    def finish_keys(
+        self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor
+    ) -> None:
+        finish_keys(sums, scores.softmax_scale, dk, dv)
 
 
 BACKEND = _SM90()

@@ -17,6 +17,7 @@ from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .backward.config import Accumulation, BackwardConfig
 from .forward.config import ForwardConfig, forward_config
+from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
 from .tiles import TILES
 
@@ -32,7 +33,7 @@ __all__ = [
     "variants",
 ]
 
-Config = BackwardConfig | ForwardConfig | SinkConfig
+Config = BackwardConfig | ForwardConfig | KeySumsConfig | SinkConfig
 
 ARCH = "sm_90a"
 
@@ -50,17 +51,21 @@ class MissingCompilerError(DashError, ImportError):
 
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
-    return {**backward_variants(), **forward_variants(), "sinks": SinkConfig()}
+    finish = {name: KeySumsConfig(head_dim, dtype) for name, head_dim, dtype in _kinds("key-sums")}
+    return {**backward_variants(), **forward_variants(), **finish, "sinks": SinkConfig()}
 
 
 def backward_variants() -> dict[str, BackwardConfig]:
-    """Those of the backward: product, unordered, and debug; each also for tensors of fewer columns."""
+    """Those of the backward: product, of segments of queries, unordered, and debug; each also for tensors of
+    fewer columns."""
     found = {}
     for padded in (False, True):
         for name, head_dim, dtype in _kinds("backward"):
             base = BackwardConfig(head_dim, dtype, padded)
             name += "-padded" if padded else ""
             found[name] = base
+            found[f"{name}-sums"] = replace(base, key_sums=True)
+            found[f"{name}-sums-bounded"] = replace(base, key_sums=True, spin_limit=1)
             found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
             found[f"{name}-bounded"] = replace(base, spin_limit=1)
             found[f"{name}-contributions"] = replace(base, dump_contributions=True)

@@ -20,21 +20,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import HandOverError, PlanMismatchError
+from ...errors import HandOverError, InputError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
-from ..base import NOTHING, Gradients, Shapes, Tensors, as_current
+from ..base import NOTHING, Gradients, KeySums, Shapes, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
 from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
+from .key_sums.config import KeySumsConfig
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
 from .tiles import kernel_of
 
-__all__ = ["DTYPES", "Debug", "Result", "run_backward"]
+__all__ = ["DTYPES", "Debug", "Result", "finish_keys", "run_backward", "run_segment"]
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SPIN_LIMIT = 2_000_000
@@ -117,6 +118,73 @@ def run_backward(
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
     _check_tensors(place, plan, given)
+    asked = _Asked(ordered, debug)
+    variant = place.variants.get(asked) or _variant(place, plan, asked)
+    work = _Workspace(variant, place, q.device)
+    grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
+    dsink = _launch(plan, (variant, place, work), given, grads, softmax_scale, sink, workers)
+    grads = grads._replace(dsink=dsink)
+    return Result(*grads) if debug is _NO_DEBUG else work.result(grads, debug)
+
+
+def run_segment(
+    plan: Plan,
+    tensors: Tensors,
+    softmax_scale: float,
+    sums: KeySums,
+    dq: Tensor,
+    *,
+    sink: Tensor | None = None,
+    debug: Debug | None = None,
+) -> Tensor | None:
+    """The backward of a segment of q rows: :meth:`Prepared.backward_segment`.
+
+    Args:
+        plan, tensors, softmax_scale, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
+            contributions nor a trace can be asked for.
+        sums: what dK and dV are added to.
+        dq: like q; it is written.
+
+    Returns:
+        dsink of these rows, None without a sink.
+
+    Raises:
+        PlanMismatchError, TooFewWorkersError, HandOverError: as :func:`run_backward`.
+    """
+    debug = debug or _NO_DEBUG
+    if debug.trace or debug.contributions:
+        raise InputError(
+            "the backward of a sequence that is cut into segments keeps no trace: ask for "
+            "DASH_ATTN_DEBUG=bounded, or give a larger q_segment"
+        )
+    place = on_device(plan, dq.device, (sums.values.shape[2], sums.first_tile))
+    _check_tensors(place, plan, tensors)
+    asked = _Asked(True, debug, key_sums=True)
+    variant = place.variants.get(asked) or _variant(place, plan, asked)
+    work = _Workspace(variant, place, dq.device, sums.values.view(-1))
+    tensors = tensors._replace(k=loadable(tensors.k), v=loadable(tensors.v))
+    grads = Gradients(dq, tensors.k, tensors.v)  # nothing is written to dK and dV
+    dsink = _launch(plan, (variant, place, work), tensors, grads, softmax_scale, sink, None)
+    if debug.bounded:
+        _check_hand_overs(work.buffers.errors, None)
+    return dsink
+
+
+_Made = tuple["_Variant", OnDevice, "_Workspace"]
+
+
+def _launch(
+    plan: Plan,
+    made: _Made,
+    given: Tensors,
+    grads: Gradients,
+    softmax_scale: float,
+    sink: Tensor | None,
+    workers: int | None,
+) -> Tensor | None:
+    """Run the kernels; the gradient of the sink."""
+    variant, place, work = made
+    q, k, v, ordered = given.q, given.k, given.v, variant.config.ordered
     ring = ordered and place.min_workers > 1
     available = usable_multiprocessors(q.device) if ring else multiprocessors(q.device)
     if workers is not None:
@@ -124,11 +192,8 @@ def run_backward(
     if ordered:
         check_workers(plan, available)
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
-    variant = place.variants.get((ordered, debug)) or _variant(place, plan, ordered, debug)
-    work = _Workspace(variant, place, q.device)
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     all_tensors = [loadable(x) for x in (q, k, v, given.out, given.dout)]
-    all_tensors += [given.lse.contiguous(), dq, dk, dv]
+    all_tensors += [given.lse.contiguous(), *grads[:3]]
     if q.dim() == 3:
         all_tensors = [x.unsqueeze(0) for x in all_tensors]
     launch = arguments.Launch(
@@ -141,9 +206,16 @@ def run_backward(
     )
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
         variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *launch)
-        dsink = None if sink is None else _sink_gradient(plan, work.buffers, sink)
-    grads = Gradients(dq, dk, dv, dsink)
-    return Result(*grads) if debug is _NO_DEBUG else work.result(grads, debug)
+        return None if sink is None else _sink_gradient(plan, work.buffers, sink)
+
+
+def finish_keys(sums: KeySums, softmax_scale: float, dk: Tensor, dv: Tensor) -> None:
+    """Make dK and dV of complete sums: :meth:`Backend.finish_keys`."""
+    head_dim, _ = kernel_of(dk.shape[3], dv.shape[3])
+    config = KeySumsConfig(head_dim, DTYPES[str(dk.dtype).removeprefix("torch.")])
+    _, _, kv_tiles, groups, _ = sums.values.shape
+    with as_current(dk.device):
+        program(config)(sums.values.view(-1), dk, dv, softmax_scale, kv_tiles, groups, sums.first_tile)
 
 
 def _sink_gradient(plan: Plan, buffers: arguments.Workspace, sink: Tensor) -> Tensor:
@@ -162,11 +234,19 @@ class _Variant(NamedTuple):
     sizes: list[int]
 
 
-def _variant(place: OnDevice, plan: Plan, ordered: bool, debug: Debug) -> _Variant:
+class _Asked(NamedTuple):
+    """What of a launch decides the kernel variant, beside the problem."""
+
+    ordered: bool
+    debug: Debug
+    key_sums: bool = False
+
+
+def _variant(place: OnDevice, plan: Plan, asked: _Asked) -> _Variant:
     problem = plan.problem
     kernel = kernel_of(problem.head_dim, problem.head_dim_v)
-    config = _config(kernel, problem.dtype, ordered, debug, SPIN_LIMIT)
-    found = place.variants[ordered, debug] = _Variant(config, program(config), place.workspace(config))
+    config = _config(kernel, problem.dtype, asked, SPIN_LIMIT)
+    found = place.variants[asked] = _Variant(config, program(config), place.workspace(config))
     return found
 
 
@@ -185,15 +265,14 @@ def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
 
 
 @cache
-def _config(
-    kernel: tuple[int, bool], dtype: str, ordered: bool, debug: Debug, spin_limit: int
-) -> BackwardConfig:
-    head_dim, padded = kernel
+def _config(kernel: tuple[int, bool], dtype: str, asked: _Asked, spin_limit: int) -> BackwardConfig:
+    (head_dim, padded), debug = kernel, asked.debug
     return BackwardConfig(
         head_dim,
         DTYPES[dtype],
         padded,
-        Accumulation.TICKETS if ordered else Accumulation.ATOMIC,
+        Accumulation.TICKETS if asked.ordered else Accumulation.ATOMIC,
+        key_sums=asked.key_sums,
         spin_limit=spin_limit if debug.bounded else 0,
         dump_contributions=debug.contributions,
         trace=debug.trace,
@@ -208,7 +287,9 @@ def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
 class _Workspace:
     """The plan on the device and the buffers of one call. The kernels initialise what they read."""
 
-    def __init__(self, variant: _Variant, place: OnDevice, device: torch.device) -> None:
+    def __init__(
+        self, variant: _Variant, place: OnDevice, device: torch.device, key_sums: Tensor | None = None
+    ) -> None:
         self.config, self.place = variant.config, place
         lse2, delta, dq_acc, group_sums, control = allocate(variant.sizes, device)
         control = control.view(torch.int32)
@@ -228,7 +309,7 @@ class _Workspace:
             lse2,
             delta,
             dq_acc,
-            group_sums,
+            group_sums if key_sums is None else key_sums,
             control,
             errors,
             contributions,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import PlanMismatchError
 from ...machine import CONVERSION_CYCLES, FEW_ROUNDS, ITEM_CYCLES, TASK_CYCLES
 from ...schedule.plan import Plan
-from ...schedule.table import to_table
+from ...schedule.table import shared_sums, to_table
 from ..base import Shapes, tensor_shapes
 from ..cuda.upload import Upload
 from .backward.config import CONTROL_WORDS, BackwardConfig
@@ -77,18 +77,28 @@ class OnDevice:
         return available, available - spare
 
 
-def on_device(plan: Plan, device: torch.device) -> OnDevice:
+def on_device(plan: Plan, device: torch.device, sums: tuple[int, int] | None = None) -> OnDevice:
     """The plan on a device. It stays there as long as the plan lives.
+
+    Args:
+        plan: a proven plan with the tiles of the kernels.
+        device: a GPU.
+        sums: where all items leave their sums of dK and dV: ``kv_tiles`` and ``first_tile`` of
+            :func:`~dash_attn.schedule.table.shared_sums`.
 
     Raises:
         PlanMismatchError: the plan's tiles are not those of the kernels, or its positions are not theirs.
         InputError: it is not there, and cannot be put there while a CUDA graph is captured.
     """
-    places: dict[torch.device, OnDevice] = plan.__dict__.setdefault("_places", {})
-    found = places.get(device)
+    places: dict[object, OnDevice] = plan.__dict__.setdefault("_places", {})
+    found = places.get(device if sums is None else (device, sums))
     if found is None:
         _check_tiles(plan)
-        found = places[device] = _place(plan, Upload(plan, [to_table(plan)], device))
+        table = to_table(plan) if sums is None else shared_sums(to_table(plan), plan, *sums)
+        found = _place(plan, Upload(plan, [table], device))
+        if sums is not None:
+            found = replace(found, group_sums=0)  # they are not in the workspace
+        places[device if sums is None else (device, sums)] = found
     return found
 
 

@@ -20,10 +20,12 @@ from ..base import (
     Backend,
     Gradients,
     Keys,
+    KeySums,
     Prepared,
     Shapes,
     Tensors,
     as_current,
+    finish_rows,
     forward_shapes,
     refuse_backward,
     tensor_shapes,
@@ -85,8 +87,30 @@ class _Prepared(Prepared):
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         _ = plan.min_workers  # an error unless it was proven; how many there are is no matter here
         self._check(dict(zip(Tensors._fields, zip(tensors, self._shapes.of_tensors))))
+        grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
         with as_current(self.device):
-            return self._backward(plan, tensors, scores, aux, disorder)
+            return self._backward(plan, tensors, scores, aux, disorder, grads)
+
+    def backward_segment(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        scores: Scores,
+        aux: AuxTensors,
+        sums: KeySums,
+        dq: Tensor,
+    ) -> Tensor | None:
+        """See :meth:`Prepared.backward_segment`. dK and dV are scaled when they are added."""
+        assert self._backward is not None
+        with as_current(self.device):
+            wide = [x.new_empty(x.shape, dtype=sums.values.dtype) for x in (tensors.k, tensors.v)]
+            grads = self._backward(plan, tensors, scores, aux, None, Gradients(dq, *wide))
+            both = torch.cat([grads.dk, grads.dv], -1).transpose(1, 2)
+            batch, kv_heads, rows, columns = both.shape
+            first = sums.first_tile * self.problem.tile_n
+            target = sums.values.view(batch, kv_heads, -1, columns)
+            target[:, :, first : first + rows] += both
+        return grads.dsink
 
     def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
         """Kernels take lengths and types from the problem: others would be read beyond their ends."""
@@ -146,6 +170,12 @@ class _Triton(Backend):
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
     ) -> Prepared:
         return _Prepared(problem, device, packed, keys)
+
+    def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
+        return 1, problem.tile_n * (problem.head_dim + problem.head_dim_v)
+
+    def finish_keys(self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor) -> None:
+        finish_rows(sums, 1.0, dk, dv)
 
 
 BACKEND = _Triton()

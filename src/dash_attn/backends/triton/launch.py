@@ -133,11 +133,11 @@ class Backward:
         scores: Scores,
         aux: AuxTensors,
         disorder: random.Random | None,
+        grads: Gradients,
     ) -> Gradients:
-        """The gradients, by a plan of the problem."""
+        """The gradients, by a plan of the problem; dq, dk and dv of ``grads`` are written, in any dtype."""
         tables = self._tables(plan, disorder)
         items, visits, q_tiles, stretches, folds, sequences = tables.place.use()
-        grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
         dout, q, k, v, out = (_aligned(x) for x in tensors[:5])
         lse = tensors.lse.contiguous()
         if lse.data_ptr() % 16:  # the compiler would make another variant for it

@@ -74,8 +74,11 @@ class MmaRole:
                 n_task += 1
                 n_kv += 1
                 self.put_dk(t, n_task, slot, scale, rings)
-            if plan_view.mailbox_item(slot).record.group_sum >= 0:
-                self.store_group_sums(t, memory.group_sums, plan_view.mailbox_item(slot).record.group_sum)
+            if const_expr(c.key_sums):
+                if tasks > 0:
+                    self.leave_sums(t, memory.group_sums, plan_view.mailbox_item(slot).record.group_sum)
+            elif plan_view.mailbox_item(slot).record.group_sum >= 0:
+                self.leave_sums(t, memory.group_sums, plan_view.mailbox_item(slot).record.group_sum)
             elif tasks == 0:
                 for target in (memory.dk, memory.dv):
                     self.store_zeros(target, plan_view.mailbox_item(slot))
@@ -394,10 +397,11 @@ class MmaRole:
                 chunk.store(cute.zeros_like(chunk))
 
     @cute.jit
-    def store_group_sums(self, t, group_sums, slot: Int32):
-        """Store this thread's fp32 dK (unscaled) and dV, for an item that owns one of several head groups.
+    def leave_sums(self, t, group_sums, slot: Int32):
+        """Leave this thread's fp32 dK (unscaled) and dV where they are summed, in accumulator order like dQ.
 
-        They are kept in accumulator order, like the dQ tile.
+        An item that owns one of several head groups stores them. With `key_sums` they are added to what the
+        launches before have left: no other item of this launch has the same slot.
         """
         c = self.config
         size = c.tile_n * c.head_dim
@@ -408,4 +412,9 @@ class MmaRole:
         for which, acc in ((0, t.acc_dK), (1, t.acc_dV)):
             start = (Int64(slot) * 2 + which) * size + place
             target = cute.make_tensor(group_sums.iterator + cute.assume(start, divby=4), layout)
-            cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, vectors))), target)
+            if const_expr(c.key_sums):
+                for v in cutlass.range_constexpr(vectors):
+                    values = [acc[4 * v + e] for e in range(4)]
+                    ptx.add_f32x4(target.iterator + 512 * v, values)
+            else:
+                cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout((4, vectors))), target)

@@ -12,6 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from ....schedule.layout import HEADER
 from ..device import plan_view, registers
 from . import finish
+from .add_up import GroupsOf, RowsOf, add_up
 from .arguments import AfterMemory, BeforeMemory, Launch, Tensors, Workspace
 from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardConfig
 
@@ -170,32 +171,6 @@ class Convert:
         if seq.head_groups > 1:
             kv_tile = index - seq.kv_tile_first
             slot = seq.group_sum_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
-            size = c.tile_n * c.head_dim
-            vectors = size // 1024
-            group, lane = tidx // 128, tidx % 32
-            start = (Int64(slot) * 2 + which) * size + group * (512 * vectors) + tidx % 128 * 4
-            layout = cute.make_layout((4, 4), stride=(1, 512))
-            for chunk in cutlass.range(vectors // 4, unroll=1):
-                total = cute.make_rmem_tensor((4, 4), Float32)
-                added = cute.make_rmem_tensor((4, 4), Float32)
-                self._load_sum(memory.group_sums, layout, start + chunk * 2048, total)
-                for group_index in cutlass.range(1, seq.head_groups, unroll=1):
-                    self._load_sum(
-                        memory.group_sums,
-                        layout,
-                        start + chunk * 2048 + Int64(group_index) * (2 * size),
-                        added,
-                    )
-                    total.store(total.load() + added.load())
-                pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, 4)))
-                for half in cutlass.range_constexpr(2):
-                    values = cute.make_rmem_tensor((2, 4), mdX.element_type)
-                    values.store((pairs[None, half, None].load() * scale).to(mdX.element_type))
-                    row = kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
-                    line = cute.local_tile(mdX[batch, first_row + row, kv_head, None], (32,), (chunk,))
-                    there = registers.columns_from(c, mdX, 32 * chunk)
-                    registers.store_rows(values, line, lane, row < seq.seqlen_k, there)
-
-    def _load_sum(self, group_sums, layout, start: Int64, values) -> None:
-        source = cute.make_tensor(group_sums.iterator + cute.assume(start, divby=4), layout)
-        cute.autovec_copy(source, values)
+            of = GroupsOf(slot, seq.head_groups, which, scale)
+            to = RowsOf(mdX, batch, first_row, kv_tile, kv_head, seq.seqlen_k)
+            add_up(c, memory.group_sums, of, to)

@@ -69,6 +69,14 @@ def add(pointer: cute.Pointer, amount: int | Int32 = 1, *, loc=None, ip=None) ->
 
 
 @dsl_user_op
+def add_f32x4(pointer: cute.Pointer, values, *, loc=None, ip=None) -> None:
+    """red.relaxed.gpu: add four fp32 to memory, at a multiple of 16 bytes."""
+    operands = [_address(pointer, loc, ip)] + [value.ir_value(loc=loc, ip=ip) for value in values]
+    text = "red.relaxed.gpu.global.add.v4.f32 [$0], {$1, $2, $3, $4};"
+    _asm(None, operands, text, "l,f,f,f,f,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def compare_and_swap(pointer: cute.Pointer, old: Int32, new: Int32, *, loc=None, ip=None) -> Int32:
     """atom.cas of one int32, returns the value found."""
     text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"

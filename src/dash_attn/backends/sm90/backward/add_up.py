@@ -1,0 +1,62 @@
+"""Adding up the fp32 sums of dK or dV that head groups have left of a kv tile, in ascending order."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ..device import registers
+
+
+class GroupsOf(NamedTuple):
+    """slot: of the first head group; groups: how many follow each other; which: 0 of dK, 1 of dV; scale: of the
+    total."""
+
+    slot: Any
+    groups: Any
+    which: cutlass.Constexpr
+    scale: Any
+
+
+class RowsOf(NamedTuple):
+    """target: dK or dV, (B, Sk, Hkv, D); first_row: of the sequence in its batch; rows: of the sequence."""
+
+    target: Any
+    batch: Any
+    first_row: Any
+    kv_tile: Any
+    kv_head: Any
+    rows: Any
+
+
+@cute.jit
+def add_up(config: cutlass.Constexpr, sums, of: GroupsOf, to: RowsOf) -> None:
+    """Add, scale, round once and store a kv tile, 32 columns at a time. For a block of 256 threads."""
+    c, target = config, to.target
+    tidx = cute.arch.thread_idx()[0]
+    size = c.tile_n * c.head_dim
+    vectors = size // 1024
+    group, lane = tidx // 128, tidx % 32
+    start = (Int64(of.slot) * 2 + of.which) * size + group * (512 * vectors) + tidx % 128 * 4
+    layout = cute.make_layout((4, 4), stride=(1, 512))
+    for chunk in cutlass.range(vectors // 4, unroll=1):
+        total = cute.make_rmem_tensor((4, 4), Float32)
+        added = cute.make_rmem_tensor((4, 4), Float32)
+        _load(sums, layout, start + chunk * 2048, total)
+        for index in cutlass.range(1, of.groups, unroll=1):
+            _load(sums, layout, start + chunk * 2048 + Int64(index) * (2 * size), added)
+            total.store(total.load() + added.load())
+        pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, 4)))
+        for half in cutlass.range_constexpr(2):
+            values = cute.make_rmem_tensor((2, 4), target.element_type)
+            values.store((pairs[None, half, None].load() * of.scale).to(target.element_type))
+            row = to.kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
+            line = cute.local_tile(target[to.batch, to.first_row + row, to.kv_head, None], (32,), (chunk,))
+            there = registers.columns_from(c, target, 32 * chunk)
+            registers.store_rows(values, line, lane, row < to.rows, there)
+
+
+def _load(sums, layout, start: Int64, values) -> None:
+    source = cute.make_tensor(sums.iterator + cute.assume(start, divby=4), layout)
+    cute.autovec_copy(source, values)

@@ -1,0 +1,85 @@
+"""The launch: one block per kv tile, kv head, gradient and batch."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.runtime import make_fake_stream
+
+from ..arguments import regrouped
+from ..backward.add_up import GroupsOf, RowsOf, add_up
+from ..device import fakes
+from ..device.operands import DTYPES
+from .config import KeySumsConfig
+
+THREADS = 256
+
+
+class Arguments(NamedTuple):
+    """sums: fp32, (B, Hkv, kv tiles, head groups, 2, tile_n * head_dim), dK and dV in accumulator order; dk, dv:
+    (B, Sk, Hkv, D); scale: of dK; kv_tiles, groups: of ``sums``; first_tile: which of them is the first of dk
+    and dv."""
+
+    sums: Any
+    dk: Any
+    dv: Any
+    scale: Any
+    kv_tiles: Any
+    groups: Any
+    first_tile: Any
+
+
+class Finish:
+    def __init__(self, config: KeySumsConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, arguments: Arguments, stream):
+        batch, rows, kv_heads = arguments.dk.shape[0], arguments.dk.shape[1], arguments.dk.shape[2]
+        tiles = (rows + self.config.tile_n - 1) // self.config.tile_n
+        self.kernel(arguments).launch(
+            grid=(tiles, 2 * kv_heads, batch), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, arguments) -> None:
+        kv_tile, y, batch = cute.arch.block_idx()
+        cute.arch.griddepcontrol_wait()
+        if y % 2 == 0:
+            self._finish(arguments, 0, arguments.dk, arguments.scale, (batch, y // 2, kv_tile))
+        else:
+            self._finish(arguments, 1, arguments.dv, Float32(1.0), (batch, y // 2, kv_tile))
+
+    def _finish(self, arguments, which, target, scale, at) -> None:
+        batch, kv_head, kv_tile = at
+        head = batch * target.shape[2] + kv_head
+        slot = (head * arguments.kv_tiles + arguments.first_tile + kv_tile) * arguments.groups
+        of = GroupsOf(slot, arguments.groups, which, scale)
+        add_up(self.config, arguments.sums, of, RowsOf(target, batch, 0, kv_tile, kv_head, target.shape[1]))
+
+
+class Program:
+    def __init__(self, config: KeySumsConfig):
+        self.finish = Finish(config)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """Called with the fields of ``Arguments``; traced with a stream behind."""
+        (given,) = regrouped(arguments[:-1], Arguments)
+        self.finish(given, arguments[-1])
+
+
+def fake_arguments(config: KeySumsConfig, env_stream: bool):
+    """Tensors without data, in the order of `Program.__call__`."""
+    matrix = partial(fakes.matrix, DTYPES[config.dtype], None)
+    arguments = Arguments(
+        sums=fakes.vector(Float32, 128),
+        dk=matrix(),
+        dv=matrix(),
+        scale=Float32(1.0),
+        kv_tiles=Int32(1),
+        groups=Int32(1),
+        first_tile=Int32(0),
+    )
+    return [*arguments, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

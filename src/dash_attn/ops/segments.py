@@ -1,0 +1,246 @@
+"""The backward of sequences that are cut into segments of q rows.
+
+The segments of a sequence run one after the other and add to the same sums of dK and dV. How they are cut is
+:mod:`dash_attn.schedule.segments`. What runs here is the order that several GPUs have, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.base import AuxTensors, Backend, Gradients, KeySums, Prepared, Tensors, new_key_sums
+from ..problem import Problem
+from ..schedule import Plan, build_plan, choose_policy
+from ..schedule.segments import Segment, head_groups_of_segments, segments_of
+from ..scores import Scores
+from ..spec import AttentionSpec
+from .policies import forget_with, schedule_named
+
+__all__ = ["CutSequence", "Part", "fingerprint_of_parts", "parts_of", "run_parts"]
+
+
+class CutSequence:
+    """A dense batch of equal sequences that are cut, on a backend.
+
+    Attributes:
+        problem: of the whole sequences.
+        segments: ascending.
+        head_groups: of each kv head, in every segment.
+    """
+
+    def __init__(self, problem: Problem, spec: AttentionSpec, backend: Backend, device: torch.device) -> None:
+        self.problem, self.backend, self.device, self._policy = problem, backend, device, spec.policy
+        seqlen_q, seqlen_k = problem.sequences[0]
+        rows = spec.rows_per_segment
+        self.segments = segments_of(seqlen_q, seqlen_k, problem.mask, problem.tile_n, rows)
+        self.head_groups = head_groups_of_segments(problem, rows)
+        self._made: dict[int, tuple[Plan, Prepared]] = {}
+
+    @property
+    def kv_tiles(self) -> int:
+        return -(-self.problem.sequences[0][1] // self.problem.tile_n)
+
+    def plan(self, index: int) -> Plan | None:
+        """The proven plan of a segment; None where its rows see no key."""
+        return None if self.segments[index].keys == (0, 0) else self._of(index)[0]
+
+    def _of(self, index: int) -> tuple[Plan, Prepared]:
+        found = self._made.get(index)
+        if found is None:
+            problem = problem_of_segment(self.problem, self.segments[index])
+            plan = _plan(problem, self._policy, self.head_groups)
+            prepared = self.backend.prepare(problem, self.device, packed=False)
+            found = self._made[index] = plan, prepared
+        return found
+
+    def new_sums(self, like: Tensor) -> Tensor:
+        """Zeros for the sums of dK and dV of the whole sequences."""
+        return new_key_sums(self.backend, self.problem, self.kv_tiles, self.head_groups, like)
+
+    def backward(
+        self, index: int, tensors: Tensors, scores: Scores, aux: AuxTensors, sums: Tensor, dq: Tensor
+    ) -> Tensor | None:
+        """The backward of one segment: writes dq, adds to the sums, returns dsink.
+
+        Args:
+            index: of the segment.
+            tensors: dout, q, out and lse of the segment's rows; k and v of the whole sequences, dense.
+            scores, aux: of the call; a sink in fp32.
+            sums: as :meth:`new_sums` made them.
+            dq: of the segment's rows.
+        """
+        first, last = self.segments[index].keys
+        if first == last:
+            dq.zero_()
+            sink = aux.learnable_sink
+            return None if sink is None else torch.zeros_like(sink)
+        plan, prepared = self._of(index)
+        mine = tensors._replace(k=tensors.k[:, first:last], v=tensors.v[:, first:last])
+        target = KeySums(sums, first // self.problem.tile_n)
+        return prepared.backward_segment(plan, mine, scores, aux, target, dq)
+
+
+def problem_of_segment(problem: Problem, segment: Segment) -> Problem:
+    """What a segment computes, of all sequences of a problem of equal ones."""
+    lengths = segment.rows[1] - segment.rows[0], segment.keys[1] - segment.keys[0]
+    rest = problem.heads, problem.kv_heads, problem.head_dim, problem.mask, problem.dtype
+    of_v = problem.head_dim_v
+    tiles = problem.tile_m, problem.tile_n
+    return Problem((lengths,) * len(problem.sequences), *rest, *tiles, head_dim_v=of_v)
+
+
+@lru_cache(256)
+def _plan(problem: Problem, policy: str, head_groups: int) -> Plan:
+    schedule = choose_policy(problem) if policy == "auto" else schedule_named(policy)
+    return build_plan(problem, schedule, head_groups=head_groups)
+
+
+forget_with(_plan.cache_clear)
+
+
+class Part(NamedTuple):
+    """A part of a call: sequences that are cut, or packed sequences that are not.
+
+    Attributes:
+        rows, keys: of packed tensors; of dense ones all.
+        cut: the sequences, if they are cut.
+        plan, prepared: of those that are not.
+    """
+
+    rows: slice
+    keys: slice
+    cut: CutSequence | None
+    plan: Plan | None = None
+    prepared: Prepared | None = None
+
+
+def parts_of(
+    problem: Problem, spec: AttentionSpec, backend: Backend, device: torch.device, packed: bool
+) -> tuple[Part, ...]:
+    """The parts of a call; () where no sequence is cut.
+
+    Sequences that are cut are parts of their own. What lies between two of them is a part.
+    """
+    rows = spec.rows_per_segment
+    if not rows or int(problem.lengths[:, 0].max()) <= rows:
+        return ()
+    cut = [
+        len(segments_of(*pair, problem.mask, problem.tile_n, rows)) > 1 for pair in problem.sequences
+    ]
+    if not any(cut):
+        return ()
+    everything = slice(0, None)
+    if not packed:
+        return (Part(everything, everything, CutSequence(problem, spec, backend, device)),)
+    return _packed_parts(problem, cut, spec, backend, device)
+
+
+def _packed_parts(
+    problem: Problem, cut: list[bool], spec: AttentionSpec, backend: Backend, device: torch.device
+) -> tuple[Part, ...]:
+    parts: list[Part] = []
+    run: list[tuple[int, int]] = []
+    first = at = (0, 0)
+
+    def end_run() -> None:
+        if run:
+            between = _with_sequences(problem, tuple(run))
+            schedule = choose_policy(between) if spec.policy == "auto" else schedule_named(spec.policy)
+            prepared = backend.prepare(between, device, packed=True)
+            plan = build_plan(between, schedule)
+            parts.append(Part(slice(first[0], at[0]), slice(first[1], at[1]), None, plan, prepared))
+            run.clear()
+
+    for pair, is_cut in zip(problem.sequences, cut):
+        end = at[0] + pair[0], at[1] + pair[1]
+        if is_cut:
+            end_run()
+            alone = CutSequence(_with_sequences(problem, (pair,)), spec, backend, device)
+            parts.append(Part(slice(at[0], end[0]), slice(at[1], end[1]), alone))
+            first = end
+        else:
+            run.append(pair)
+        at = end
+    end_run()
+    return tuple(parts)
+
+
+def _with_sequences(problem: Problem, sequences: tuple[tuple[int, int], ...]) -> Problem:
+    rest = problem.heads, problem.kv_heads, problem.head_dim, problem.mask, problem.dtype
+    tiles = problem.tile_m, problem.tile_n
+    return Problem(sequences, *rest, *tiles, head_dim_v=problem.head_dim_v)
+
+
+def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:
+    """SHA-256 of the numerics of all parts, in their order."""
+    digest = hashlib.sha256(b"segments of q")
+    for part in parts:
+        if part.cut is None:
+            assert part.plan is not None
+            digest.update(part.plan.fingerprint.encode())
+            continue
+        for index, segment in enumerate(part.cut.segments):
+            plan = part.cut.plan(index)
+            digest.update(repr((segment, plan and plan.fingerprint)).encode())
+    return digest.hexdigest()
+
+
+def run_parts(parts: tuple[Part, ...], tensors: Tensors, scores: Scores, aux: AuxTensors) -> Gradients:
+    """The gradients of a call, part by part."""
+    sink = aux.learnable_sink
+    wide = aux if sink is None else aux._replace(learnable_sink=sink.float())
+    q, k, v = tensors.q, tensors.k, tensors.v
+    grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
+    total: Tensor | None = None
+    for part in parts:
+        mine, target = _rows_of(tensors, part), Gradients(
+            grads.dq[part.rows], grads.dk[part.keys], grads.dv[part.keys]
+        )
+        if part.cut is None:
+            assert part.plan is not None and part.prepared is not None
+            found = part.prepared.backward(part.plan, mine, scores, wide)
+            for to, x in zip(target, found[:3]):
+                assert to is not None
+                to.copy_(x)
+            dsinks = [found.dsink]
+        else:
+            dsinks = _run_cut(part.cut, mine, target, scores, wide)
+        for dsink in dsinks:
+            total = dsink if total is None or dsink is None else total + dsink
+    return grads if sink is None or total is None else grads._replace(dsink=total.to(sink.dtype))
+
+
+def _rows_of(tensors: Tensors, part: Part) -> Tensors:
+    """A part of packed tensors; dense ones are taken whole."""
+    if tensors.q.ndim == 4:
+        return tensors
+    q, k = part.rows, part.keys
+    dout, q_rows, out = (x[q] for x in (tensors.dout, tensors.q, tensors.out))
+    return Tensors(dout, q_rows, tensors.k[k], tensors.v[k], out, tensors.lse[:, q].contiguous())
+
+
+def _run_cut(
+    cut: CutSequence, tensors: Tensors, target: Gradients, scores: Scores, aux: AuxTensors
+) -> list[Tensor | None]:
+    """Write the gradients of sequences that are cut. Returns dsink of each segment."""
+    if tensors.q.ndim == 3:
+        tensors = Tensors._make(x.unsqueeze(0) for x in tensors)
+        target = Gradients(*(x.unsqueeze(0) for x in target[:3] if x is not None))
+    sums = cut.new_sums(tensors.k)
+    dsinks = []
+    for index, segment in enumerate(cut.segments):
+        rows = slice(*segment.rows)
+        mine = tensors._replace(
+            dout=tensors.dout[:, rows],
+            q=tensors.q[:, rows],
+            out=tensors.out[:, rows],
+            lse=tensors.lse[:, :, rows],
+        )
+        dsinks.append(cut.backward(index, mine, scores, aux, sums, target.dq[:, rows]))
+    cut.backend.finish_keys(KeySums(sums), scores, target.dk, target.dv)
+    return dsinks
