@@ -107,6 +107,7 @@ def attention(
     policy: str | Numerics | Schedule = "auto",
     return_lse: bool = False,
     backend: str = "auto",
+    q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -130,6 +131,12 @@ def attention(
         return_lse: return the log-sum-exp too. It carries no gradient.
         backend: "auto", "cpu", "sm90" (Hopper) or "triton". "auto" is "cpu" for CPU tensors. On a GPU it is
             "sm90" where that covers the call, else "triton". Another backend gives other bytes.
+        q_segment: rows per segment, a multiple of 128. The backward of a longer sequence is cut into segments
+            of so many q rows, and their sums of dK and dV are added in order. Several GPUs can share
+            such a sequence without another bit (:mod:`dash_attn.distributed`). It decides bits of longer
+            sequences. None: 16,384 where ``policy`` is "auto", else no segments. Masks that end elsewhere
+            than at the diagonal or at the last key, ``alibi_slopes``, ``dropout_p`` and intervals of rows
+            are not cut.
         softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.
         learnable_sink: (heads,), dtype of q or float32: one score more per q head, of a key without a value.
             ``out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. It is a natural logarithm, neither
@@ -184,9 +191,7 @@ def attention(
         >>> torch.equal(documents[:, :100], attention(q[:, :100], k[:, :100], k[:, :100], causal=True))
         True
     """
-    asked = Asked(
-        causal, window, softmax_scale, policy, backend=backend, softcap=softcap, dropout_p=dropout_p
-    )
+    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
     dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
     aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return _run_dense(q, k, v, aux, asked, return_lse)
@@ -204,6 +209,7 @@ def flash_attn_func(
     return_lse: bool = False,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -229,7 +235,7 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends:
+        policy, backend, q_segment, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends:
             as in :func:`attention`.
         flash_options: FlashAttention's other arguments (``block_table``, ``score_mod``, ...) with values that
             ask for nothing.
@@ -251,7 +257,9 @@ def flash_attn_func(
     """
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    asked = Asked(
+        causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
+    )
     dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
     aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return _run_dense(q, k, v, aux, asked, return_lse)
@@ -274,6 +282,7 @@ def flash_attn_varlen_func(
     return_lse: bool = False,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -346,7 +355,9 @@ def flash_attn_varlen_func(
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    asked = Asked(causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+    asked = Asked(
+        causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
+    )
     dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
     aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return _run_packed((q, k, v), packing, aux, asked, return_lse)
@@ -370,6 +381,7 @@ def is_supported(
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
     backend: str = "auto",
+    q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -397,7 +409,9 @@ def is_supported(
         else:
             packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         window = _one_window(window, window_size)
-        asked = Asked(causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p)
+        asked = Asked(
+            causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
+        )
         dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
         aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
         checked = check_call(q, k, v, packing, asked, aux)
@@ -419,6 +433,7 @@ def plan_for(
     window_size: Window = None,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -431,7 +446,8 @@ def plan_for(
     It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide; they may lead to another backend.
 
     Raises:
-        InputError, UnsupportedMaskError: as :func:`attention`.
+        InputError, UnsupportedMaskError: as :func:`attention`; also for sequences longer than ``q_segment``,
+            which have several plans.
 
     >>> import torch
     >>> q = torch.zeros(1, 512, 2, 64)
@@ -439,9 +455,15 @@ def plan_for(
     Plan(spt, 8 items, 20 tasks)
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    asked = Asked(causal, window, None, policy, True, backend, softcap, dropout_p, q_segment)
     aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
-    return _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked).plan
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
+    if call.parts:
+        raise InputError(
+            f"the backward is cut into segments of {call.spec.rows_per_segment} rows of q, each with a plan of "
+            f"its own: give a larger q_segment for a plan of whole sequences; fingerprints() names all of them"
+        )
+    return call.plan
 
 
 class Fingerprints(NamedTuple):
@@ -450,7 +472,8 @@ class Fingerprints(NamedTuple):
     Attributes:
         forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``), or the name
             and version of the library whose kernel it is.
-        backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``).
+        backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``), or of those of all
+            segments of long sequences.
         backend: its name. Two backends may have the same two numerics, and still round otherwise.
     """
 
@@ -471,6 +494,7 @@ def fingerprints(
     window_size: Window = None,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
+    q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -489,10 +513,10 @@ def fingerprints(
     (64, 64, 'cpu')
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p)
+    asked = Asked(causal, window, None, policy, True, backend, softcap, dropout_p, q_segment)
     aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
-    return Fingerprints(call.prepared.forward_fingerprint, call.plan.fingerprint, call.backend.name)
+    return Fingerprints(call.prepared.forward_fingerprint, call.fingerprint, call.backend.name)
 
 
 def apply_plan(

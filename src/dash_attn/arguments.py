@@ -12,11 +12,13 @@ from torch import Tensor
 
 from .backends.base import NO_AUX, AuxTensors, check_backend, check_device
 from .errors import InputError
+from .grid import LONGEST
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
 from .ops.policies import policy_key
 from .problem import DTYPES
 from .schedule import Numerics, Schedule
+from .schedule.constants import Q_SEGMENT_STEP
 from .spec import AttentionSpec
 
 __all__ = [
@@ -108,6 +110,7 @@ class Asked(NamedTuple):
     backend: str = "auto"
     softcap: float = 0.0
     dropout_p: float = 0.0
+    q_segment: int | None = None
 
 
 class CheckedCall(NamedTuple):
@@ -232,8 +235,8 @@ def check_call(
     ordered = check_flag("deterministic", asked.deterministic)
     spec = AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend), check_softcap(asked.softcap), dropout_p=check_dropout(asked.dropout_p),
-        **aux.given,
+        check_backend(asked.backend), check_q_segment(asked.q_segment), check_softcap(asked.softcap),
+        dropout_p=check_dropout(asked.dropout_p), **aux.given,
     )  # fmt: skip
     return CheckedCall(q, k, v, aux, spec, packing)
 
@@ -242,6 +245,15 @@ def check_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def check_q_segment(value: object) -> int:
+    """Rows per segment of q; 0 for None."""
+    if value is None:
+        return 0
+    if type(value) is not int or value < 1 or value % Q_SEGMENT_STEP:
+        raise InputError(f"q_segment must be a positive multiple of {Q_SEGMENT_STEP}, got {value!r:.40}")
+    return min(value, LONGEST)
 
 
 def check_softcap(value: object) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CommunicationError",
     "CompilationError",
     "CostError",
     "CoverageError",
@@ -42,6 +43,10 @@ class UnavailableError(DashError, RuntimeError):
 
 class CompilationError(DashError, RuntimeError):
     """The kernel compiler failed on a variant; the message has its words, and the next call tries again."""
+
+
+class CommunicationError(DashError, RuntimeError):
+    """Processes of a group could not exchange tensors, or were called with arguments that do not go together."""
 
 
 class CostError(DashError, ValueError):

@@ -25,7 +25,7 @@ class AttentionSpec(NamedTuple):
         policy: "auto", or the name of a schedule (:class:`dash_attn.schedule.Schedule`).
         ordered: False permits sums of dQ in no fixed order.
         backend: "auto", or the name of one (:mod:`dash_attn.backends.base`).
-        q_segment: rows per segment of q (:mod:`.schedule.segments`); 0: by the policy, -1: whole sequences.
+        q_segment: rows per segment of q (:mod:`.schedule.segments`); 0: by the policy.
         softcap, sink, alibi, dropout_p, row_intervals: as in :class:`.scores.Scores`.
 
     >>> AttentionSpec(0.125, -1, 0).mask.name, AttentionSpec.schema()[:43]
@@ -57,11 +57,9 @@ class AttentionSpec(NamedTuple):
         They do under a policy that is named, unless ``q_segment`` is too: not every policy has plans for
         segments. What counts rows from the first one of a sequence leaves them whole as well.
         """
-        if self.q_segment < 0 or self.alibi or self.dropout_p or self.row_intervals:
+        if self.alibi or self.dropout_p or self.row_intervals:
             return 0
-        if self.q_segment:
-            return self.q_segment
-        return Q_SEGMENT if self.policy == "auto" else 0
+        return self.q_segment or (Q_SEGMENT if self.policy == "auto" else 0)
 
     @property
     def mask(self) -> Mask:

@@ -31,7 +31,6 @@ __all__ = [
     "AuxTensors",
     "Backend",
     "Gradients",
-    "KeySums",
     "Keys",
     "Prepared",
     "RowIntervals",
@@ -191,18 +190,6 @@ class Gradients(NamedTuple):
     dsink: Tensor | None = None
 
 
-class KeySums(NamedTuple):
-    """Sums of dK and dV to which the backwards of several segments of q rows add, one after the other.
-
-    values: (batch, kv_heads, kv_tiles, head_groups, words), fp32 (fp64 for fp64); what the words are is the
-        backend's own business. Sums of the same problem may be added element by element.
-    first_tile: the kv tile of ``values`` where the keys of a call begin.
-    """
-
-    values: Tensor
-    first_tile: int = 0
-
-
 class Prepared(ABC):
     """A problem on a device: what shapes, dtype and mask decide is decided here, once."""
 
@@ -249,7 +236,7 @@ class Prepared(ABC):
         tensors: Tensors,
         scores: Scores,
         aux: AuxTensors,
-        sums: KeySums,
+        sums: Tensor,
         dq: Tensor,
     ) -> Tensor | None:
         """The backward of a segment of q rows, in the plan's order. Every sum has one contribution per call.
@@ -257,7 +244,8 @@ class Prepared(ABC):
         Args:
             plan, scores, aux: as in :meth:`backward`.
             tensors: dense, (batch, rows, heads, head_dim), of any strides.
-            sums: what dK and dV are added to.
+            sums: what dK and dV are added to, as :func:`new_key_sums` makes them; the first kv tile is that of
+                the first key.
             dq: like q; it is written.
 
         Returns:
@@ -302,43 +290,48 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def finish_keys(self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor) -> None:
+    def add_sums(self, sums: Tensor, more: Tensor) -> None:
+        """Add to sums what another segment has left in sums of its own, as if it had added to these."""
+
+    @abstractmethod
+    def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         """Make dK and dV of complete sums: add head groups in ascending order, scale, round once.
 
         Args:
-            sums: ``first_tile`` is that of dk and dv. The values may be overwritten.
+            sums: their first kv tile is that of the first row of dk and dv. They may be overwritten.
             scores: as in the backward.
             dk, dv: (batch, rows, kv_heads, head_dim), of any strides; they are written.
         """
 
 
 def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int, like: Tensor) -> Tensor:
-    """Zeros for the values of :class:`KeySums` of a problem, a batch per sequence.
+    """Zeros for sums of dK and dV, to which the backwards of several segments of q rows add.
 
     Args:
         backend: whose they are.
         problem: of a segment.
-        kv_tiles: of all keys, not only of those that the segment sees.
+        kv_tiles: of the keys that there are sums of.
         groups: head groups per kv head.
         like: a tensor of the call, for its dtype and device.
+
+    Returns:
+        (kv_tiles, batch, kv_heads, head_groups, words) fp32 (fp64 for fp64). What the words are is the backend's
+        own business.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    size = len(problem.sequences), problem.kv_heads, kv_tiles, *backend.key_sums(problem, groups)
+    size = kv_tiles, len(problem.sequences), problem.kv_heads, *backend.key_sums(problem, groups)
     return torch.zeros(size, dtype=dtype, device=like.device)
 
 
-def finish_rows(sums: KeySums, dk_scale: float, dk: Tensor, dv: Tensor) -> None:
+def finish_rows(sums: Tensor, dk_scale: float, dk: Tensor, dv: Tensor) -> None:
     """:meth:`Backend.finish_keys` of sums whose words are rows of (head_dim + head_dim_v) numbers."""
-    batch, rows, kv_heads, of_qk = dk.shape
-    columns = of_qk + dv.shape[3]
-    total = sums.values[..., 0, :]
-    for group in range(1, sums.values.shape[3]):
-        total += sums.values[..., group, :]
-    tile_n = total.shape[-1] // columns
-    total = total.reshape(batch, kv_heads, -1, columns)[:, :, sums.first_tile * tile_n :][:, :, :rows]
-    total = total.transpose(1, 2)
-    dk.copy_(total[..., :of_qk] * dk_scale)
-    dv.copy_(total[..., of_qk:])
+    rows, of_qk = dk.shape[1], dk.shape[3]
+    total = sums[..., 0, :]
+    for group in range(1, sums.shape[3]):
+        total += sums[..., group, :]
+    by_row = total.unflatten(-1, (-1, of_qk + dv.shape[3])).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :rows]
+    dk.copy_(by_row[..., :of_qk] * dk_scale)
+    dv.copy_(by_row[..., of_qk:])
 
 
 def refuse_backward(keys: Keys | None) -> None:

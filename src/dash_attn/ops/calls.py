@@ -44,6 +44,7 @@ __all__ = [
     "first_that_covers",
     "packed_call",
     "prepared_once",
+    "shaped_call",
     "used_call",
 ]
 
@@ -181,6 +182,38 @@ def _dense(
     batch, seqlen_q, heads, head_dim = shape_q
     sizes = (heads, shape_k[2], head_dim, head_dim_v)
     return Call(spec, _Shapes(((seqlen_q, shape_k[1]),) * batch, sizes, dtype), device, packed=False)
+
+
+def shaped_call(
+    sequences: tuple[tuple[int, int], ...],
+    sizes: _Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool,
+    spec: AttentionSpec,
+) -> Call:
+    """The call of tensors that are not there yet.
+
+    Args:
+        sequences: (seqlen_q, seqlen_k) of each.
+        sizes: q heads, kv heads, head dim, head dim of v.
+        dtype, device: of the tensors.
+        packed: they are.
+        spec: what is asked.
+    """
+    return _shaped(sequences, sizes, dtype, device, packed, spec)
+
+
+@lru_cache(_CALLS)
+def _shaped(
+    sequences: tuple[tuple[int, int], ...],
+    sizes: _Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool,
+    spec: AttentionSpec,
+) -> Call:
+    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed)
 
 
 def packed_call(
@@ -322,5 +355,5 @@ def _plan(problem: Problem, policy: str) -> Plan:
     return build_plan(problem, choose_policy(problem) if policy == "auto" else schedule_named(policy))
 
 
-for _cache in (_dense, _packed, _used, _plan):
+for _cache in (_dense, _packed, _shaped, _used, _plan):
     forget_with(_cache.cache_clear)

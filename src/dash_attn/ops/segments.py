@@ -13,9 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Backend, Gradients, KeySums, Prepared, Tensors, new_key_sums
+from ..backends.base import AuxTensors, Backend, Gradients, Prepared, Tensors, new_key_sums
 from ..problem import Problem
 from ..schedule import Plan, build_plan, choose_policy
+from ..schedule.defaults import choose_policy_of_segment
 from ..schedule.segments import Segment, head_groups_of_segments, segments_of
 from ..scores import Scores
 from ..spec import AttentionSpec
@@ -58,9 +59,15 @@ class CutSequence:
             found = self._made[index] = plan, prepared
         return found
 
-    def new_sums(self, like: Tensor) -> Tensor:
-        """Zeros for the sums of dK and dV of the whole sequences."""
-        return new_key_sums(self.backend, self.problem, self.kv_tiles, self.head_groups, like)
+    def new_sums(self, like: Tensor, kv_tiles: int | None = None) -> Tensor:
+        """Zeros for the sums of dK and dV of some kv tiles, by default of the whole sequences."""
+        tiles = self.kv_tiles if kv_tiles is None else kv_tiles
+        return new_key_sums(self.backend, self.problem, tiles, self.head_groups, like)
+
+    def tiles_of(self, index: int) -> tuple[int, int]:
+        """The kv tiles that a segment adds to: the first one, and the one behind the last."""
+        first, last = self.segments[index].keys
+        return first // self.problem.tile_n, -(-last // self.problem.tile_n)
 
     def backward(
         self, index: int, tensors: Tensors, scores: Scores, aux: AuxTensors, sums: Tensor, dq: Tensor
@@ -69,20 +76,17 @@ class CutSequence:
 
         Args:
             index: of the segment.
-            tensors: dout, q, out and lse of the segment's rows; k and v of the whole sequences, dense.
+            tensors: dout, q, out and lse of the segment's rows; k and v of the keys that these see; dense.
             scores, aux: of the call; a sink in fp32.
-            sums: as :meth:`new_sums` made them.
+            sums: those of the segment's keys, :meth:`tiles_of`.
             dq: of the segment's rows.
         """
-        first, last = self.segments[index].keys
-        if first == last:
+        if self.segments[index].keys == (0, 0):
             dq.zero_()
             sink = aux.learnable_sink
             return None if sink is None else torch.zeros_like(sink)
         plan, prepared = self._of(index)
-        mine = tensors._replace(k=tensors.k[:, first:last], v=tensors.v[:, first:last])
-        target = KeySums(sums, first // self.problem.tile_n)
-        return prepared.backward_segment(plan, mine, scores, aux, target, dq)
+        return prepared.backward_segment(plan, tensors, scores, aux, sums, dq)
 
 
 def problem_of_segment(problem: Problem, segment: Segment) -> Problem:
@@ -96,7 +100,7 @@ def problem_of_segment(problem: Problem, segment: Segment) -> Problem:
 
 @lru_cache(256)
 def _plan(problem: Problem, policy: str, head_groups: int) -> Plan:
-    schedule = choose_policy(problem) if policy == "auto" else schedule_named(policy)
+    schedule = choose_policy_of_segment(problem) if policy == "auto" else schedule_named(policy)
     return build_plan(problem, schedule, head_groups=head_groups)
 
 
@@ -129,9 +133,7 @@ def parts_of(
     rows = spec.rows_per_segment
     if not rows or int(problem.lengths[:, 0].max()) <= rows:
         return ()
-    cut = [
-        len(segments_of(*pair, problem.mask, problem.tile_n, rows)) > 1 for pair in problem.sequences
-    ]
+    cut = [len(segments_of(*pair, problem.mask, problem.tile_n, rows)) > 1 for pair in problem.sequences]
     if not any(cut):
         return ()
     everything = slice(0, None)
@@ -198,8 +200,9 @@ def run_parts(parts: tuple[Part, ...], tensors: Tensors, scores: Scores, aux: Au
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     total: Tensor | None = None
     for part in parts:
-        mine, target = _rows_of(tensors, part), Gradients(
-            grads.dq[part.rows], grads.dk[part.keys], grads.dv[part.keys]
+        mine, target = (
+            _rows_of(tensors, part),
+            Gradients(grads.dq[part.rows], grads.dk[part.keys], grads.dv[part.keys]),
         )
         if part.cut is None:
             assert part.plan is not None and part.prepared is not None
@@ -234,13 +237,15 @@ def _run_cut(
     sums = cut.new_sums(tensors.k)
     dsinks = []
     for index, segment in enumerate(cut.segments):
-        rows = slice(*segment.rows)
-        mine = tensors._replace(
-            dout=tensors.dout[:, rows],
-            q=tensors.q[:, rows],
-            out=tensors.out[:, rows],
-            lse=tensors.lse[:, :, rows],
+        rows, keys, tiles = slice(*segment.rows), slice(*segment.keys), slice(*cut.tiles_of(index))
+        mine = Tensors(
+            tensors.dout[:, rows],
+            tensors.q[:, rows],
+            tensors.k[:, keys],
+            tensors.v[:, keys],
+            tensors.out[:, rows],
+            tensors.lse[:, :, rows],
         )
-        dsinks.append(cut.backward(index, mine, scores, aux, sums, target.dq[:, rows]))
-    cut.backend.finish_keys(KeySums(sums), scores, target.dk, target.dv)
+        dsinks.append(cut.backward(index, mine, scores, aux, sums[tiles], target.dq[:, rows]))
+    cut.backend.finish_keys(sums, scores, target.dk, target.dv)
     return dsinks

@@ -27,6 +27,7 @@ __all__ = [
     "MOST_ITEMS",
     "NUMERICS_VERSION",
     "Q_SEGMENT",
+    "Q_SEGMENT_STEP",
     "SHORT",
     "SINK_ROWS",
     "SMALL_GROUP",
@@ -60,6 +61,9 @@ MOST_ITEMS, FULL_MOST_ITEMS = 1024, 2048
 Q_SEGMENT = 16384
 """Rows per segment of q (:mod:`.segments`). Fewer would cost time on one GPU, more would need longer sequences
 before several GPUs can share one."""
+
+Q_SEGMENT_STEP = 128
+"""What other numbers of rows per segment must be a multiple of: whole tiles, of any kernel."""
 
 SINK_ROWS = 128
 """Rows whose parts of a sink's gradient are added to one sum, before these are added one after the other."""

@@ -14,7 +14,7 @@ from .constants import AUTO_MAX_STRIDE, AUTO_MIN_STRIDE, AUTO_RING
 from .numerics import SPT, ByLength, Descending, Shift
 from .schedule import Schedule
 
-__all__ = ["AUTO_SHIFT", "choose_policy"]
+__all__ = ["AUTO_SHIFT", "choose_policy", "choose_policy_of_segment"]
 
 AUTO_SHIFT = Shift(ring=AUTO_RING, min_stride=AUTO_MIN_STRIDE, max_stride=AUTO_MAX_STRIDE)
 """What "auto" chooses under the full mask."""
@@ -36,6 +36,24 @@ def choose_policy(problem: Problem) -> Schedule:
     ['shift(ring=16, min_stride=2, max_stride=4)', 'by_length(long_from=6144)']
     """
     return _chosen(problem.mask, problem.group > 1, problem.head_dim == 128)
+
+
+def choose_policy_of_segment(problem: Problem) -> Schedule:
+    """The schedule of a segment of q rows under ``policy="auto"``.
+
+    It is that of any problem, but for causal rows behind many keys. There items that begin on the diagonal
+    would all queue for the same dQ tiles: descending, longest items first
+    (docs/experiments/segments.md).
+
+    >>> from dash_attn.problem import Mask
+    >>> rows = Problem.dense(seqlen_q=1024, seqlen_k=4096, head_dim=64, mask=Mask.causal())
+    >>> str(choose_policy(rows)), str(choose_policy_of_segment(rows))
+    ('spt', 'descending + lpt')
+    """
+    seqlen_q, seqlen_k = problem.sequences[0]
+    if problem.mask.is_causal and seqlen_q < seqlen_k:
+        return Schedule.of(Descending(), "lpt")
+    return choose_policy(problem)
 
 
 @lru_cache(256)

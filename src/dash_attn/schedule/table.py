@@ -75,34 +75,31 @@ def to_table(plan: Plan) -> Words:
     return table
 
 
-def shared_sums(table: Words, plan: Plan, kv_tiles: int, first_tile: int) -> Words:
+def shared_sums(table: Words, plan: Plan) -> Words:
     """The table of a plan whose items all leave their sums of dK and dV among those of other plans.
 
-    The sums of head group g of (sequence, kv head, kv tile) lie at
-    ``((sequence * kv_heads + kv_head) * kv_tiles + first_tile + kv_tile) * head_groups + g``.
+    The sums of head group g of (kv tile, sequence, kv head) lie at
+    ``((kv_tile * sequences + sequence) * kv_heads + kv_head) * head_groups + g``.
 
     Args:
         table: of the plan, as :func:`to_table` makes it.
         plan: one whose sequences have equally many head groups.
-        kv_tiles: of the sums, per sequence and kv head.
-        first_tile: which of them is the plan's first one.
 
     Raises:
-        TableError: sequences have different numbers of head groups, or the sums have too few kv tiles.
+        TableError: sequences have different numbers of head groups, or there are too many sums.
     """
     p, batch = plan.problem, plan.batch
-    groups, tiles = int(batch.head_groups[0]), int(batch.kv_tiles.max())
-    if (batch.head_groups != groups).any() or first_tile + tiles > kv_tiles:
+    groups = int(batch.head_groups[0])
+    if (batch.head_groups != groups).any():
         raise TableError(
-            f"head groups {sorted(set(batch.head_groups.tolist()))}, kv tiles {first_tile} to "
-            f"{first_tile + tiles} of {kv_tiles}: no place for all sums"
+            f"sequences have {sorted(set(batch.head_groups.tolist()))} head groups, not one number"
         )
     made = table.copy()
     items = made[HEADER_WORDS : HEADER_WORDS + ITEM_WORDS * len(plan.items)].reshape(-1, ITEM_WORDS)
     firsts = [heads.start for heads in group_heads(p.group, groups)]
     part = np.searchsorted(firsts, items[:, ITEM.q_head_first] % p.group)
-    head = items[:, ITEM.sequence].astype(np.int64) * p.kv_heads + items[:, ITEM.kv_head]
-    slots = ((head * kv_tiles) + first_tile + items[:, ITEM.kv_tile]) * groups + part
+    row = items[:, ITEM.kv_tile].astype(np.int64) * len(p.sequences) + items[:, ITEM.sequence]
+    slots = (row * p.kv_heads + items[:, ITEM.kv_head]) * groups + part
     if slots.size and slots.max() > 2**31 - 1:
         raise TableError(f"a word of the table does not fit int32: {slots.max()}")
     items[:, ITEM.group_sum] = slots

@@ -18,7 +18,6 @@ from ..base import (
     Backend,
     Gradients,
     Keys,
-    KeySums,
     Prepared,
     Tensors,
     finish_rows,
@@ -93,14 +92,13 @@ class _Prepared(Prepared):
         )
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsink)
 
-
     def backward_segment(
         self,
         plan: Plan,
         tensors: Tensors,
         scores: Scores,
         aux: AuxTensors,
-        sums: KeySums,
+        sums: Tensor,
         dq: Tensor,
     ) -> Tensor | None:
         """See :meth:`Prepared.backward_segment`."""
@@ -139,7 +137,10 @@ class _CPU(Backend):
     def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
         return head_groups, problem.tile_n * (problem.head_dim + problem.head_dim_v)
 
-    def finish_keys(self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor) -> None:
+    def add_sums(self, sums: Tensor, more: Tensor) -> None:
+        sums.add_(more)
+
+    def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_rows(sums, scores.softmax_scale, dk, dv)
 
 

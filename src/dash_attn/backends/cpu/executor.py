@@ -36,7 +36,7 @@ from ...schedule.interleave import Task, task_order
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
-from ..base import NO_AUX, AuxTensors, Gradients, KeySums, RowIntervals, Tensors
+from ..base import NO_AUX, AuxTensors, Gradients, RowIntervals, Tensors
 from .dropout import dropout_of
 from .masks import outside_intervals
 from .sinks import sink_gradient
@@ -57,7 +57,7 @@ def backward(
     workers: int | None = None,
     rng: random.Random | None = None,
     ordered: bool = True,
-    sums: KeySums | None = None,
+    sums: Tensor | None = None,
 ) -> Gradients:
     """Gradients, dQ summed in the order of the plan's tickets.
 
@@ -234,13 +234,12 @@ class _Backward:
             dv[whole.rows, whole.kv_head] = whole.dv.mul_(self.scores.dropout_rescale).to(dv.dtype)
         return dk, dv
 
-    def leave(self, sums: KeySums) -> None:
+    def leave(self, sums: Tensor) -> None:
         """Add dK and dV, unscaled, to sums that several segments share, and forget them."""
         for parts in self._items_of_kv_tiles():
             for group, item in enumerate(parts):
-                kv_tile = sums.first_tile + item.kv_tile
                 both = torch.cat([item.dk, item.dv], 1).flatten()
-                sums.values[item.sequence, item.kv_head, kv_tile, group, : len(both)] += both
+                sums[item.kv_tile, item.sequence, item.kv_head, group, : len(both)] += both
         self.items.clear()
 
     def _items_of_kv_tiles(self) -> list[list[_Item]]:

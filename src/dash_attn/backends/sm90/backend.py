@@ -21,14 +21,13 @@ from ..base import (
     Backend,
     Gradients,
     Keys,
-    KeySums,
     Prepared,
     Tensors,
     forward_shapes,
     refuse_backward,
 )
 from .forward.launch import Forward, config_of, why_no_scale
-from .launch import DTYPES, Debug, finish_keys, run_backward, run_segment
+from .launch import DTYPES, Debug, add_sums, finish_keys, run_backward, run_segment
 from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
@@ -93,14 +92,13 @@ class _Prepared(Prepared):
             dsink = dsink.to(aux.learnable_sink.dtype)
         return Gradients(result.dq, result.dk, result.dv, dsink)
 
-
     def backward_segment(
         self,
         plan: Plan,
         tensors: Tensors,
         scores: Scores,
         aux: AuxTensors,
-        sums: KeySums,
+        sums: Tensor,
         dq: Tensor,
     ) -> Tensor | None:
         """See :meth:`Prepared.backward_segment`."""
@@ -196,9 +194,10 @@ class _SM90(Backend):
         head_dim = kernel_of(problem.head_dim, problem.head_dim_v)[0]
         return head_groups, 2 * tiles_of(head_dim).tile_n * head_dim
 
-    def finish_keys(
-        self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor
-    ) -> None:
+    def add_sums(self, sums: Tensor, more: Tensor) -> None:
+        add_sums(sums, more)
+
+    def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_keys(sums, scores.softmax_scale, dk, dv)
 
 

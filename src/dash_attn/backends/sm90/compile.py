@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ...errors import DashError
 from ..cuda.cache import KernelCache
+from .add_sums.config import AddSumsConfig
 from .backward.config import Accumulation, BackwardConfig
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
@@ -33,7 +34,7 @@ __all__ = [
     "variants",
 ]
 
-Config = BackwardConfig | ForwardConfig | KeySumsConfig | SinkConfig
+Config = BackwardConfig | ForwardConfig | KeySumsConfig | AddSumsConfig | SinkConfig
 
 ARCH = "sm_90a"
 
@@ -52,7 +53,13 @@ class MissingCompilerError(DashError, ImportError):
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
     finish = {name: KeySumsConfig(head_dim, dtype) for name, head_dim, dtype in _kinds("key-sums")}
-    return {**backward_variants(), **forward_variants(), **finish, "sinks": SinkConfig()}
+    return {
+        **backward_variants(),
+        **forward_variants(),
+        **finish,
+        "add-sums": AddSumsConfig(),
+        "sinks": SinkConfig(),
+    }
 
 
 def backward_variants() -> dict[str, BackwardConfig]:

@@ -23,10 +23,11 @@ from torch import Tensor
 from ...errors import HandOverError, InputError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
-from ..base import NOTHING, Gradients, KeySums, Shapes, Tensors, as_current
+from ..base import NOTHING, Gradients, Shapes, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
+from .add_sums.config import AddSumsConfig
 from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
@@ -35,7 +36,7 @@ from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
 from .tiles import kernel_of
 
-__all__ = ["DTYPES", "Debug", "Result", "finish_keys", "run_backward", "run_segment"]
+__all__ = ["DTYPES", "Debug", "Result", "add_sums", "finish_keys", "run_backward", "run_segment"]
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SPIN_LIMIT = 2_000_000
@@ -131,7 +132,7 @@ def run_segment(
     plan: Plan,
     tensors: Tensors,
     softmax_scale: float,
-    sums: KeySums,
+    sums: Tensor,
     dq: Tensor,
     *,
     sink: Tensor | None = None,
@@ -157,11 +158,11 @@ def run_segment(
             "the backward of a sequence that is cut into segments keeps no trace: ask for "
             "DASH_ATTN_DEBUG=bounded, or give a larger q_segment"
         )
-    place = on_device(plan, dq.device, (sums.values.shape[2], sums.first_tile))
+    place = on_device(plan, dq.device, key_sums=True)
     _check_tensors(place, plan, tensors)
     asked = _Asked(True, debug, key_sums=True)
     variant = place.variants.get(asked) or _variant(place, plan, asked)
-    work = _Workspace(variant, place, dq.device, sums.values.view(-1))
+    work = _Workspace(variant, place, dq.device, sums.view(-1))
     tensors = tensors._replace(k=loadable(tensors.k), v=loadable(tensors.v))
     grads = Gradients(dq, tensors.k, tensors.v)  # nothing is written to dK and dV
     dsink = _launch(plan, (variant, place, work), tensors, grads, softmax_scale, sink, None)
@@ -209,13 +210,18 @@ def _launch(
         return None if sink is None else _sink_gradient(plan, work.buffers, sink)
 
 
-def finish_keys(sums: KeySums, softmax_scale: float, dk: Tensor, dv: Tensor) -> None:
+def add_sums(sums: Tensor, more: Tensor) -> None:
+    """Add to sums of dK and dV by the instruction with which launches add to them: :meth:`Backend.add_sums`."""
+    with as_current(sums.device):
+        program(AddSumsConfig())(sums.view(-1), more.view(-1), sums.numel() // 4)
+
+
+def finish_keys(sums: Tensor, softmax_scale: float, dk: Tensor, dv: Tensor) -> None:
     """Make dK and dV of complete sums: :meth:`Backend.finish_keys`."""
     head_dim, _ = kernel_of(dk.shape[3], dv.shape[3])
     config = KeySumsConfig(head_dim, DTYPES[str(dk.dtype).removeprefix("torch.")])
-    _, _, kv_tiles, groups, _ = sums.values.shape
     with as_current(dk.device):
-        program(config)(sums.values.view(-1), dk, dv, softmax_scale, kv_tiles, groups, sums.first_tile)
+        program(config)(sums.view(-1), dk, dv, softmax_scale, sums.shape[3])
 
 
 def _sink_gradient(plan: Plan, buffers: arguments.Workspace, sink: Tensor) -> Tensor:

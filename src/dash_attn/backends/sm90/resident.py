@@ -77,28 +77,28 @@ class OnDevice:
         return available, available - spare
 
 
-def on_device(plan: Plan, device: torch.device, sums: tuple[int, int] | None = None) -> OnDevice:
+def on_device(plan: Plan, device: torch.device, *, key_sums: bool = False) -> OnDevice:
     """The plan on a device. It stays there as long as the plan lives.
 
     Args:
         plan: a proven plan with the tiles of the kernels.
         device: a GPU.
-        sums: where all items leave their sums of dK and dV: ``kv_tiles`` and ``first_tile`` of
-            :func:`~dash_attn.schedule.table.shared_sums`.
+        key_sums: all items leave their sums of dK and dV where
+            :func:`~dash_attn.schedule.table.shared_sums` says.
 
     Raises:
         PlanMismatchError: the plan's tiles are not those of the kernels, or its positions are not theirs.
         InputError: it is not there, and cannot be put there while a CUDA graph is captured.
     """
     places: dict[object, OnDevice] = plan.__dict__.setdefault("_places", {})
-    found = places.get(device if sums is None else (device, sums))
+    found = places.get((device, key_sums))
     if found is None:
         _check_tiles(plan)
-        table = to_table(plan) if sums is None else shared_sums(to_table(plan), plan, *sums)
+        table = shared_sums(to_table(plan), plan) if key_sums else to_table(plan)
         found = _place(plan, Upload(plan, [table], device))
-        if sums is not None:
+        if key_sums:
             found = replace(found, group_sums=0)  # they are not in the workspace
-        places[device if sums is None else (device, sums)] = found
+        places[device, key_sums] = found
     return found
 
 

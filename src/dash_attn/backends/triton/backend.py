@@ -20,7 +20,6 @@ from ..base import (
     Backend,
     Gradients,
     Keys,
-    KeySums,
     Prepared,
     Shapes,
     Tensors,
@@ -97,19 +96,21 @@ class _Prepared(Prepared):
         tensors: Tensors,
         scores: Scores,
         aux: AuxTensors,
-        sums: KeySums,
+        sums: Tensor,
         dq: Tensor,
     ) -> Tensor | None:
         """See :meth:`Prepared.backward_segment`. dK and dV are scaled when they are added."""
         assert self._backward is not None
         with as_current(self.device):
-            wide = [x.new_empty(x.shape, dtype=sums.values.dtype) for x in (tensors.k, tensors.v)]
+            wide = [x.new_empty(x.shape, dtype=sums.dtype) for x in (tensors.k, tensors.v)]
             grads = self._backward(plan, tensors, scores, aux, None, Gradients(dq, *wide))
-            both = torch.cat([grads.dk, grads.dv], -1).transpose(1, 2)
-            batch, kv_heads, rows, columns = both.shape
-            first = sums.first_tile * self.problem.tile_n
-            target = sums.values.view(batch, kv_heads, -1, columns)
-            target[:, :, first : first + rows] += both
+            both = torch.cat([grads.dk, grads.dv], -1)
+            tile_n, rows = self.problem.tile_n, both.shape[1]
+            by_row = sums.unflatten(-1, (tile_n, -1))[:, :, :, 0].permute(1, 0, 3, 2, 4)
+            whole = rows // tile_n
+            by_row[:, :whole] += both[:, : whole * tile_n].unflatten(1, (whole, tile_n))
+            if rows % tile_n:
+                by_row[:, whole, : rows % tile_n] += both[:, whole * tile_n :]
         return grads.dsink
 
     def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
@@ -174,7 +175,10 @@ class _Triton(Backend):
     def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
         return 1, problem.tile_n * (problem.head_dim + problem.head_dim_v)
 
-    def finish_keys(self, sums: KeySums, scores: Scores, dk: Tensor, dv: Tensor) -> None:
+    def add_sums(self, sums: Tensor, more: Tensor) -> None:
+        sums.add_(more)
+
+    def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_rows(sums, 1.0, dk, dv)
 
 

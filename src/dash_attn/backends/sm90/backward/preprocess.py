@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from ....schedule.layout import HEADER
-from ..device import plan_view, registers
+from ..device import plan_view
 from . import finish
 from .add_up import GroupsOf, RowsOf, add_up
 from .arguments import AfterMemory, BeforeMemory, Launch, Tensors, Workspace

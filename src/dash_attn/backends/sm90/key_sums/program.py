@@ -17,17 +17,14 @@ THREADS = 256
 
 
 class Arguments(NamedTuple):
-    """sums: fp32, (B, Hkv, kv tiles, head groups, 2, tile_n * head_dim), dK and dV in accumulator order; dk, dv:
-    (B, Sk, Hkv, D); scale: of dK; kv_tiles, groups: of ``sums``; first_tile: which of them is the first of dk
-    and dv."""
+    """sums: fp32, (kv tiles, B, Hkv, head groups, 2, tile_n * head_dim), dK and dV in accumulator order; dk, dv:
+    (B, Sk, Hkv, D); scale: of dK; groups: head groups."""
 
     sums: Any
     dk: Any
     dv: Any
     scale: Any
-    kv_tiles: Any
     groups: Any
-    first_tile: Any
 
 
 class Finish:
@@ -53,8 +50,7 @@ class Finish:
 
     def _finish(self, arguments, which, target, scale, at) -> None:
         batch, kv_head, kv_tile = at
-        head = batch * target.shape[2] + kv_head
-        slot = (head * arguments.kv_tiles + arguments.first_tile + kv_tile) * arguments.groups
+        slot = ((kv_tile * target.shape[0] + batch) * target.shape[2] + kv_head) * arguments.groups
         of = GroupsOf(slot, arguments.groups, which, scale)
         add_up(self.config, arguments.sums, of, RowsOf(target, batch, 0, kv_tile, kv_head, target.shape[1]))
 
@@ -78,8 +74,6 @@ def fake_arguments(config: KeySumsConfig, env_stream: bool):
         dk=matrix(),
         dv=matrix(),
         scale=Float32(1.0),
-        kv_tiles=Int32(1),
         groups=Int32(1),
-        first_tile=Int32(0),
     )
     return [*arguments, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

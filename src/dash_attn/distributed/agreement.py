@@ -1,0 +1,55 @@
+"""Whether all ranks of a group call with arguments that go together: asked the first time that they are seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import CommunicationError, DashError
+from .exchange import Team, errors_of
+
+__all__ = ["agree"]
+
+_AGREED: set[tuple[Any, ...]] = set()
+
+
+def agree(team: Team, signature: tuple[Any, ...], refused: DashError | None) -> None:
+    """Return if all ranks have the same signature and none refuses it; else raise on every rank.
+
+    Args:
+        team: all its ranks call this.
+        signature: what must be equal, of things whose ``str`` says it.
+        refused: the error that this rank has found by itself.
+
+    Raises:
+        CommunicationError: signatures differ, or another rank has refused its arguments.
+        DashError: ``refused``.
+    """
+    key = (team.group, *signature)
+    if refused is None and key in _AGREED:
+        return
+    mine = (", ".join(f"{name}={value}" for name, value in signature), str(refused or ""))
+    found: list[Any] = [None] * team.size
+    with errors_of(team):
+        dist.all_gather_object(found, mine, group=team.group)
+    if refused is not None:
+        raise refused
+    for rank, (said, why) in enumerate(found):
+        if why:
+            raise CommunicationError(f"rank {rank} of {team.size} refused its arguments: {why}")
+        if said != mine[0]:
+            differing = _difference(said, mine[0])
+            raise CommunicationError(
+                f"ranks were called with different arguments: rank {rank} has {differing[0]}, "
+                f"rank {team.rank} has {differing[1]}"
+            )
+    _AGREED.add(key)
+
+
+def _difference(a: str, b: str) -> tuple[str, str]:
+    """The first fields that differ."""
+    for one, other in zip(a.split(", "), b.split(", ")):
+        if one != other:
+            return one, other
+    return a, b

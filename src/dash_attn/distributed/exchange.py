@@ -1,0 +1,138 @@
+"""Moving rows between ranks: one all-to-all per exchange. It moves bytes and adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CommunicationError, InputError
+
+__all__ = ["Move", "Moving", "Team", "errors_of", "team_of"]
+
+
+class Team(NamedTuple):
+    """A process group, with what this process is in it."""
+
+    group: Any
+    rank: int
+    size: int
+
+
+def team_of(group: Any) -> Team:
+    """A process group, or a DeviceMesh of one dimension, or None for all processes.
+
+    Raises:
+        InputError: torch.distributed is not initialised, this process is not in the group, or the mesh has
+            several dimensions.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError("torch.distributed is not initialised: call torch.distributed.init_process_group")
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise InputError(
+                f"group is a DeviceMesh of {group.ndim} dimensions: give one of them, mesh['cp'] for instance"
+            )
+        group = group.get_group()
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise InputError(f"group must be a process group or a DeviceMesh, got {type(group).__name__}")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InputError("this process is not in the group")
+    return Team(group, rank, dist.get_world_size(group))
+
+
+class Move(NamedTuple):
+    """A tensor that goes from one rank to another.
+
+    Attributes:
+        source, target: ranks.
+        shape: of the tensor.
+        take: makes it, on the source.
+        put: takes it, on the target.
+    """
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    take: Callable[[], Tensor]
+    put: Callable[[Tensor], None]
+
+
+class Moving:
+    """Moves that have begun; :meth:`end` waits for them.
+
+    Args:
+        team: all its ranks begin the same moves, in the same order.
+        moves: of all ranks. Those within a rank are copies.
+        like: dtype and device of the tensors.
+    """
+
+    def __init__(self, team: Team, moves: Sequence[Move], like: Tensor) -> None:
+        self._team = team
+        out, self._into, within = [], [], []  # type: list[Move], list[Move], list[Move]
+        for move in moves:
+            if move.source == move.target == team.rank:
+                within.append(move)
+            elif move.source == team.rank:
+                out.append(move)
+            elif move.target == team.rank:
+                self._into.append(move)
+        out.sort(key=lambda move: move.target)
+        self._into.sort(key=lambda move: move.source)
+        self._work = None
+        if any(move.source != move.target for move in moves):
+            sent = [move.take().reshape(-1) for move in out]
+            sent = [torch.cat(sent) if sent else like.new_empty(0)]
+            sizes_out = _sizes(out, "target", team.size)
+            sizes_in = _sizes(self._into, "source", team.size)
+            self._received = like.new_empty(sum(sizes_in))
+            self._sent = sent  # until it has left
+            with errors_of(team):
+                self._work = dist.all_to_all_single(
+                    self._received, sent[0], sizes_in, sizes_out, group=team.group, async_op=True
+                )
+        for move in within:
+            move.put(move.take())
+
+    def end(self) -> None:
+        """Wait, and put what has come."""
+        if self._work is None:
+            return
+        with errors_of(self._team):
+            self._work.wait()
+        at = 0
+        for move in self._into:
+            size = _size(move)
+            move.put(self._received[at : at + size].view(move.shape))
+            at += size
+        del self._sent, self._received
+
+
+def _size(move: Move) -> int:
+    return int(torch.Size(move.shape).numel())
+
+
+def _sizes(moves: Sequence[Move], end: str, ranks: int) -> list[int]:
+    found = [0] * ranks
+    for move in moves:
+        found[getattr(move, end)] += _size(move)
+    return found
+
+
+class errors_of:
+    """Errors of the communication, with the rank and the size of its group."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+            rank, size = self._team.rank, self._team.size
+            raise CommunicationError(f"rank {rank} of {size}: exchange failed: {error}") from error

@@ -1,0 +1,245 @@
+"""The public functions: attention over the ranks of a group, with the bytes of one GPU."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag
+from ..backends.base import AuxTensors
+from ..errors import DashError, InputError
+from ..schedule import Numerics, Schedule
+from ..spec import AttentionSpec
+from .agreement import agree
+from .exchange import Team, team_of
+from .layout import Layout
+from .passes import Saved, backward, forward
+from .rows import lengths_of
+from .shared import Given, Shared
+
+__all__ = ["MODES", "attention", "attention_varlen"]
+
+MODES = ("auto", "ulysses", "gather", "ring", "ulysses+gather", "ulysses+ring")
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    layout: str = "zigzag",
+    mode: str = "auto",
+    policy: str | Numerics | Schedule = "auto",
+    return_lse: bool = False,
+    backend: str = "auto",
+    q_segment: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Self-attention of sequences that are spread over the ranks of a group (context parallelism).
+
+    Out, lse and gradients of every row have the same bytes as :func:`dash_attn.attention` of the whole sequences
+    on one GPU, for any number of ranks, layout and mode. NCCL, or gloo, moves bytes and never adds.
+
+    Args:
+        q: (batch, seqlen / N, heads, head_dim): the rows of this rank, as :func:`shard` deals them.
+        k, v: (batch, seqlen / N, kv_heads, head_dim); v may have another head_dim.
+        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        causal, window, softmax_scale, policy, backend, softcap: as in :func:`dash_attn.attention`.
+        layout: "zigzag" (all ranks have the same work under a causal mask) or "contiguous".
+        mode: what moves. It decides no bit.
+
+            * "ulysses": every rank gets all rows of 1/N of the heads; N divides kv_heads.
+            * "gather": every rank computes its rows; K and V of all keys come to it.
+            * "ring": as "gather", one kv head after the other: the next one comes while one is computed, and no
+              rank ever has more than two of them.
+            * "ulysses+gather", "ulysses+ring": ranks in teams; heads are shared in a team, rows between teams.
+            * "auto": "ulysses" where N divides kv_heads, else with teams of as many ranks as divide both, in
+              turns.
+        return_lse: return the log-sum-exp too. It carries no gradient.
+        q_segment: as in :func:`dash_attn.attention`: it decides bits. Rows are shared by segments of so many. Where
+            a rank's rows are no whole segments, "gather" and "ring" deal segments to ranks anew.
+        learnable_sink: (heads,), the same on all ranks. Its gradient is that of the rows and heads that this rank
+            computed: add it up over the group, as gradients of other parameters.
+
+    Returns:
+        out: (batch, seqlen / N, heads, head_dim of v) of the rows of this rank; with ``return_lse`` also
+            (batch, heads, seqlen / N), float32.
+
+    Raises:
+        InputError: an argument cannot be used; the message names it.
+        CommunicationError: ranks were called with different arguments, another one has refused its own, or the
+            exchange failed. On every rank.
+    """
+    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
+    return _run((q, k, v), None, learnable_sink, asked, (group, layout, mode, return_lse))
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    group: Any = None,
+    causal: bool = False,
+    window: Window = None,
+    softmax_scale: float | None = None,
+    layout: str = "zigzag",
+    mode: str = "auto",
+    policy: str | Numerics | Schedule = "auto",
+    return_lse: bool = False,
+    backend: str = "auto",
+    q_segment: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` of a packed batch. Every sequence is spread evenly over the ranks.
+
+    Args:
+        q: (total / N, heads, head_dim): of every sequence the rows of this rank, one sequence after the other, as
+            :func:`shard` deals them.
+        k, v: (total / N, kv_heads, head_dim).
+        cu_seqlens: (sequences + 1,) int32, of the whole sequences: 0, then the end of each. Every length is a
+            multiple of N, or of 2 N under the layout "zigzag".
+        group, causal, window, softmax_scale, layout, mode, policy, return_lse, backend, q_segment, softcap,
+            learnable_sink: as in :func:`attention`.
+
+    Returns:
+        out: (total / N, heads, head_dim of v); with ``return_lse`` also (heads, total / N).
+
+    Raises:
+        InputError, CommunicationError: as :func:`attention`.
+    """
+    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
+    return _run((q, k, v), cu_seqlens, learnable_sink, asked, (group, layout, mode, return_lse))
+
+
+_QKV = tuple[Tensor, Tensor, Tensor]
+_How = tuple[Any, str, str, bool]
+
+
+@torch.compiler.disable
+def _run(
+    qkv: _QKV, cu_seqlens: Tensor | None, sink: Tensor | None, asked: Asked, how: _How
+) -> Tensor | tuple[Tensor, Tensor]:
+    group, layout, mode, return_lse = how
+    team = team_of(group)
+    refused: DashError | None = None
+    checked = None
+    try:
+        check_flag("return_lse", return_lse)
+        checked = _checked(qkv, cu_seqlens, sink, asked, (layout, mode, team))
+    except DashError as error:
+        refused = error
+    said = _said(qkv, sink, checked)
+    agree(team, said, refused)
+    assert checked is not None
+    (q, k, v), aux, spec, given = checked
+    shared = _shared(given, spec, team, q.device)
+    if given.packed:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    out, lse = _Attention.apply(shared, q, k, v, aux.learnable_sink)  # type: ignore[no-untyped-call]
+    if given.packed:
+        out, lse = out.squeeze(0), lse.squeeze(0)
+    return (out, lse) if return_lse else out
+
+
+_Checked = tuple[_QKV, AuxTensors, AttentionSpec, Given]
+
+
+def _checked(
+    qkv: _QKV, cu_seqlens: Tensor | None, sink: Tensor | None, asked: Asked, where: tuple[str, str, Team]
+) -> _Checked:
+    """The arguments, looked at by this rank alone."""
+    layout, mode, team = where
+    q, k, v = qkv
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        rank = 4 if cu_seqlens is None else 3
+        if not isinstance(x, Tensor) or x.ndim != rank:
+            shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"{name} must have {rank} dimensions, got {shape}")
+    rows = -3
+    if q.shape[rows] != k.shape[rows]:
+        raise InputError(
+            f"q has {q.shape[rows]} rows and k {k.shape[rows]}: only self-attention can be shared by ranks"
+        )
+    lengths = lengths_of(q.shape[rows] * team.size, cu_seqlens)
+    Layout(lengths, team.size, layout)
+    local = None
+    if cu_seqlens is not None:  # as if the rows of this rank were one sequence
+        one = torch.tensor([0, q.shape[0]], dtype=torch.int32)
+        local = Packing(one, one, None, None)
+    call = check_call(q, k, v, local, asked, aux_of(q, sink, None))
+    q, k, v = call.q, call.k, call.v
+    head_ranks, in_turns = _teams(mode, team.size, k.shape[-2])
+    sizes = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
+    batch = q.shape[0] if cu_seqlens is None else 1
+    given = Given(lengths, cu_seqlens is not None, batch, *sizes, q.dtype, layout, head_ranks, in_turns)
+    return (q, k, v), call.aux, call.spec, given
+
+
+def _teams(mode: str, ranks: int, kv_heads: int) -> tuple[int, bool]:
+    """(ranks that share the heads of the same rows, whether heads take turns)."""
+    if mode not in MODES:
+        raise InputError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    common = math.gcd(ranks, kv_heads)
+    if mode == "auto":
+        return common, common < ranks
+    if mode == "ulysses" and common < ranks:
+        raise InputError(
+            f"mode 'ulysses' needs kv heads for every rank: {kv_heads} kv heads are no multiple of {ranks} ranks; "
+            f"'ulysses+gather' shares heads among {common}"
+        )
+    return (common if "ulysses" in mode else 1), mode.endswith("ring")
+
+
+def _said(qkv: _QKV, sink: Tensor | None, checked: _Checked | None) -> tuple[tuple[str, Any], ...]:
+    """What must be equal on all ranks, by name."""
+    shapes = [
+        (name, (tuple(x.shape), str(x.dtype), x.device.type) if isinstance(x, Tensor) else type(x))
+        for name, x in zip("qkv", qkv)
+    ]
+    if checked is None:
+        return tuple(shapes)
+    spec, given = checked[2], checked[3]
+    wants = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (*qkv, *([] if sink is None else [sink]))
+    )
+    return (*shapes, *spec._asdict().items(), *given._asdict().items(), ("gradients", wants))
+
+
+@lru_cache(64)
+def _shared(given: Given, spec: AttentionSpec, team: Team, device: torch.device) -> Shared:
+    return Shared(given, spec, team, device)
+
+
+class _Attention(torch.autograd.Function):
+    """Autograd around a shared call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shared: Shared, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, saved = forward(shared, q, k, v, AuxTensors(learnable_sink=sink))
+        ctx.save_for_backward(*saved, *(() if sink is None else (sink,)))
+        ctx.mark_non_differentiable(lse)
+        ctx.shared = shared
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        saved, sink = Saved(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
+        aux = AuxTensors(learnable_sink=sink[0] if sink else None)
+        grads = backward(ctx.shared, dout, saved, aux)
+        wanted = ctx.needs_input_grad[1:]
+        return None, *(x if want else None for x, want in zip(grads, wanted))

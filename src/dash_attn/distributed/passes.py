@@ -1,0 +1,319 @@
+"""The forward and the backward of a call that the ranks of a group share.
+
+Every rank gets the rows and heads that it works on (:func:`.layout.deal`), computes them with the kernels of one
+GPU, and sends what it made to where it belongs. Out, LSE and dQ of a row are complete where they are computed.
+dK and dV of a sequence whose segments are with several ranks are sums: each segment's come to the rank where
+the keys lie, which adds them in ascending order, as one GPU does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..backends.base import AuxTensors, Gradients, Tensors, as_current
+from ..ops.segments import CutSequence
+from .exchange import Move, Moving
+from .layout import Rows
+from .shared import Heads, Shared, places
+
+__all__ = ["Saved", "backward", "forward"]
+
+
+class Saved(NamedTuple):
+    """What the backward needs: q, out and lse of the rows that this rank computed, k and v that lie on it."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def forward(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor, Saved]:
+    """(out, lse) of the rows that lie on this rank, and what the backward needs.
+
+    Args:
+        shared: the call.
+        q: (batch, local rows, heads, head_dim).
+        k, v: (batch, local rows, kv_heads, head_dim).
+        aux: a sink of all heads, or nothing.
+    """
+    (mine,) = shared.gathered(q)
+    outs, lses = [], []
+    steps = shared.steps(shared.team.rank)
+    coming = shared.begin_keys(k, v, 0)
+    for step, heads in enumerate(steps):
+        moving, keys, values = coming
+        moving.end()
+        if step + 1 < len(steps):
+            coming = shared.begin_keys(k, v, step + 1)
+        given = mine[:, :, _q_heads(shared, heads)], keys, values
+        out, lse = _forward_step(shared, given, heads, _of_heads(aux, heads, shared.group))
+        outs.append(out)
+        lses.append(lse)
+    out, lse = _joined(outs, 2), _joined(lses, 1)
+    home = shared.returned(lse.transpose(1, 2).unsqueeze(3)).squeeze(3).transpose(1, 2)
+    return shared.returned(out), home.contiguous(), Saved(mine, k, v, out, lse)
+
+
+_QKV = tuple[Tensor, Tensor, Tensor]
+
+
+def _forward_step(shared: Shared, given: _QKV, heads: Heads, aux: AuxTensors) -> tuple[Tensor, Tensor]:
+    """Of the rows of this rank, and some heads."""
+    q, k, v = given
+    kv_heads = heads[1] - heads[0]
+    if shared.whole:
+        call = shared.whole_call(kv_heads)
+        if not shared.given.packed:
+            return call.forward(q, k, v, aux)
+        out, lse = call.forward(q[0], k[0], v[0], aux)
+        return out.unsqueeze(0), lse.unsqueeze(0)
+    batch, _, q_heads, _ = q.shape
+    outs = [q.new_empty((batch, 0, q_heads, v.shape[3]))]
+    lses = [q.new_empty((batch, q_heads, 0), dtype=shared.wide)]
+    for rows, place in zip(shared.rows, places(shared.rows)):
+        at = _keys_at(shared, rows.sequence, shared.seen(rows))
+        call = shared.dense_call(rows.last - rows.first, at.stop - at.start, kv_heads)
+        out, lse = call.forward(q[:, place], k[:, at], v[:, at], aux)
+        outs.append(out)
+        lses.append(lse)
+    return _joined(outs[-1:] if len(outs) == 2 else outs, 1), _joined(
+        lses[-1:] if len(lses) == 2 else lses, 2
+    )
+
+
+def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gradients:
+    """The gradients of what lies on this rank. dsink is that of the rows and heads that it computed.
+
+    Args:
+        shared, aux: as in the forward.
+        dout: of the rows that lie on this rank.
+        saved: what the forward returned.
+    """
+    (dout,) = shared.gathered(dout)
+    q, k, v, out, lse = saved
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+    sink = aux.learnable_sink
+    dsink = None if sink is None else torch.zeros_like(sink)
+    dqs: list[Tensor] = []
+    leaving: list[_Leaving] = []
+    steps = shared.steps(shared.team.rank)
+    coming = shared.begin_keys(k, v, 0)
+    for step, heads in enumerate(steps):
+        moving, keys, values = coming
+        moving.end()
+        if step + 1 < len(steps):
+            coming = shared.begin_keys(k, v, step + 1)
+        of_q = _q_heads(shared, heads)
+        mine = Tensors(dout[:, :, of_q], q[:, :, of_q], keys, values, out[:, :, of_q], lse[:, of_q])
+        made = _backward_step(shared, mine, heads, _of_heads(aux, heads, shared.group))
+        dqs.append(made.dq)
+        if dsink is not None and made.dsink is not None:
+            dsink[heads[0] * shared.group : heads[1] * shared.group] = made.dsink.to(dsink.dtype)
+        leaving.append(_Leaving(shared, step, made, grads))
+        if len(leaving) > 1:
+            leaving.pop(0).end()
+    for last in leaving:
+        last.end()
+    return Gradients(shared.returned(_joined(dqs, 2)), *grads, dsink)
+
+
+class _Made(NamedTuple):
+    """What a rank made of a step.
+
+    Attributes:
+        dq: of its rows.
+        dsink: of its heads, None without a sink.
+        dk, dv: of its keys; only those of sequences that it has whole mean something.
+        sums: of the segments of other sequences, by (sequence, number of the segment).
+    """
+
+    dq: Tensor
+    dsink: Tensor | None
+    dk: Tensor
+    dv: Tensor
+    sums: dict[tuple[int, int], Tensor]
+
+
+def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors) -> _Made:
+    kv_heads = heads[1] - heads[0]
+    if shared.whole:
+        return _whole(shared, mine, kv_heads, aux)
+    sink = aux.learnable_sink
+    wide = aux if sink is None else aux._replace(learnable_sink=sink.float())
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in mine[1:4])
+    complete, sums = shared.complete(shared.team.rank), {}
+    dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.float32)
+    for rows, place in zip(shared.rows, places(shared.rows)):
+        found: Tensor | None
+        if rows.sequence in complete:
+            at = _keys_at(shared, rows.sequence, (0, rows.last))
+            call = shared.dense_call(rows.last, rows.last, kv_heads)
+            grads = call.backward(_rows(mine, place, at), wide)
+            dq[:, place], dk[:, at], dv[:, at] = grads[:3]
+            dsinks = [grads.dsink]
+        else:
+            dsinks = []
+            cut = shared.cut_of(rows.sequence, kv_heads)
+            for index, segment in enumerate(cut.segments):
+                if rows.first <= segment.rows[0] < rows.last:
+                    start = place.start - rows.first
+                    of_rows = slice(start + segment.rows[0], start + segment.rows[1])
+                    tensors = _rows(mine, of_rows, _keys_at(shared, rows.sequence, segment.keys))
+                    first, last = cut.tiles_of(index)
+                    sums[rows.sequence, index] = cut.new_sums(mine.k, last - first)
+                    scores = shared.dense_call(1, 1, kv_heads).scores
+                    into = sums[rows.sequence, index], dq[:, of_rows]
+                    with as_current(shared.device):
+                        dsinks.append(cut.backward(index, tensors, scores, wide, *into))
+        for found in dsinks:
+            if dsink is not None and found is not None:
+                dsink = dsink + found
+    return _Made(dq, dsink, dk, dv, sums)
+
+
+def _whole(shared: Shared, mine: Tensors, kv_heads: int, aux: AuxTensors) -> _Made:
+    call = shared.whole_call(kv_heads)
+    if not shared.given.packed:
+        grads = call.backward(mine, aux)
+        return _Made(grads.dq, grads.dsink, grads.dk, grads.dv, {})
+    grads = call.backward(Tensors(*(x[0] for x in mine)), aux)
+    dq, dk, dv = (x.unsqueeze(0) for x in grads[:3] if x is not None)
+    return _Made(dq, grads.dsink, dk, dv, {})
+
+
+class _Leaving:
+    """dK and dV of a step on their way to the ranks where the keys lie; :meth:`end` finishes them there.
+
+    Args:
+        shared: the call.
+        step: which heads.
+        made: what this rank made.
+        grads: dk and dv of what lies on this rank; they are written.
+    """
+
+    def __init__(self, shared: Shared, step: int, made: _Made, grads: Sequence[Tensor]) -> None:
+        self._shared, self._step, self._made, self._grads = shared, step, made, grads
+        moves: list[Move] = []
+        for flat, x in zip((made.dk, made.dv), grads):
+            moves += shared.keys_home(flat, x, step)
+        self._moving = [Moving(shared.team, moves, grads[0])]
+        self._arrived: dict[tuple[int, Heads], list[tuple[int, int, Tensor]]] = {}
+        if sums := self._sums():
+            like = grads[0].new_empty(0, dtype=shared.wide)
+            self._moving.append(Moving(shared.team, sums, like))
+
+    def _sums(self) -> list[Move]:
+        """Moves of the segments' sums, to every chunk of keys that they have a part in."""
+        shared, moves = self._shared, []
+        tile_n = shared.cut.tile_n
+        for worker, heads in enumerate(shared.of_step(self._step)):
+            for sequence, index in shared.segments(worker):
+                cut = shared.cut_of(sequence, heads[1] - heads[0])
+                first, last = cut.tiles_of(index)
+                for owner, chunks in enumerate(shared.layout.chunks):
+                    for number, chunk in enumerate(chunks):
+                        begin = max(first, chunk.rows.first // tile_n)
+                        end = min(last, -(-chunk.rows.last // tile_n))
+                        if chunk.rows.sequence == sequence and begin < end:
+                            part = _Sums(self, (sequence, index), slice(begin - first, end - first))
+                            goal = _Arriving(self, (number, heads), index, begin)
+                            shape = (end - begin, *_shape(cut))
+                            moves.append(Move(worker, owner, shape, part.take, goal.put))
+        return moves
+
+    def end(self) -> None:
+        """Wait, and write dK and dV."""
+        for moving in self._moving:
+            moving.end()
+        shared, rank = self._shared, self._shared.team.rank
+        for (number, heads), parts in self._arrived.items():
+            rows, offset = shared.layout.chunks[rank][number]
+            with as_current(shared.device):
+                self._finish(rows, offset, heads, sorted(parts, key=lambda part: part[0]))
+
+    def _finish(self, rows: Rows, offset: int, heads: Heads, parts: list[tuple[int, int, Tensor]]) -> None:
+        """Add up the sums of all segments, in ascending order, and make dK and dV of a chunk of keys."""
+        cut = self._shared.cut_of(rows.sequence, heads[1] - heads[0])
+        tile_n = self._shared.cut.tile_n
+        first, last = rows.first // tile_n, -(-rows.last // tile_n)
+        total = cut.new_sums(self._grads[0], last - first)
+        for _, begin, part in parts:
+            cut.backend.add_sums(total[begin - first : begin - first + len(part)], part)
+        scores = self._shared.dense_call(1, 1, heads[1] - heads[0]).scores
+        at = slice(None), slice(offset, offset + rows.last - rows.first), slice(*heads)
+        lead = rows.first - first * tile_n
+        targets = [x[at] for x in self._grads]
+        if not lead:
+            cut.backend.finish_keys(total, scores, *targets)
+            return
+        whole = [x.new_empty((x.shape[0], lead + x.shape[1], *x.shape[2:])) for x in targets]
+        cut.backend.finish_keys(total, scores, *whole)
+        for target, x in zip(targets, whole):
+            target.copy_(x[:, lead:])
+
+
+class _Sums(NamedTuple):
+    """Some kv tiles of the sums of a segment, on the rank that made them."""
+
+    leaving: _Leaving
+    segment: tuple[int, int]
+    tiles: slice
+
+    def take(self) -> Tensor:
+        return self.leaving._made.sums[self.segment][self.tiles]
+
+
+class _Arriving(NamedTuple):
+    """Where sums of a segment arrive. goal: number of the chunk of keys, and the heads."""
+
+    leaving: _Leaving
+    goal: tuple[int, Heads]
+    index: int
+    first_tile: int
+
+    def put(self, value: Tensor) -> None:
+        self.leaving._arrived.setdefault(self.goal, []).append((self.index, self.first_tile, value))
+
+
+def _shape(cut: CutSequence) -> tuple[int, ...]:
+    """Of sums, per kv tile."""
+    problem = cut.problem
+    return len(problem.sequences), problem.kv_heads, *cut.backend.key_sums(problem, cut.head_groups)
+
+
+def _keys_at(shared: Shared, sequence: int, keys: tuple[int, int]) -> slice:
+    """Where keys of a sequence lie among those that this rank has."""
+    mine = shared.keys[shared.team.rank]
+    for rows, place in zip(mine, places(mine)):
+        if rows.sequence == sequence:
+            return slice(place.start + keys[0] - rows.first, place.start + keys[1] - rows.first)
+    raise AssertionError(f"no keys of sequence {sequence}")
+
+
+def _rows(x: Tensors, rows: slice, keys: slice) -> Tensors:
+    return Tensors(
+        x.dout[:, rows], x.q[:, rows], x.k[:, keys], x.v[:, keys], x.out[:, rows], x.lse[:, :, rows]
+    )
+
+
+def _q_heads(shared: Shared, heads: Heads) -> slice:
+    """The q heads of a step, among those of this rank."""
+    first = shared.work[shared.team.rank].heads[0]
+    return slice((heads[0] - first) * shared.group, (heads[1] - first) * shared.group)
+
+
+def _of_heads(aux: AuxTensors, heads: Heads, group: int) -> AuxTensors:
+    sink = aux.learnable_sink
+    if sink is None:
+        return aux
+    return aux._replace(learnable_sink=sink[heads[0] * group : heads[1] * group])
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

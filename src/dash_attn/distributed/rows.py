@@ -1,0 +1,119 @@
+"""Spreading tensors over ranks, bringing them together, and the positions of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError
+from ..ops.lengths import host_lengths
+from .exchange import errors_of, team_of
+from .layout import Layout
+
+__all__ = ["lengths_of", "positions", "shard", "unshard"]
+
+
+def lengths_of(total: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+    """The lengths of packed sequences; without ``cu_seqlens`` one of ``total`` rows.
+
+    Raises:
+        InputError: the sequences have not ``total`` rows.
+    """
+    if cu_seqlens is None:
+        return (total,)
+    found = host_lengths("cu_seqlens", cu_seqlens)
+    if found.total != total:
+        raise InputError(f"cu_seqlens ends at {found.total}, all ranks together have {total} rows")
+    return found.seqlens
+
+
+def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """Rows of all sequences, one after the other, that lie on a rank."""
+    starts = [0]
+    for length in layout.lengths:
+        starts.append(starts[-1] + length)
+    parts = [
+        torch.arange(starts[c.rows.sequence] + c.rows.first, starts[c.rows.sequence] + c.rows.last)
+        for c in layout.chunks[rank]
+    ]
+    return torch.cat([*parts, torch.empty(0, dtype=torch.int64)]).to(device)
+
+
+def shard(
+    x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", *, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """The rows of x that lie on this rank.
+
+    Args:
+        x: with all rows in dimension ``dim``, the same on all ranks.
+        group: a process group, a DeviceMesh of one dimension, or None for all processes.
+        dim: the dimension of rows.
+        layout: "zigzag" or "contiguous".
+        cu_seqlens: (sequences + 1,) int32, of packed rows: every sequence is spread evenly.
+
+    Returns:
+        A tensor of its own, with 1/N of the rows. Its gradient is that of these rows.
+
+    Raises:
+        InputError: rows, or those of a sequence, cannot be spread evenly.
+    """
+    team = team_of(group)
+    spread = Layout(lengths_of(x.shape[dim], cu_seqlens), team.size, layout)
+    return x.index_select(dim, _index(spread, team.rank, x.device))
+
+
+def unshard(
+    x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", *, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """All rows, of which x has those of this rank: what :func:`shard` undoes. It carries no gradient.
+
+    Args:
+        x: rows of this rank in dimension ``dim``.
+        group, dim, layout, cu_seqlens: as for :func:`shard`; ``cu_seqlens`` is that of all rows.
+
+    Raises:
+        InputError: a gradient is wanted; or as :func:`shard`.
+        CommunicationError: a rank does not answer.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise InputError("unshard carries no gradient: give it x.detach()")
+    team = team_of(group)
+    spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens), team.size, layout)
+    mine = x.detach().movedim(dim, 0).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(team.size)]
+    with errors_of(team):
+        dist.all_gather(parts, mine, group=team.group)
+    index = torch.cat([_index(spread, rank, x.device) for rank in range(team.size)])
+    whole = torch.empty_like(torch.cat(parts))
+    whole[index] = torch.cat(parts)
+    return whole.movedim(0, dim)
+
+
+def positions(
+    seqlen: int,
+    group: Any = None,
+    layout: str = "zigzag",
+    *,
+    cu_seqlens: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The position of every row of this rank in its sequence, as rotary embeddings need it.
+
+    Args:
+        seqlen: rows of the whole sequence, or of all packed ones together.
+        group, layout, cu_seqlens: as for :func:`shard`.
+        device: of the result.
+
+    Returns:
+        (seqlen / N,) int64.
+
+    Raises:
+        InputError: as :func:`shard`.
+    """
+    team = team_of(group)
+    spread = Layout(lengths_of(seqlen, cu_seqlens), team.size, layout)
+    parts = [torch.arange(c.rows.first, c.rows.last, device=device) for c in spread.chunks[team.rank]]
+    return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device=device)])

@@ -1,0 +1,260 @@
+"""What is decided once of a call that the ranks of a group share, and how its rows get from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.calls import Call, shaped_call
+from ..ops.segments import CutSequence
+from ..schedule.constants import FORWARD_SEGMENT
+from ..spec import AttentionSpec
+from .exchange import Move, Moving, Team
+from .layout import Cut, Layout, Piece, Rows, deal, pieces
+
+__all__ = ["Given", "Heads", "Shared", "places"]
+
+Heads = tuple[int, int]
+"""The first head, and the one behind the last."""
+
+
+class Given(NamedTuple):
+    """What decides how a call is shared; equal on all ranks.
+
+    Attributes:
+        lengths: rows of every sequence, over all ranks; one of a dense batch.
+        packed: the tensors are.
+        batch: of a dense batch; 1 if packed.
+        heads, kv_heads, head_dim, head_dim_v: of the tensors.
+        dtype: of q, k and v.
+        layout: where rows lie.
+        head_ranks: so many ranks share the heads of the same rows.
+        in_turns: kv heads take turns: those of the next one come while one is computed.
+    """
+
+    lengths: tuple[int, ...]
+    packed: bool
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    layout: str
+    head_ranks: int
+    in_turns: bool
+
+
+def places(rows: Sequence[Rows]) -> Iterator[slice]:
+    """Where rows lie in a tensor that has all of them, one after the other."""
+    at = 0
+    for mine in rows:
+        yield slice(at, at + mine.last - mine.first)
+        at += mine.last - mine.first
+
+
+def _total(rows: Sequence[Rows]) -> int:
+    return sum(mine.last - mine.first for mine in rows)
+
+
+class Shared:
+    """A call that a group shares, on one of its ranks.
+
+    Attributes:
+        work: what each rank computes.
+        rows: those that this rank computes.
+        keys: those that each rank needs, a stretch per sequence.
+        cut: how sequences are cut.
+    """
+
+    def __init__(self, given: Given, spec: AttentionSpec, team: Team, device: torch.device) -> None:
+        self.given, self.spec, self.team, self.device = given, spec, team, device
+        self.group = given.heads // given.kv_heads
+        self.layout = Layout(given.lengths, team.size, given.layout)
+        one = self.dense_call(1, 1, 1)
+        self.cut = Cut(spec.mask, one.problem.tile_n, spec.rows_per_segment)
+        self.work = deal(self.layout, self.cut, given.kv_heads, given.head_ranks)
+        self.rows = self.work[team.rank].rows
+        self.keys = [self._keys(work.rows) for work in self.work]
+        self._q_pieces = pieces(self.layout, [work.rows for work in self.work])
+        self.k_pieces = pieces(self.layout, self.keys)
+
+    # What is where
+
+    def seen(self, rows: Rows) -> tuple[int, int]:
+        """The keys that rows see, from a place where a segment of the forward begins."""
+        left, right = self.spec.left, self.spec.right
+        last = rows.last if right == 0 else self.given.lengths[rows.sequence]
+        first = max(rows.first - left, 0) // FORWARD_SEGMENT * FORWARD_SEGMENT if left >= 0 else 0
+        return first, last
+
+    def _keys(self, rows: Sequence[Rows]) -> list[Rows]:
+        found: dict[int, Rows] = {}
+        for mine in rows:
+            first, last = self.seen(mine)
+            so_far = found.get(mine.sequence, Rows(mine.sequence, first, last))
+            found[mine.sequence] = Rows(mine.sequence, min(first, so_far.first), max(last, so_far.last))
+        return list(found.values())
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of lse, and of sums."""
+        return torch.float64 if self.given.dtype == torch.float64 else torch.float32
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank has all rows of all sequences, for some heads."""
+        return self.given.head_ranks == self.team.size
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether every rank works on the rows that lie on it, in their order, with all heads."""
+        starts = [[place.start for place in places(work.rows)] for work in self.work]
+        return self.given.head_ranks == 1 and all(
+            piece.owner == piece.worker and piece.local == starts[piece.worker][piece.block] + piece.at
+            for piece in self._q_pieces
+        )
+
+    def complete(self, rank: int) -> set[int]:
+        """The sequences all of whose rows a rank computes."""
+        lengths = self.given.lengths
+        return {mine.sequence for mine in self.work[rank].rows if mine[1:] == (0, lengths[mine.sequence])}
+
+    def segments(self, rank: int) -> list[tuple[int, int]]:
+        """(sequence, number of the segment) that a rank computes of sequences that it has not whole."""
+        complete, found = self.complete(rank), []
+        for mine in self.work[rank].rows:
+            if mine.sequence not in complete:
+                for index, segment in enumerate(self.cut.segments(self.given.lengths[mine.sequence])):
+                    if mine.first <= segment.rows[0] < mine.last:
+                        found.append((mine.sequence, index))
+        return found
+
+    def steps(self, rank: int) -> list[Heads]:
+        """The kv heads of a rank, as they are computed one after the other."""
+        first, last = self.work[rank].heads
+        if not self.given.in_turns:
+            return [(first, last)]
+        return [(head, head + 1) for head in range(first, last)]
+
+    def of_step(self, step: int) -> list[Heads]:
+        """The kv heads of every rank in a step."""
+        return [self.steps(rank)[step] for rank in range(self.team.size)]
+
+    # Calls of one GPU
+
+    def _sizes(self, kv_heads: int) -> tuple[int, int, int, int]:
+        return kv_heads * self.group, kv_heads, self.given.head_dim, self.given.head_dim_v
+
+    def dense_call(self, seqlen_q: int, seqlen_k: int, kv_heads: int) -> Call:
+        """Of rows that are the last ones of so many keys, or see all of them."""
+        lengths = ((seqlen_q, seqlen_k),) * self.given.batch
+        return shaped_call(lengths, self._sizes(kv_heads), self.given.dtype, self.device, False, self.spec)
+
+    def whole_call(self, kv_heads: int) -> Call:
+        """Of all rows of all sequences."""
+        if not self.given.packed:
+            return self.dense_call(self.given.lengths[0], self.given.lengths[0], kv_heads)
+        lengths = tuple((n, n) for n in self.given.lengths)
+        return shaped_call(lengths, self._sizes(kv_heads), self.given.dtype, self.device, True, self.spec)
+
+    def cut_of(self, sequence: int, kv_heads: int) -> CutSequence:
+        """The segments of a sequence, as one GPU would run them."""
+        length = self.given.lengths[sequence]
+        call = self.dense_call(length, length, kv_heads)
+        (part,) = call.parts
+        assert part.cut is not None
+        return part.cut
+
+    # Moving rows
+
+    def _moves(
+        self, x: Tensor, on: Sequence[Piece], blocks: Sequence[Tensor], heads: Sequence[Heads], out: bool
+    ) -> list[Move]:
+        """Moves between x, rows as they lie with all heads, and the blocks of the workers.
+
+        Args:
+            x: (batch, local rows, heads, columns).
+            on: which rows.
+            blocks: of this rank as a worker.
+            heads: of x, those of each worker.
+            out: to the workers, not back.
+        """
+        batch, _, _, columns = x.shape
+        moves = []
+        for piece in on:
+            rows, count = piece.rows, piece.rows.last - piece.rows.first
+            first, last = heads[piece.worker]
+            there = _Part(x, (slice(None), slice(piece.local, piece.local + count), slice(first, last)))
+            mine = piece.worker == self.team.rank
+            block = blocks[piece.block] if mine else x
+            here = _Part(block, (slice(None), slice(piece.at, piece.at + count)))
+            shape = (batch, rows.last - rows.first, last - first, columns)
+            if out:
+                moves.append(Move(piece.owner, piece.worker, shape, there.take, here.put))
+            else:
+                moves.append(Move(piece.worker, piece.owner, shape, here.take, there.put))
+        return moves
+
+    def q_heads(self) -> list[Heads]:
+        """The q heads of each worker."""
+        return [(first * self.group, last * self.group) for first, last in (w.heads for w in self.work)]
+
+    def gathered(self, *tensors: Tensor) -> list[Tensor]:
+        """Of tensors like q: the rows that this rank works on, with its heads."""
+        if self.in_place:
+            return list(tensors)
+        heads = self.q_heads()
+        first, last = heads[self.team.rank]
+        found, moves = [], []
+        for x in tensors:
+            flat = x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3]))
+            blocks = [flat[:, place] for place in places(self.rows)]
+            moves += self._moves(x, self._q_pieces, blocks, heads, True)
+            found.append(flat)
+        Moving(self.team, moves, tensors[0]).end()
+        return found
+
+    def returned(self, flat: Tensor) -> Tensor:
+        """What :meth:`gathered` undoes: rows to where they lie, with all heads."""
+        if self.in_place:
+            return flat
+        found = flat.new_empty((flat.shape[0], self.layout.local_rows, self.given.heads, flat.shape[3]))
+        blocks = [flat[:, place] for place in places(self.rows)]
+        Moving(self.team, self._moves(found, self._q_pieces, blocks, self.q_heads(), False), flat).end()
+        return found
+
+    def begin_keys(self, k: Tensor, v: Tensor, step: int) -> tuple[Moving, Tensor, Tensor]:
+        """Begin to bring the keys of a step: (the moves, k, v)."""
+        heads, mine = self.of_step(step), self.keys[self.team.rank]
+        first, last = heads[self.team.rank]
+        flat, moves = [], []
+        for x in (k, v):
+            flat.append(x.new_empty((x.shape[0], _total(mine), last - first, x.shape[3])))
+            blocks = [flat[-1][:, place] for place in places(mine)]
+            moves += self._moves(x, self.k_pieces, blocks, heads, True)
+        return Moving(self.team, moves, k), flat[0], flat[1]
+
+    def keys_home(self, flat: Tensor, x: Tensor, step: int) -> list[Move]:
+        """Moves of rows like k, of sequences that their worker has whole, to where they lie in x."""
+        complete = [self.complete(rank) for rank in range(self.team.size)]
+        on = [piece for piece in self.k_pieces if piece.rows.sequence in complete[piece.worker]]
+        blocks = [flat[:, place] for place in places(self.keys[self.team.rank])]
+        return self._moves(x, on, blocks, self.of_step(step), False)
+
+
+class _Part(NamedTuple):
+    """A part of a tensor, looked at when it is needed."""
+
+    x: Tensor
+    at: tuple[slice, ...]
+
+    def take(self) -> Tensor:
+        return self.x[self.at]
+
+    def put(self, value: Tensor) -> None:
+        self.x[self.at] = value
