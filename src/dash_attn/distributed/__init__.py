@@ -6,7 +6,7 @@
 """
 
 from .functional import MODES, attention, attention_varlen
-from .layout import LAYOUTS
+from ..schedule.sharing import LAYOUTS
 from .rows import positions, shard, unshard
 
 __all__ = ["LAYOUTS", "MODES", "attention", "attention_varlen", "positions", "shard", "unshard"]

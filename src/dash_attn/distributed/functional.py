@@ -16,7 +16,7 @@ from ..schedule import Numerics, Schedule
 from ..spec import AttentionSpec
 from .agreement import agree
 from .exchange import Team, team_of
-from .layout import Layout
+from ..schedule.sharing import Layout
 from .passes import Saved, backward, forward
 from .rows import lengths_of
 from .shared import Given, Shared

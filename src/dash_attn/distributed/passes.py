@@ -1,6 +1,6 @@
 """The forward and the backward of a call that the ranks of a group share.
 
-Every rank gets the rows and heads that it works on (:func:`.layout.deal`), computes them with the kernels of one
+Every rank gets the rows and heads that it works on (:func:`~dash_attn.schedule.sharing.deal`), computes them with the kernels of one
 GPU, and sends what it made to where it belongs. Out, LSE and dQ of a row are complete where they are computed.
 dK and dV of a sequence whose segments are with several ranks are sums: each segment's come to the rank where
 the keys lie, which adds them in ascending order, as one GPU does.
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backends.base import AuxTensors, Gradients, Tensors, as_current
 from ..ops.segments import CutSequence
 from .exchange import Move, Moving
-from .layout import Rows
+from ..schedule.sharing import Rows
 from .shared import Heads, Shared, places
 
 __all__ = ["Saved", "backward", "forward"]

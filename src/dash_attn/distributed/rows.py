@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..ops.lengths import host_lengths
 from .exchange import errors_of, team_of
-from .layout import Layout
+from ..schedule.sharing import Layout
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 

@@ -14,7 +14,7 @@ from ..ops.segments import CutSequence
 from ..schedule.constants import FORWARD_SEGMENT
 from ..spec import AttentionSpec
 from .exchange import Move, Moving, Team
-from .layout import Cut, Layout, Piece, Rows, deal, pieces
+from ..schedule.sharing import Cut, Layout, Piece, Rows, deal, pieces
 
 __all__ = ["Given", "Heads", "Shared", "places"]
 

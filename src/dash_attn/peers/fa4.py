@@ -20,7 +20,7 @@ from torch import Tensor
 from ..problem import Mask
 from .base import Backward, Inputs, PackedLengths
 
-__all__ = ["backward", "forward", "why_not"]
+__all__ = ["backward", "forward", "gradients", "why_not"]
 
 COMPILER_WARNINGS = (DeprecationWarning, UserWarning)
 """What the kernel compiler warns with."""
@@ -61,12 +61,13 @@ def backward(x: Inputs, *, deterministic: bool) -> Backward:
     """The backward of some inputs; its order is fixed if ``deterministic``."""
     options = _options(x.problem.mask, x.lengths)
     options |= {"softmax_scale": x.scale, "deterministic": deterministic}
+    return lambda: gradients((x.q, x.k, x.v, x.out, x.dout, x.lse), options)
 
-    def run() -> tuple[Tensor, ...]:
-        grads: tuple[Tensor, ...] = _call("_flash_attn_bwd", (x.q, x.k, x.v, x.out, x.dout, x.lse), options)
-        return grads[:3]
 
-    return run
+def gradients(tensors: tuple[Tensor, ...], options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """(dq, dk, dv) of q, k, v, out, dout and lse, under FlashAttention-4's own keywords."""
+    grads: tuple[Tensor, ...] = _call("_flash_attn_bwd", tensors, options)
+    return grads[:3]
 
 
 def _options(mask: Mask, lengths: PackedLengths | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..errors import InputError
 from ..problem import Mask
-from ..schedule.segments import Segment, segments_of
+from .segments import Segment, segments_of
 
 __all__ = ["LAYOUTS", "Chunk", "Layout", "Piece", "Rows", "Work", "deal", "pieces"]
 
