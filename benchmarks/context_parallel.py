@@ -1,10 +1,11 @@
 """Time attention that several GPUs share: forward and backward, beside one GPU and beside other libraries.
 
-Peers: PyTorch's ``context_parallel`` (its ring over SDPA's flash kernels), and an all-gather of K and V around
-FlashAttention-4, dK and dV reduced by NCCL. Both under a zigzag layout. Neither has the bytes of one GPU.
+Peers: PyTorch's ``context_parallel`` (its ring over SDPA's flash kernels), and an all-gather of K and V
+around FlashAttention-4, dK and dV reduced by NCCL. Both under a zigzag layout. Neither has the bytes of one
+GPU.
 
-A block of calls begins on all GPUs together. Its time is that of the slowest one. Blocks of all implementations
-take turns.
+A block of calls begins on all GPUs together. Its time is that of the slowest one. Blocks of all
+implementations take turns.
 
     python benchmarks/context_parallel.py --output benchmarks/results/h200x2-context-parallel.json
     python benchmarks/context_parallel.py --only "65536, 16:4" --rounds 2

@@ -5,8 +5,8 @@
 >>> out = attention(q, k, v, group=group, causal=True)           # doctest: +SKIP
 """
 
-from .functional import MODES, attention, attention_varlen
 from ..schedule.sharing import LAYOUTS
+from .functional import MODES, attention, attention_varlen
 from .rows import positions, shard, unshard
 
 __all__ = ["LAYOUTS", "MODES", "attention", "attention_varlen", "positions", "shard", "unshard"]

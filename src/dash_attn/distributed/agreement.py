@@ -1,4 +1,4 @@
-"""Whether all ranks of a group call with arguments that go together: asked the first time that they are seen."""
+"""Whether all ranks of a group have arguments that go together: asked the first time that they are seen."""
 
 from __future__ import annotations
 
