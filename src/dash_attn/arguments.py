@@ -252,7 +252,7 @@ def check_q_segment(value: object) -> int:
         return 0
     if type(value) is not int or not 0 < value <= 2**30 or value % Q_SEGMENT_STEP:
         raise InputError(
-            f"q_segment must be a multiple of {Q_SEGMENT_STEP} from {Q_SEGMENT_STEP} to 2**30, got {value!r:.40}"
+            f"q_segment must be a multiple of {Q_SEGMENT_STEP}, positive, at most 2**30; got {value!r:.40}"
         )
     return value
 
