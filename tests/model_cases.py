@@ -225,8 +225,8 @@ T5 = {
 }  # fmt: skip
 LATENT = {
     "num_key_value_heads": 2, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "q_lora_rank": 32, "kv_lora_rank": 32, "first_k_dense_replace": LAYERS, "n_routed_experts": 4, "n_group": 1,
-    "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "first_k_dense_replace": LAYERS, "n_routed_experts": 4,
+    "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2}
 ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
