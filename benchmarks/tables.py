@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain, combinations
 
 from ablation_values import ablation_values
+from block_values import block_values, measured
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
@@ -285,6 +286,8 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
             [("units", unit_table), ("shared-memory", shared_table), ("forward", forward_unit_table)]
         ),
     }
+    if measured():
+        of_source = {**of_source, f"{folder}blocks.json": block_values()}
     for source, values in of_source.items():
         for name, value in values:
             yield (source, name), value
