@@ -1,4 +1,4 @@
-"""Everything in the docs that comes from measurements: figures 8, 9 and 10, pictures of the forward's
+"""Everything in the docs that comes from measurements: figures 1, 8, 9 and 10, pictures of the forward's
 ablations, and what markers quote (quoted.py).
 
 Reads only JSON of benchmarks/results, and needs no GPU.
@@ -17,6 +17,7 @@ from pathlib import Path
 from ablation_figures import ablation_figures
 from block_values import block_figure, measured
 from quoted import ROOT, filled, pages
+from replication_figures import order_figure
 from summary import Row
 from throughput import grid_rows
 
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = grid_rows()
     for mask, number in (("full", 8), ("causal", 9)):
         print(throughput([row for row in rows if row["mask"] == mask], mask, number))
+    print(order_figure(DOCS / "figures" / "fig1.svg"))
     for path in ablation_figures(DOCS / "figures"):
         print(path)
     if measured():

@@ -21,7 +21,7 @@ from summary import (
 )
 from throughput import grid_rows
 
-__all__ = ["other_build_values", "replication_values"]
+__all__ = ["PANELS", "order_ratios", "other_build_values", "replication_values"]
 
 Place = tuple[int, str, int]
 """Head dim, mask, tokens per sequence."""
@@ -103,14 +103,19 @@ def _own(policy: str, panel: tuple[int, str], statistic: Callable[[Sequence[floa
     return statistic([x for x in here if x is not None])
 
 
+def order_ratios() -> dict[str, dict[Place, float]]:
+    """By library: speed with order / speed without."""
+    found = {
+        name: {place: x for place, rows in by_place().items() if (x := _ordered(rows, impl))}
+        for impl, name in LIBRARIES.items()
+    }
+    fa3 = {(*panel, seqlen): x for (panel, seqlen), x in _fa3_order().items()}
+    return found | {"FlashAttention-3, in another run": fa3}
+
+
 def order_table() -> str:
     """What is lost against the same library without order: at most, where, and on the geometric mean."""
-    lines = []
-    for impl, name in LIBRARIES.items():
-        lost = {place: x for place, rows in by_place().items() if (x := _ordered(rows, impl))}
-        lines.append([name, *_loss(lost)])
-    fa3 = {(*panel, seqlen): x for (panel, seqlen), x in _fa3_order().items()}
-    lines.append(["FlashAttention-3, in another run", *_loss(fa3)])
+    lines = [[name, *_loss(ratios)] for name, ratios in order_ratios().items()]
     return table_of(["library", "lost at most", "where", "lost on the mean", "points with a loss"], lines)
 
 

@@ -158,6 +158,21 @@ def test_every_sequence_has_its_own_mask():
             torch.testing.assert_close(a[number : number + 1], b)
 
 
+def test_neighbours_decide_the_band():
+    """A call has one band for all of its sequences."""
+    masks = {
+        kind: seen_elements(KINDS[kind][1], KINDS[kind][0], 60) for kind in ("causal", "documents", "prefix")
+    }
+
+    def together(*kinds):
+        found = found_in(torch.stack([masks[kind] for kind in kinds])[:, None], len(kinds))
+        return found.band.causal, found.row_starts is not None
+
+    assert together("causal") == together("causal", "causal") == (True, False)
+    assert together("causal", "documents") == (True, True)
+    assert together("causal", "prefix") == (False, True)
+
+
 @pytest.mark.parametrize("lengths", [(60, 83), (83, 60), (1, 60)])
 def test_unequal_lengths(lengths):
     """Also PyTorch's causal masks of them, which are aligned upper-left."""
