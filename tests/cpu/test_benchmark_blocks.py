@@ -222,3 +222,22 @@ def test_what_the_docs_would_quote(
         "x: 10.000 ms (attention forward 2.00, attention backward 3.00, matrix products 4.00, the rest 1.00);"
         " others / ours: dash_attn nondet 0.990, fa4 det 1.100"
     )
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
+def test_steps_of_a_model(benchmark: SimpleNamespace, capsys: Any) -> None:
+    """Eager and compiled, in a fixed order and not; every step goes on from the one before it."""
+    steps = import_module("steps")
+    case = small(benchmark.models, "LLaMA3-8B")._replace(seqlen=16)
+    torch._dynamo.reset()
+    made = steps.steps(case, CPU, words=31, backend="aot_eager")
+    assert {(way.mode, way.ordered, way.everything) for way in made} == {
+        (mode, *way)
+        for mode in ("eager", "compiled")
+        for way in ((True, True), (True, False), (False, False))
+    }
+    assert not capsys.readouterr().err
+    losses = [float(call()) for call in made.values()]
+    assert losses == sorted(losses, reverse=True)
+    assert not torch.are_deterministic_algorithms_enabled()
+    torch._dynamo.reset()
