@@ -1,9 +1,8 @@
 """Time training steps of a model of eight LLaMA3-8B layers, eager and compiled: what order costs per step.
 
 A step is forward, loss, backward and AdamW on one batch of random tokens. Three ways: nothing has a fixed
-order; attention alone has one; everything has one (``torch.use_deterministic_algorithms`` too). Compiled, each
-layer is compiled by itself. FlashAttention-4 is measured in eager mode only. Timing is sustained, as in
-blocks.py.
+order; attention alone has one; everything has one (``torch.use_deterministic_algorithms`` too). Each layer is
+compiled by itself. FlashAttention-4 is measured in eager mode only. Timing is sustained, as in blocks.py.
 
     python benchmarks/steps.py --output benchmarks/results/h200-steps.json
 """

@@ -148,6 +148,40 @@ def test_attention_is_pytorchs(kind, dtype):
     assert kind == "full" or (wider - expected[0]).abs().max() > 1e-3
 
 
+def random_mask(kind: str, rng: random.Random, length: int) -> Tensor:
+    """(length, length) bool, built without intervals: from numbers of documents, a prefix, or parents."""
+    row = torch.arange(length)
+    causal = row[:, None] >= row
+    if kind == "documents":
+        number = torch.tensor([rng.random() < 0.1 for _ in range(length)]).cumsum(0)
+        return causal & (number[:, None] == number)
+    if kind == "prefix":
+        return causal | (row < rng.randrange(length))
+    return random_tree(length, rng.randrange(1000))[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("kind", ["documents", "prefix", "tree"])
+def test_random_masks_of_each_sequence_are_pytorchs(kind, seed):
+    """In float64; several tiles; also additive, and by an error what is no interval."""
+    rng, length = random.Random(seed), 150
+    mask = torch.stack([random_mask(kind, rng, length) for _ in range(2)])[:, None]
+    tensors = leaves(lengths=(length, length))
+    expected = run(tensors, mask)
+    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -torch.inf)
+    for given in (mask, additive):
+        for a, b in zip(inside(tensors, given), expected):
+            torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
+    key = next(key for key in range(length) if mask[1, 0, :, key].sum() > 2)
+    seen = mask[1, 0, :, key].nonzero()
+    hole = int(seen[1])
+    mask[1, 0, hole, key] = False
+    with pytest.raises(
+        InputError, match=f"shows key {key} of sequence 1 to row .* but not to row {hole} between"
+    ):
+        inside(tensors, mask)
+
+
 def test_every_sequence_has_its_own_mask():
     masks = [seen_elements(KINDS[kind][1], KINDS[kind][0], 60) for kind in ("documents", "prefix")]
     mask, tensors = torch.stack(masks)[:, None], leaves()
