@@ -242,7 +242,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        saved, sink = Saved(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
+        found = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        saved, sink = Saved(*found[:5]), found[5:]
         aux = AuxTensors(learnable_sink=sink[0] if sink else None)
         grads = backward(ctx.shared, dout, saved, aux)
         wanted = ctx.needs_input_grad[1:]
