@@ -1,4 +1,4 @@
-"""Sequences that are cut into segments of q rows, on the Hopper kernels: values, bytes, and what may not matter."""
+"""Sequences that are cut into segments of q rows, on the Hopper kernels: values and bytes."""
 
 from __future__ import annotations
 

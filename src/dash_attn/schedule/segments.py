@@ -16,7 +16,10 @@ from ..problem import Mask, Problem, TileGrid
 from .constants import Q_SEGMENT
 from .head_groups import default_head_groups
 
-__all__ = ["Segment", "can_be_cut", "head_groups_of_segments", "segments_of"]
+__all__ = ["WHOLE", "Segment", "can_be_cut", "head_groups_of_segments", "segments_of"]
+
+WHOLE = 2**30
+"""Rows per segment that leave every sequence whole."""
 
 
 class Segment(NamedTuple):
