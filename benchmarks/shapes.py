@@ -113,9 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = facts_of_run(args.rounds, "torch", "flash-attn-4", "nvidia-cutlass-dsl") | {"timing": "sustained"}
     found: list[Row] = []
     first, of = map(int, args.share.split("/"))
-    all_cases = (
-        cases(SEGMENTS if args.segments else HEAD_DIMS, ()) if args.segments or args.head_dims else cases()
-    )
+    dense = SEGMENTS if args.segments else HEAD_DIMS if args.head_dims else ()
+    all_cases = cases(dense, ()) if dense else cases()
     chosen = [(name, point) for name, point in all_cases if any(only in name for only in args.only)]
     for name, point in chosen[first::of]:
         new = rows(name, point, args.rounds)
