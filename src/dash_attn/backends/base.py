@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ..errors import InputError
 from ..problem import Problem
 from ..schedule import Plan
 from ..scores import PLAIN, Scores
+
+if TYPE_CHECKING:
+    from .cached import CachedProblem, PreparedCached
 
 __all__ = [
     "AUTO",
@@ -256,6 +259,14 @@ class Backend(ABC):
             packed: q is packed, and so are k and v unless ``keys`` says otherwise.
             keys: where keys lie, for a forward alone.
         """
+
+    def why_not_cached(self, problem: CachedProblem, device: torch.device, scores: Scores = PLAIN) -> str:
+        """Why it cannot run a forward over a cache of keys; empty if it can."""
+        return self.why_not(problem.problem(), device, problem.packed, scores)
+
+    @abstractmethod
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        """A problem over a cache of keys, which it covers, on a device."""
 
 
 def refuse_backward(keys: Keys | None) -> None:

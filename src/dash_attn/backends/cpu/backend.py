@@ -23,7 +23,9 @@ from ..base import (
     forward_shapes,
     refuse_backward,
 )
+from ..cached import CachedProblem, PreparedCached
 from . import executor
+from .cached import Cached
 from .forward import forward
 
 __all__ = ["BACKEND"]
@@ -114,6 +116,9 @@ class _CPU(Backend):
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
     ) -> Prepared:
         return _Prepared(problem, packed, keys)
+
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        return Cached(problem)
 
 
 BACKEND = _CPU()

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .backward.config import Accumulation, BackwardConfig
+from .cached.config import PIECES, CachedConfig, cached_config
 from .forward.config import ForwardConfig, forward_config
 from .sinks.config import SinkConfig
 from .tiles import TILES
@@ -26,13 +27,14 @@ __all__ = [
     "Config",
     "MissingCompilerError",
     "backward_variants",
+    "cached_variants",
     "compiler_output",
     "forward_variants",
     "program",
     "variants",
 ]
 
-Config = BackwardConfig | ForwardConfig | SinkConfig
+Config = BackwardConfig | ForwardConfig | CachedConfig | SinkConfig
 
 ARCH = "sm_90a"
 
@@ -50,7 +52,7 @@ class MissingCompilerError(DashError, ImportError):
 
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
-    return {**backward_variants(), **forward_variants(), "sinks": SinkConfig()}
+    return {**backward_variants(), **forward_variants(), "sinks": SinkConfig(), **cached_variants()}
 
 
 def backward_variants() -> dict[str, BackwardConfig]:
@@ -77,6 +79,17 @@ def forward_variants() -> dict[str, ForwardConfig]:
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
+    return found
+
+
+def cached_variants() -> dict[str, CachedConfig]:
+    """Those of the forward over a cache: for few and for many rows, by the rows of a copy."""
+    found = {}
+    for name, head_dim, dtype in _kinds("cached"):
+        for few in (True, False):
+            for piece in PIECES:
+                rows = "few" if few else "many"
+                found[f"{name}-{rows}-{piece}"] = cached_config(head_dim, dtype, few, piece)
     return found
 
 
