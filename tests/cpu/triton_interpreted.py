@@ -944,5 +944,5 @@ def test_rows_that_are_far_apart_are_copied() -> None:
         torch.empty_strided((2, 300, 1, 64), (stride * 300, stride, 64, 1), device="meta")
         for stride in (2**24 - 8, 2**24)
     )
-    assert launch._aligned(near) is near
-    assert launch._aligned(far).stride(-3) == 64
+    assert launch.aligned(near) is near
+    assert launch.aligned(far).stride(-3) == 64

@@ -140,6 +140,9 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     """
     if not new[0].numel() and not new[1].numel():
         return
+    for name, x in zip(("k_cache", "v_cache"), cache):
+        if x.stride(-1) != 1:
+            raise InputError(f"{name} must have a last dimension of stride 1, got strides {x.stride()}")
     where = "cpu.cached" if cache[0].device.type == "cpu" else "triton.append"
     module: Any = import_module(f"..backends.{where}", __package__)
     with as_current(cache[0].device):

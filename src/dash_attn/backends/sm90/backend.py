@@ -26,6 +26,8 @@ from ..base import (
     forward_shapes,
     refuse_backward,
 )
+from ..cached import CachedProblem, PreparedCached
+from .cached.launch import Cached
 from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
@@ -176,6 +178,9 @@ class _SM90(Backend):
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
     ) -> Prepared:
         return _Prepared(problem, device, packed, keys)
+
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        return Cached(problem, device)
 
 
 BACKEND = _SM90()

@@ -28,6 +28,7 @@ from ..base import (
     refuse_backward,
     tensor_shapes,
 )
+from ..cached import CachedProblem, PreparedCached
 from .tiles import DTYPES, HEAD_DIMS, TILES, padded
 
 if TYPE_CHECKING:
@@ -146,6 +147,13 @@ class _Triton(Backend):
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
     ) -> Prepared:
         return _Prepared(problem, device, packed, keys)
+
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        if reason := _why_unavailable(device):
+            raise UnavailableError(reason)
+        from .cached import Cached
+
+        return Cached(problem, device)
 
 
 BACKEND = _Triton()

@@ -38,7 +38,7 @@ class CachedConfig(ForwardConfig):
     @property
     def registers(self) -> tuple[int, int]:
         """One warpgroup needs no others' registers: a block of 256 threads has 255 each."""
-        return {1: (0, 0), 2: (232, 40), 3: (152, 56)}[self.warpgroups]
+        return {1: (0, 0), 2: (232, 40), 3: (160, 32)}[self.warpgroups]
 
 
 @cache

@@ -115,10 +115,11 @@ class Deal:
         kv_first, kv_tiles = low_key // c.tile_n, Int32(0)
         if (high_key >= 0) & (low_key <= high_key):
             kv_tiles = high_key // c.tile_n - kv_first + 1
-        there = (q_tile >= 0) & (top < rows)
+        if (q_tile < 0) | (top >= rows):
+            kv_tiles = Int32(-1)  # there is no such tile
         return SimpleNamespace(
             sequence=sequence, q_tile=q_tile, rows=rows, seqlen_k=seqlen_k, first=first, shift=shift,
-            kv_first=kv_first, kv_tiles=cutlass.select_(there, kv_tiles, Int32(-1)),
+            kv_first=kv_first, kv_tiles=kv_tiles,
         )  # fmt: skip
 
     @cute.jit
