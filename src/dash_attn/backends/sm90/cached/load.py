@@ -137,6 +137,10 @@ class CachedLoad:
         page = cutlass.min(cutlass.max(page, 0), number - 1)
         used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
         row, shift = plan_view.tma_used_rows(used, Int32(0), number, size)
+        if used == 0:
+            # All rows lie beyond the extent. The copy engine may still look at the page table of the GPU for
+            # the rows before them, so these must be the cache's own.
+            shift = size
         if number == 1:
             page = Int32(plan_view.PACKED_ROWS)
         return row + token % size, page, shift
