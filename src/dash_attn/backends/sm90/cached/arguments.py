@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..arguments import Copy
 
 HEADER_WORDS = 32
-"""Of the table, before its records: how many entries there are, and how many folds."""
+"""Of the table, before its records, see deal.py."""
 
 RECORD_WORDS = 8
 

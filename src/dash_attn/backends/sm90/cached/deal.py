@@ -1,6 +1,8 @@
 """The kernel before the main one: one block deals out items, from the lengths on the device.
 
-The table begins with HEADER_WORDS: how many entries there are, and how many folds. Then come records of
+The table begins with HEADER_WORDS: how many entries there are, how many folds, and how many kv heads a section
+has. Items are numbered section by section, in it entry by entry, in it head by head, as in training: K and V of
+a section fit half of L2. Then come records of
 RECORD_WORDS: entries, then folds, from places that the launcher knows. An entry is (sequence, q tile, segment
 or -1, place, rows, seqlen_k, first row, shift), a fold (sequence, q tile, first place, number of places,
 rows, seqlen_k, first row, 0). Rows are those of all q heads of a kv head, token by token, and first rows count
@@ -18,6 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.memory import SmemAllocator
 
+from ....machine import L2_BYTES
 from ..device import ptx
 from ..forward.exact import log2_below
 from .arguments import HEADER_WORDS, RECORD_WORDS
@@ -25,7 +28,7 @@ from .config import CachedConfig
 
 THREADS = 512
 BUCKETS = 32
-TOTAL, PLACES, FOLDS, FIRST_BUCKET = 0, 1, 2, BUCKETS
+TOTAL, PLACES, FOLDS, KEYS, FIRST_BUCKET = 0, 1, 2, 3, BUCKETS
 
 
 def bucket_of(kv_tiles):
@@ -55,6 +58,8 @@ class Deal:
             tile = self._tile(lengths, bounds, launch, sizes, t)
             if tile.kv_tiles > 0:
                 ptx.add_shared(counts.iterator + TOTAL, tile.kv_tiles)
+                if tile.q_tile == 0:
+                    ptx.add_shared(counts.iterator + KEYS, tile.seqlen_k // self.config.tile_n + 1)
         cute.arch.sync_threads()
         total = counts[TOTAL]
         for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
@@ -64,6 +69,7 @@ class Deal:
             self._order(counts)
             table[0] = counts[TOTAL]
             table[1] = cutlass.min(counts[FOLDS], launch.folds)
+            table[2] = self._section(counts[KEYS], sizes)
             claimed[0] = Int32(0)
         cute.arch.sync_threads()
         for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
@@ -79,6 +85,16 @@ class Deal:
             counts[at] = first
             first += number
         counts[TOTAL] = first
+
+    @cute.jit
+    def _section(self, kv_tiles: Int32, sizes) -> Int32:
+        """kv heads whose K and V fit half of L2, a divisor of their number."""
+        (_, kv_heads, _, _), c = sizes, self.config
+        fit = L2_BYTES // 2 // (4 * c.tile_n * c.head_dim)
+        section = cutlass.min(cutlass.max(fit // cutlass.max(kv_tiles, 1), 1), kv_heads)
+        while kv_heads % section != 0:
+            section -= 1
+        return section
 
     @cute.jit
     def _tile(self, lengths, bounds, launch, sizes, t: Int32):

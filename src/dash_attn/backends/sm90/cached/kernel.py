@@ -36,6 +36,19 @@ def rows_of_groups(tensor, group: Int32):
 
 
 @cute.jit
+def as_packed(tensor):
+    """(pages, rows, H, D) as rows of one batch. A page begins at a row: the launcher sees to that.
+
+    Not as `plan_view.tma_used_rows` has it: that view begins before the tensor. Where all rows of a copy lie
+    beyond the extent, the GPU may look up the first address of a view, which must exist then.
+    """
+    pages, rows, heads, columns = tensor.shape
+    _, of_row, of_head, of_column = tensor.stride
+    layout = cute.make_layout((1, pages * rows, heads, columns), stride=(of_row, of_row, of_head, of_column))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+@cute.jit
 def statistics_of_groups(lse, group: Int32):
     """(B, H, S) as (B, H / group, (group, S))."""
     batch, heads, tokens = lse.shape
@@ -99,13 +112,14 @@ class Cached:
         )
         piece, fetch = tile_layout(self.dtype, c.piece, BOX, 1), cpasync.CopyBulkTensorTileG2SOp()
         copies = Copies(
-            k=copy_of(fetch, tensors.k, piece, c.piece, used=True),
-            v=copy_of(fetch, tensors.v, piece, c.piece, used=True),
+            k=copy_of(fetch, as_packed(tensors.k), piece, c.piece),
+            v=copy_of(fetch, as_packed(tensors.v), piece, c.piece),
         )
         kv_heads = tensors.k.shape[2]
         numbers = (
             launch.scale, launch.left, launch.right, tensors.q.shape[2] // kv_heads, kv_heads,
             tensors.k.shape[0], tensors.k.shape[1], launch.most_pages,
+            *(Int32(x.stride[0] // x.stride[1]) for x in (tensors.k, tensors.v)),
         )  # fmt: skip
         self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
             grid=(launch.grid, 1, 1),

@@ -102,7 +102,7 @@ class Cached(PreparedCached):
         if not q.numel() or not k.numel() or not self.problem.keys:
             lse.copy_(sink[:, None].expand(lse.shape))
             return out.zero_(), lse.squeeze(0) if packed else lse
-        four = [loadable(q), loadable(k), loadable(v), out]
+        four = [loadable(q), _with_rows(k), _with_rows(v), out]
         four = [x.unsqueeze(0) if x.ndim == 3 else x for x in four]
         words, numbers = self._numbers
         memory = [*allocate(words, q.device)]
@@ -120,3 +120,11 @@ class Cached(PreparedCached):
         if aux.learnable_sink is not None:
             return aux.learnable_sink.detach().float().contiguous()
         return torch.full((self.problem.heads,), -torch.inf, device=self.device)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Pages that the copy engine can load, and that begin a whole number of rows apart; copied otherwise."""
+    x = loadable(x)
+    if x.shape[0] == 1 or x.stride(0) % x.stride(1) == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

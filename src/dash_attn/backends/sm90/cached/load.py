@@ -27,12 +27,13 @@ class CachedLoad:
         c = self.config
         left, right, group, kv_heads, *of_pages = numbers
         table = memory.table
-        items, blocks = table[0] * kv_heads, Int32(cute.arch.grid_dim()[0])
+        section, items = table[2], table[0] * kv_heads
+        in_section, blocks = table[0] * section, Int32(cute.arch.grid_dim()[0])
         n_item, n_kv, index = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
         per_segment = c.segment // c.tile_n
-        record = self._read(table, kv_heads, items, index)
+        record = self._read(table, section, items, index)
         while index < items:
-            head = index % kv_heads
+            head = index // in_section * section + index % in_section % section
             sequence, q_tile, segment, place, rows, seqlen_k, first, shift = record
             low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
             high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
@@ -65,9 +66,9 @@ class CachedLoad:
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = self._claim(memory.claimed)
                     where = self._where(memory.pages, of_pages, sequence, (end - i) * c.tile_n, seqlen_k)
-                    for ring, copy, tiles in (
-                        (rings.k, copies.k, shared.k),
-                        (rings.v, copies.v, shared.v),
+                    for ring, copy, tiles, rows_of_page in (
+                        (rings.k, copies.k, shared.k, of_pages[3]),
+                        (rings.v, copies.v, shared.v, of_pages[4]),
                     ):
                         kv_stage = ring.stage(n_kv)
                         ring.wait_empty(n_kv)
@@ -75,7 +76,9 @@ class CachedLoad:
                             cute.arch.mbarrier_arrive_and_expect_tx(
                                 ring.full + kv_stage, 2 * c.tile_n * c.head_dim
                             )
-                        self._load(copy, tiles[None, None, kv_stage], where, head, ring.full + kv_stage)
+                        self._load(
+                            copy, tiles[None, None, kv_stage], where, rows_of_page, head, ring.full + kv_stage
+                        )
                     n_kv += 1
                     to_load -= 1
                     if arrived == 0:
@@ -83,14 +86,14 @@ class CachedLoad:
                         arrived = Int32(1)
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
                         index = blocks + cute.arch.shuffle_sync(claimed, 0)
-                        record = self._read(table, kv_heads, items, index)
+                        record = self._read(table, section, items, index)
                 begin = end + 1
             if kv_tiles == 0:
                 self._arrived(rings, stage)
                 if blocks < items:
                     claimed = self._claim(memory.claimed)
                 index = blocks + cute.arch.shuffle_sync(claimed, 0)
-                record = self._read(table, kv_heads, items, index)
+                record = self._read(table, section, items, index)
             n_item += 1
         rings.q.wait_empty(n_item)
         with cute.arch.elect_one():
@@ -128,39 +131,37 @@ class CachedLoad:
 
     @cute.jit
     def _where(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
-        """(row, page, shift) of the pieces of a kv tile, as `plan_view.tma_used_rows` says: lane i has
-        piece i. Of a page that has none of the used tokens, rows are zeros, whatever its number is."""
-        c, (number, size, most) = self.config, of_pages
+        """(row of the view, page, used tokens of the page) of the pieces of a kv tile: lane i has piece i. Of
+        a page that has none of the used tokens, rows are zeros, whatever its number is."""
+        c, (number, size, most, *_) = self.config, of_pages
         token += cute.arch.lane_idx() * c.piece
         column = token // size
         page = pages[sequence * most + cutlass.min(column, most - 1)]
         page = cutlass.min(cutlass.max(page, 0), number - 1)
         used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
-        row, shift = plan_view.tma_used_rows(used, Int32(0), number, size)
-        if used == 0:
-            # All rows lie beyond the extent. The copy engine may still look at the page table of the GPU for
-            # the rows before them, so these must be the cache's own.
-            shift = size
-        if number == 1:
-            page = Int32(plan_view.PACKED_ROWS)
-        return row + token % size, page, shift
+        return plan_view.PACKED_ROWS - used + token % size, page, used
 
     @cute.jit
-    def _load(self, copy, tile, where, head: Int32, barrier) -> None:
-        """Start to load a tile of K or V, piece by piece."""
-        c = self.config
+    def _load(self, copy, tile, where, rows_of_page: Int32, head: Int32, barrier) -> None:
+        """Start to load a tile of K or V, piece by piece. Pages lie among rows as sequences do in packed
+        tensors (`plan_view.tma_rows`): each ends where its used tokens end."""
+        c, (row, page, used) = self.config, where
         pieces = cute.flat_divide(tile, (c.piece, BOX))
+        shift = page * rows_of_page + used
         for i in cutlass.range_constexpr(c.tile_n // c.piece):
-            place = tuple(cute.arch.shuffle_sync(x, i) for x in where)
+            place = (
+                cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
+            )  # fmt: skip
             for j in cutlass.range_constexpr(c.head_dim // BOX):
                 target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
                 cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)
 
     @cute.jit
-    def _read(self, table, kv_heads: Int32, items: Int32, index: Int32):
+    def _read(self, table, section: Int32, items: Int32, index: Int32):
         """The words of an item; of the last one where there is none."""
         index = cutlass.max(cutlass.min(index, items - 1), 0)
-        first = HEADER_WORDS + index // kv_heads * RECORD_WORDS
+        in_section = cutlass.max(table[0] * section, 1)
+        first = HEADER_WORDS + index % in_section // section * RECORD_WORDS
         return tuple(table[first + i] for i in range(RECORD_WORDS))
 
     @cute.jit
