@@ -16,13 +16,14 @@ from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
 from ..forward.arguments import Layouts, Products, Shared
 from ..forward.config import ROWS
-from ..forward.item import Rings, info_words
+from ..forward.item import info_words
 from .arguments import Copies, Memory
 from .config import CachedConfig
+from .item import Rings
 from .load import BOX, CachedLoad
 from .mma import CachedMma
 
-LOAD_WARP, FIRST_MMA_WARP = 0, 4
+LOAD_WARP, Q_WARP, FIRST_MMA_WARP = 0, 1, 4
 
 
 @cute.jit
@@ -81,6 +82,7 @@ class Cached:
 
         @cute.struct
         class Storage:
+            item_full: cute.struct.MemRange[Int64, c.q_stages]
             q_full: cute.struct.MemRange[Int64, c.q_stages]
             q_empty: cute.struct.MemRange[Int64, c.q_stages]
             k_full: cute.struct.MemRange[Int64, c.kv_stages]
@@ -98,7 +100,7 @@ class Cached:
         c = self.config
         warps = 4 * c.warpgroups
         return {
-            "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, warps),
+            "item_full": (c.q_stages, 1), "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, warps),
             "k_full": (c.kv_stages, 1), "k_empty": (c.kv_stages, warps),
             "v_full": (c.kv_stages, 1), "v_empty": (c.kv_stages, warps),
         }  # fmt: skip
@@ -143,6 +145,7 @@ class Cached:
             q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
             k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
             v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
+            item=barriers["item_full"],
         )
         shared = Shared(
             q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
@@ -163,6 +166,8 @@ class Cached:
                 cute.arch.setmaxregister_decrease(c.registers[1])
             if warp_idx == LOAD_WARP:
                 self.load_role.run(copies, memory, shared, rings, tuple(others))
+            elif warp_idx == Q_WARP:
+                self.load_role.copy_queries(memory, shared, rings)
         else:
             if const_expr(c.warpgroups > 1):
                 cute.arch.setmaxregister_increase(c.registers[0])

@@ -1,4 +1,4 @@
-"""The load warp: claims items, copies their rows of Q, and loads K and V page by page."""
+"""The warps that load: one claims items, and loads K and V page by page; the other one copies rows of Q."""
 
 import cutlass
 import cutlass.cute as cute
@@ -57,9 +57,9 @@ class CachedLoad:
                 )  # fmt: skip
                 for i, value in enumerate(words):
                     shared.item[i, stage] = value
-            self._copy_rows(memory.q, shared.q, (batch, first * group + top, head), rows - top, stage)
+                cute.arch.mbarrier_arrive(rings.item + stage)
             kv_tiles = cutlass.max(kv_last - kv_first + 1, 0)
-            arrived, begin, to_load, claimed = Int32(0), kv_first, kv_tiles, items - blocks
+            begin, to_load, claimed = kv_first, kv_tiles, items - blocks
             while begin <= kv_last:
                 end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
                 for i in cutlass.range(end - begin + 1, unroll=1):
@@ -81,15 +81,11 @@ class CachedLoad:
                         )
                     n_kv += 1
                     to_load -= 1
-                    if arrived == 0:
-                        self._arrived(rings, stage)
-                        arrived = Int32(1)
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
                         index = blocks + cute.arch.shuffle_sync(claimed, 0)
                         record = self._read(table, section, items, index)
                 begin = end + 1
             if kv_tiles == 0:
-                self._arrived(rings, stage)
                 if blocks < items:
                     claimed = self._claim(memory.claimed)
                 index = blocks + cute.arch.shuffle_sync(claimed, 0)
@@ -98,7 +94,27 @@ class CachedLoad:
         rings.q.wait_empty(n_item)
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
-            cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
+            cute.arch.mbarrier_arrive(rings.item + rings.q.stage(n_item))
+
+    @cute.jit
+    def copy_queries(self, memory, shared, rings) -> None:
+        """The other warp: copy Q of every item, and let those who multiply have it with the item's words."""
+        n_item, go_on = Int32(0), Int32(1)
+        while go_on == 1:
+            stage = rings.q.stage(n_item)
+            cute.arch.mbarrier_wait(rings.item + stage, rings.q.phase(n_item))
+            words = shared.item[None, stage]
+            go_on = words[Info.valid]
+            if go_on == 1:
+                top, rows = words[Info.row], words[Info.seqlen_q]
+                place = (words[Info.batch], words[Info.row_first] + top, words[Info.q_head])
+                self._copy_rows(memory.q, shared.q, place, rows - top, stage)
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(rings.q.full + stage)
+            n_item += 1
 
     @cute.jit
     def _copy_rows(self, mQ, sQ, place, exist: Int32, stage) -> None:
@@ -120,14 +136,6 @@ class CachedLoad:
             else:
                 cute.autovec_copy(zeros, target)
         cute.arch.cp_async_commit_group()
-
-    def _arrived(self, rings, stage) -> None:
-        """Wait for the rows of Q, and let others see them."""
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(rings.q.full + stage)
 
     @cute.jit
     def _where(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
