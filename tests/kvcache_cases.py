@@ -1,4 +1,4 @@
-"""Serving histories: requests arrive, are prefilled in chunks, decode in changing batches, and share prefixes.
+"""Serving histories: requests are prefilled in chunks, decode in changing batches, and share prefixes.
 
 Every row of every call is compared with one forward over the whole sequence.
 """

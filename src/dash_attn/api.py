@@ -300,9 +300,9 @@ def flash_attn_varlen_func(
     is no backward then, so ``policy`` decides nothing. Under torch.compile a wanted gradient is an error of
     the compiler, with our message in it.
 
-    **Pages.** With ``page_table`` too, k and v are pages (num_pages, page_size, kv_heads, head_dim) of 16, 32,
-    64, 128 or 256 tokens. One call then serves chunks of prompts and steps of decoding, mixed. Lengths and pages
-    on a GPU are not read by the host: see :func:`.kvcache.flash_attn_with_kvcache`.
+    **Pages.** With ``page_table`` too, k and v are pages (num_pages, page_size, kv_heads, head_dim) of 16,
+    32, 64, 128 or 256 tokens. One call then serves chunks of prompts and steps of decoding, mixed. Lengths
+    and pages on a GPU are not read by the host: see :func:`.kvcache.flash_attn_with_kvcache`.
 
     Args:
         q: (total_q, heads, head_dim). With ``seqused_k`` and without ``cu_seqlens_q``:

@@ -325,4 +325,3 @@ def _check_int32(name: str, x: object, q: Tensor, shape: tuple[int, ...] | None)
         raise InputError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
     if x.device != q.device and x.device.type != "cpu":
         raise InputError(f"{name} is on {x.device}, q is on {q.device}; it may be there or on the cpu")
-

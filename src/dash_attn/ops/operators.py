@@ -1,5 +1,5 @@
-"""The operators ``dash_attn::forward``, ``backward``, ``varlen_forward``, ``varlen_backward`` and
-``varlen_used_forward`` and ``cached_forward``, which have no backward; and ``append``, which writes into a cache.
+"""The operators ``dash_attn::forward``, ``backward``, ``varlen_forward`` and ``varlen_backward``; without a
+backward, ``varlen_used_forward`` and ``cached_forward``; and ``append``, which writes into a cache.
 
 They are what PyTorch sees of this package: shapes and strides for ``torch.compile`` (fake kernels), and
 gradients. Arguments are checked by the public functions (:mod:`dash_attn.arguments`) before they come here.

@@ -24,7 +24,7 @@ def cached_tile(
         sequence = tile // per
         before = sequence * per
         batch_q = sequence
-        start_q = 0
+        start_q = 0 * tile
         rows = seqlen_q
     else:
         low = 0
@@ -58,7 +58,9 @@ def whole_columns_of_group(
 
 
 @triton.jit
-def load_group(base, row_stride, head_stride, rows, heads, there, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_group(
+    base, row_stride, head_stride, rows, heads, there, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):
     """Rows of several q heads; strides are in units of 8 elements."""
     dims = tl.arange(0, BLOCK_D)
     at = rows.to(tl.int64) * row_stride * 8 + heads * head_stride * 8

@@ -30,7 +30,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
-        "slope_batch", "rows_batch", "threshold", "batch", "seqlen_cached", "total_q", "most", "size", "number",
+        "slope_batch", "rows_batch", "threshold",
+        "batch", "seqlen_cached", "total_q", "most", "size", "number",
     ]
 )  # fmt: skip
 def forward_kernel(
@@ -49,9 +50,9 @@ def forward_kernel(
     ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``seed``: (), read if DROPOUT; ``row_starts`` and
     ``row_ends``: one per key, read if INTERVALS.
 
-    CACHED: ``table`` has page numbers, (batch, most), of pages of ``size`` tokens; lengths of keys and bounds of
-    rows are on the device, and ``seqlen_cached`` is the number of rows where q is dense, otherwise -1. Rows of
-    a tile are those of all q heads of kv head ``head``, token by token. The arithmetic is the same."""
+    CACHED: ``table`` has page numbers, (batch, most), of pages of ``size`` tokens; lengths of keys and bounds
+    of rows are on the device, and ``seqlen_cached`` is the number of rows where q is dense, otherwise -1.
+    Rows of a tile are those of all q heads of kv head ``head``, token by token."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     if CACHED:

@@ -49,9 +49,7 @@ def cached_config(head_dim: int, dtype: str, few: bool, piece: int) -> CachedCon
     if stages is None:
         raise ValueError(f"no forward over a cache has head dim {head_dim}; known: 64, 128")
     if few:
-        return CachedConfig(
-            head_dim, dtype, warpgroups=1, kv_stages=stages, overlap="softmax", piece=piece
-        )
+        return CachedConfig(head_dim, dtype, warpgroups=1, kv_stages=stages, overlap="softmax", piece=piece)
     early = head_dim == 64
     return CachedConfig(
         head_dim, dtype, warpgroups=3 if early else 2, kv_stages=stages, early=early, piece=piece

@@ -1,12 +1,12 @@
 """The kernel before the main one: one block deals out items, from the lengths on the device.
 
-The table begins with HEADER_WORDS: how many entries there are, how many folds, and how many kv heads a section
-has. Items are numbered section by section, in it entry by entry, in it head by head, as in training: K and V of
-a section fit half of L2. Then come records of
-RECORD_WORDS: entries, then folds, from places that the launcher knows. An entry is (sequence, q tile, segment
-or -1, place, rows, seqlen_k, first row, shift), a fold (sequence, q tile, first place, number of places,
-rows, seqlen_k, first row, 0). Rows are those of all q heads of a kv head, token by token, and first rows count
-in q. ``shift`` is the key that is aligned with the sequence's first token.
+The table begins with HEADER_WORDS: how many entries there are, how many folds, and how many kv heads a
+section has. Items are numbered section by section, in it entry by entry, in it head by head, as in training:
+K and V of a section fit half of L2. Then come records of RECORD_WORDS: entries, then folds, from places that
+the launcher knows. An entry is (sequence, q tile, segment or -1, place, rows, seqlen_k, first row, shift), a
+fold (sequence, q tile, first place, number of places, rows, seqlen_k, first row, 0). Rows are those of all q
+heads of a kv head, token by token, and first rows count in q. ``shift`` is the key that is aligned with the
+sequence's first token.
 
 A tile is split into its segments if it is longer than a share of all that is to be done. Which tile that is,
 where its segments go, and which item comes first, is placement: it decides no bit. Numbers are handed out by
@@ -63,7 +63,9 @@ class Deal:
         cute.arch.sync_threads()
         total = counts[TOTAL]
         for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
-            self._decide(table, counts, launch, sizes, t, self._tile(lengths, bounds, launch, sizes, t), total)
+            self._decide(
+                table, counts, launch, sizes, t, self._tile(lengths, bounds, launch, sizes, t), total
+            )
         cute.arch.sync_threads()
         if tidx == 0:
             self._order(counts)
@@ -157,8 +159,9 @@ class Deal:
         if place >= 0:
             fold = ptx.add_shared(counts.iterator + FOLDS, Int32(1))
             if fold < launch.folds:
+                places = (place, segments)
                 record = (
-                    tile.sequence, tile.q_tile, place, segments, tile.rows, tile.seqlen_k, tile.first, Int32(0)
+                    tile.sequence, tile.q_tile, *places, tile.rows, tile.seqlen_k, tile.first, Int32(0)
                 )  # fmt: skip
                 self._put(table, launch.tiles + launch.places + fold, record)
             else:
@@ -166,11 +169,11 @@ class Deal:
         self._decisions(table, launch)[t] = place
         if place >= 0:
             for s in cutlass.range(segments, unroll=1):
-                number = ptx.add_shared(
+                ptx.add_shared(
                     counts.iterator + FIRST_BUCKET + bucket_of(self._within(tile, first + s)), Int32(1)
                 )
         elif tile.kv_tiles >= 0:
-            number = ptx.add_shared(counts.iterator + FIRST_BUCKET + bucket_of(tile.kv_tiles), Int32(1))
+            ptx.add_shared(counts.iterator + FIRST_BUCKET + bucket_of(tile.kv_tiles), Int32(1))
 
     @cute.jit
     def _write(self, table, counts, launch, t: Int32, tile) -> None:
@@ -197,7 +200,7 @@ class Deal:
             table[HEADER_WORDS + index * RECORD_WORDS + i] = value
 
     def _decisions(self, table, launch):
-        """The first place of each tile's segments, -1: it is whole. Only the thread that wrote it reads it."""
+        """The first place of each tile's segments, -1: it is whole. Who wrote it reads it, and nobody else."""
         records = launch.tiles + launch.places + launch.folds
         start = table.iterator + HEADER_WORDS + records * RECORD_WORDS
         return cute.make_tensor(start, cute.make_layout(launch.tiles))

@@ -108,9 +108,9 @@ class Cached(PreparedCached):
         memory = [*allocate(words, q.device)]
         memory[:2] = (x.view(torch.int32) for x in memory[:2])
         self._program(  # type: ignore[operator]
-            *Tensors(*four, lse),
+            *Tensors._make([*four, lse]),
             *Places(lengths, table.view(-1), lengths if bounds is None else bounds, sink),
-            *Workspace(*memory),
+            *Workspace._make(memory),
             *Launch(scores.softmax_scale, *numbers),
         )
         return out, lse.squeeze(0) if packed else lse

@@ -53,7 +53,7 @@ def fake_arguments(config: CachedConfig, env_stream: bool):
     """Tensors without data, in the order of `Program.__call__`."""
     matrix = partial(fakes.matrix, DTYPES[config.dtype], None)
     tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=statistics())
-    places = Places(*(vector(Int32, 4) for _ in range(3)), sink=vector(Float32, 4))
+    places = Places(vector(Int32, 4), vector(Int32, 4), vector(Int32, 4), vector(Float32, 4))
     workspace = Workspace(
         table=vector(Int32, 16),
         claimed=vector(Int32, 4),
