@@ -200,7 +200,7 @@ class Deal:
             table[HEADER_WORDS + index * RECORD_WORDS + i] = value
 
     def _decisions(self, table, launch):
-        """The first place of each tile's segments, -1: it is whole. Who wrote it reads it, and nobody else."""
+        """The first place of each tile's segments, -1: it is whole. Only who wrote it reads it."""
         records = launch.tiles + launch.places + launch.folds
         start = table.iterator + HEADER_WORDS + records * RECORD_WORDS
         return cute.make_tensor(start, cute.make_layout(launch.tiles))
