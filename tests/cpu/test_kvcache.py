@@ -91,6 +91,11 @@ def test_one_number_for_all_and_none() -> None:
     assert not flash_attn_with_kvcache(q, k, v, cache_seqlens=0).any()
 
 
+def test_no_sequence() -> None:
+    out, lse = flash_attn_with_kvcache(Q[:0], CACHE[:0], CACHE[:0], return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 3, 4, 8), (0, 4, 3))
+
+
 def test_names_of_other_versions() -> None:
     """FlashAttention-2 says block_table, FlashAttention-3 page_table; what asks for nothing is accepted."""
     k, table = draw(4, 16, 2, 8, seed=1), int32(3, 1, 0, 2).view(2, 2)

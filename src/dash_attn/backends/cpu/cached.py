@@ -31,6 +31,10 @@ class Cached(PreparedCached):
         self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
         p, q = self.problem, tensors.q
+        if not p.batch:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            *batch, rows, heads, _ = q.shape
+            return q.new_zeros((*q.shape[:-1], p.head_dim_v)), q.new_zeros((*batch, heads, rows), dtype=wide)
         lengths = tensors.lengths.tolist()
         if tensors.cu_seqlens_q is None:
             of_q = [p.seqlen_q] * p.batch
