@@ -16,6 +16,8 @@ from ptx_machine import LOAD_WARP, Block, Thread
 from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
 from dash_attn.backends.sm90.cached.config import CachedConfig
 
+TOTAL, FOLDS = 0, 2  # words of Deal's shared memory
+
 TABLE, PAGES = 1 << 20, 1 << 24
 Record = tuple[int, ...]
 
@@ -139,3 +141,67 @@ class CachedMachine(ForwardMachine):
         barrier, _ = thread.block.copies.pop()
         thread.block.copies.append((barrier, 2 * 64 * self.config.piece))
         return True
+
+
+LENGTHS, BOUNDS, CLAIMED = 1 << 25, 1 << 26, 1 << 27
+DEAL_WARPS = 16
+
+
+class DealProgram(base.Program):
+    def __init__(self, ptx: str):
+        super().__init__(ptx.replace("dealDeal_object", "dealBackward_object"))
+
+
+class DealMachine(CachedMachine):
+    """A launch of ``Deal``, for at most 32 q tiles: the lanes of warp 0 have them all.
+
+    Floating point is left out, so that every tile of several segments counts as long, and is split as long as
+    there are places.
+    """
+
+    def __init__(
+        self,
+        config: CachedConfig,
+        program: DealProgram,
+        batch: Batch,
+        capacity: tuple[int, int, int],
+        seed: int,
+    ):
+        """``capacity``: q tiles, places and folds that there may be."""
+        super().__init__(config, CachedProgram.__new__(CachedProgram), batch, [], 1, 1, seed)
+        self.program, self.warps, self.capacity = program, DEAL_WARPS, capacity
+        (block,) = self.blocks
+        lanes = ((w, lane) for w in range(self.warps) for lane in range(32 if w == LOAD_WARP else 1))
+        block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
+        rows, keys = zip(*batch.sequences)
+        bounds = [sum(rows[:i]) for i in range(len(rows) + 1)]
+        self.memory = {LENGTHS + 4 * i: value & 0xFFFFFFFF for i, value in enumerate(keys)}
+        self.memory |= {BOUNDS + 4 * i: value for i, value in enumerate(bounds)}
+
+    def _parameter(self, number: int, offset: int) -> int:
+        b, (tiles, places, folds) = self.batch, self.capacity
+        total = sum(rows for rows, _ in b.sequences)
+        sizes = (b.group, b.kv_heads, total, b.most_pages * b.page_size)
+        numbers = (len(b.sequences), tiles, -1, b.most_pages, 1, places, folds, 1, *b.sides, *sizes)
+        known = {0: TABLE, 1: CLAIMED, 2: LENGTHS, 3: BOUNDS, **dict(enumerate(numbers, 5))}
+        return known.get(number, 0)
+
+    def _atom(self, thread: Thread, operation: str, operands: list[str]) -> bool:
+        assert ".shared" in operation
+        address, memory = self._address(thread, operands[1]), thread.block.shared
+        seen = memory.get(address, 0)
+        memory[address] = seen + self._value(thread, operands[2]) & 0xFFFFFFFF
+        thread.registers[operands[0]] = seen
+        self._notice()
+        return True
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Of entries and folds; from shared memory, for wide stores are left out."""
+        shared = self.blocks[0].shared
+        return shared[4 * TOTAL], min(shared.get(4 * FOLDS, 0), self.capacity[2])
+
+    def words(self, first: int, count: int) -> Record:
+        """Of the table, signed."""
+        found = (self.memory.get(TABLE + 4 * (first + i), 0) for i in range(count))
+        return tuple(word - (1 << 32) if word >> 31 else word for word in found)

@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from cached_machine import Batch, CachedMachine, CachedProgram, Record, cached_ptx
+from cached_machine import (
+    Batch,
+    CachedMachine,
+    CachedProgram,
+    DealMachine,
+    DealProgram,
+    Record,
+    cached_ptx,
+)
 from ptx_machine import DeadlockError
 
+from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
 from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
@@ -23,11 +32,9 @@ BATCHES = {
 
 def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> list[tuple[int, ...]]:
     """(column, row, head, batch, shift) of the copies of K of an item, in order."""
-    sequence, q_tile, segment, _, _, keys, _, _ = record
-    per = config.segment // config.tile_n
-    tiles = [t for t in batch.kv_tiles(config, sequence, q_tile) if segment in (-1, t // per)]
+    sequence, keys, per = record[0], record[5], config.segment // config.tile_n
     found = []
-    for tile in sorted(tiles, key=lambda t: (t // per, -t)):
+    for tile in sorted(_tiles_of(batch, config, record), key=lambda t: (t // per, -t)):
         for token in range(tile * config.tile_n, (tile + 1) * config.tile_n, config.piece):
             column = token // batch.page_size
             page = batch.page(sequence, min(column, batch.most_pages - 1))
@@ -65,6 +72,49 @@ def test_it_ends_and_loads_what_it_should(head_dim: int, few: bool, piece: int, 
         assert not left
 
 
+@pytest.mark.parametrize("places", [0, 3, 40])
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_is_dealt_out(name: str, places: int) -> None:
+    """Every tile once, whole or in all of its segments, the longest first; folds find their places."""
+    batch = BATCHES[name]
+    config = replace(cached_config(64, "bf16", True, 16), segment=256)
+    rows = sum(rows for rows, _ in batch.sequences)
+    tiles = rows * batch.group // config.tile_m + len(batch.sequences)
+    machine = DealMachine(config, DealProgram(cached_ptx(config)), batch, (tiles, places, places), places)
+    machine.run()
+    (count, folds), (section,) = machine.counts, machine.words(2, 1)
+    assert section == batch.kv_heads
+    entries = [machine.words(HEADER_WORDS + 8 * i, 8) for i in range(count)]
+    whole = {record[:2]: record[4:] for record in batch.entries(config, False)}
+    parts = [record for record in batch.entries(config, True) if record[2] >= 0]
+    folded = [machine.words(HEADER_WORDS + 8 * (tiles + places + i), 8) for i in range(folds)]
+    taken: list[int] = []
+    for record in folded:
+        first, segments = record[2:4]
+        mine = sorted(each for each in entries if each[:2] == record[:2])
+        assert [each[2] for each in mine] == sorted(each[2] for each in parts if each[:2] == record[:2])
+        assert [each[3] for each in mine] == list(range(first, first + segments))
+        assert record[4:7] == whole[record[:2]][:3]
+        taken += range(first, first + segments)
+    assert len(taken) == len(set(taken)) <= places
+    assert {record[:2] for record in entries} == set(whole)
+    assert sorted(each[:2] for each in entries if each[2] < 0) == sorted(
+        set(whole) - {record[:2] for record in folded}
+    )
+    assert all(record[4:] == whole[record[:2]] for record in entries)
+    if places == 40:
+        assert {record[:2] for record in folded} == {record[:2] for record in parts}
+    assert places or not folds
+    lengths = [max(len(_tiles_of(batch, config, record)), 1).bit_length() for record in entries]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def _tiles_of(batch: Batch, config: CachedConfig, record: Record) -> list[int]:
+    sequence, q_tile, segment = record[:3]
+    per = config.segment // config.tile_n
+    return [t for t in batch.kv_tiles(config, sequence, q_tile) if segment in (-1, t // per)]
+
+
 def test_a_kernel_that_forgets_the_queries_hangs() -> None:
     """The machine can fail: nobody multiplies where Q never comes."""
     config = replace(cached_config(64, "bf16", True, 16), segment=256)
@@ -74,9 +124,7 @@ def test_a_kernel_that_forgets_the_queries_hangs() -> None:
         if instruction.form[0] == "cp" and "commit_group" in instruction.operation:
             rest = range(at, len(program.instructions))
             arrive = next(i for i in rest if program.instructions[i].operation.startswith("mbarrier.arrive"))
-            program.instructions[arrive] = program.instructions[arrive]._replace(
-                predicate="%p0", wanted=True
-            )
+            program.instructions[arrive] = program.instructions[arrive]._replace(predicate="%p0", wanted=True)
     machine = CachedMachine(config, program, batch, batch.entries(config, False), 2, 1, 0)
     with pytest.raises(DeadlockError):
         machine.run()
