@@ -68,7 +68,9 @@ def paged_attention_forward(
     q = query[0].transpose(0, 1)
     rows = int(ends_q[-1])  # the others fill up the batch
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    out[:rows] = flash_attn_varlen_func(q[:rows], k[:total], v[:total], ends_q, ends.int().clone(), **how)
+    found = flash_attn_varlen_func(q[:rows], k[:total], v[:total], ends_q, ends.int().clone(), **how)
+    assert isinstance(found, Tensor)
+    out[:rows] = found
     return out[None], None
 
 
