@@ -16,6 +16,8 @@ Packed sequences are kept apart with a key cache and without. With a cache, the 
 cache that holds several sequences per row cannot be continued: which key belongs to which sequence is not
 stored. A call that shows it by its ``position_ids`` raises.
 
+``attn_implementation="paged|dash"`` is for continuous batching (``generate_batch``), without CUDA graphs.
+
 Under ``torch.compile`` there is a graph break where the mask is made: plans are made from lengths, which
 are read on the host. Sequences packed by ``position_ids`` then need ``use_cache=False``; with a cache the
 device checks that there are none. ``generate`` compiles by itself for a cache of fixed length on a GPU: every
@@ -34,6 +36,7 @@ from ..errors import InputError, UnavailableError
 from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
 from . import OLDEST_TRANSFORMERS
+from .continuous import paged_attention_forward
 from .padding import Packing, packing_of
 from .positions import Sizes, assert_separate, separate
 from .token_masks import TokenMask, isolate, token_mask
@@ -66,6 +69,7 @@ def register(name: str = NAME) -> None:
         raise UnavailableError(f"{needed} (found {__version__})")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, token_mask)
+    AttentionInterface.register(f"paged|{name}", paged_attention_forward)
 
 
 def attention_forward(
