@@ -241,9 +241,9 @@ def run(rank: int, ranks: int, options: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
             if rank == 0:
                 show(mine)
-    if rank == 0 and options.output:
-        facts = facts_of_run(options.rounds, "torch", "flash-attn-4")
-        write(options.output, facts | {"gpus": ranks, "timing": "sustained"}, found)
+            if rank == 0 and options.output:  # a run that is cut short leaves what it has
+                facts = facts_of_run(options.rounds, "torch", "flash-attn-4")
+                write(options.output, facts | {"gpus": ranks, "timing": "sustained"}, found)
     dist.destroy_process_group()
 
 
