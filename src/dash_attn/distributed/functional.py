@@ -207,18 +207,24 @@ def _teams(mode: str, ranks: int, kv_heads: int) -> tuple[int, bool]:
 
 
 def _said(qkv: _QKV, sink: Tensor | None, checked: _Checked | None) -> tuple[tuple[str, Any], ...]:
-    """What must be equal on all ranks, by name."""
-    shapes = [
-        (name, (tuple(x.shape), str(x.dtype), x.device.type) if isinstance(x, Tensor) else type(x))
-        for name, x in zip("qkv", qkv)
-    ]
+    """What must be equal on all ranks, by name. Lengths of packed sequences are new in every batch, and left
+    out: an exchange per batch would cost more than it finds."""
+    packed = checked is not None and checked[3].packed
+    shapes = []
+    for name, x in zip("qkv", qkv):
+        if isinstance(x, Tensor):
+            shape = tuple(x.shape[-2:] if packed else x.shape)
+            shapes.append((name, (shape, str(x.dtype), x.device.type)))
+        else:
+            shapes.append((name, type(x)))
     if checked is None:
         return tuple(shapes)
-    spec, given = checked[2], checked[3]
-    wants = torch.is_grad_enabled() and any(
-        x.requires_grad for x in (*qkv, *([] if sink is None else [sink]))
-    )
-    return (*shapes, *spec._asdict().items(), *given._asdict().items(), ("gradients", wants))
+    spec, given = checked[2]._asdict(), checked[3]._asdict()
+    if packed:
+        del given["lengths"]
+    wanted = (*qkv, *([] if sink is None else [sink]))
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in wanted)
+    return (*shapes, *spec.items(), *given.items(), ("gradients", gradients))
 
 
 @lru_cache(64)
