@@ -33,6 +33,7 @@ class Case(NamedTuple):
     q_segment: int | None = 128
     head_dim: int = 32
     sink: bool = False
+    extra: str = ""
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -60,17 +61,25 @@ def compared(case: Case, device: str = "cpu") -> None:
     if case.sink:
         generator = torch.Generator(device).manual_seed(1)
         options["learnable_sink"] = torch.randn(case.heads[0], generator=generator, device=device)
+    beside: dict[str, Tensor] = {}
+    if case.extra == "alibi":
+        options["alibi_slopes"] = torch.linspace(0.01, 0.3, case.heads[0], device=device)
+    if case.extra == "intervals":  # documents of 100 rows
+        lengths = case.lengths or (case.rows,)
+        ends = torch.cat([(torch.arange(n, device=device) // 100 + 1) * 100 for n in lengths]).int()
+        beside["row_ends"] = ends if case.lengths else ends.expand(2, -1).contiguous()
     how = {"mode": case.mode, "layout": case.layout}
     whole = [x.clone().requires_grad_() for x in qkv]
     parts = [mine(x).requires_grad_() for x in qkv]
     if bounds is None:
-        out, lse = dash_attn.attention(*whole, **options)
-        there, of_rows = attention(*parts, **options, **how)
+        out, lse = dash_attn.attention(*whole, **options, **beside)
+        there, of_rows = attention(*parts, **options, **{n: mine(x) for n, x in beside.items()}, **how)
     else:
         packed = {**options, "window_size": options.get("window", (-1, -1))}
         packed.pop("window", None)
-        out, lse = dash_attn.flash_attn_varlen_func(*whole, bounds, bounds, **packed)
-        there, of_rows = attention_varlen(*parts, bounds, **options, **how)
+        out, lse = dash_attn.flash_attn_varlen_func(*whole, bounds, bounds, **packed, **beside)
+        mine_beside = {n: mine(x) for n, x in beside.items()}
+        there, of_rows = attention_varlen(*parts, bounds, **options, **mine_beside, **how)
     out.backward(dout)
     there.backward(mine(dout))
     assert_same_bytes(there, mine(out))

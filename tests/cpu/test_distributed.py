@@ -34,6 +34,9 @@ def _all_modes(rank: int, ranks: int) -> None:
         if mode != "ulysses" or ranks == 2:
             compared(Case((4, 2), "causal", mode, "zigzag", lengths=lengths))
     compared(Case((4, 2), "causal", "gather", "zigzag", rows, sink=True))
+    for extra, mode in product(("alibi", "intervals"), ("ulysses+gather", "ring")):
+        compared(Case((4, 2), "causal", mode, "zigzag", rows, extra=extra))
+        compared(Case((4, 2), "full", mode, "zigzag", lengths=(4 * ranks, 20 * ranks), extra=extra))
     compared(Case((4, 2), "window", "ring", "contiguous", rows, dtype=torch.float64))
     compared(Case((4, 2), "causal", "gather", "zigzag", rows, q_segment=None))
 

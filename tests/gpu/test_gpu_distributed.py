@@ -44,6 +44,8 @@ def _features(rank: int) -> None:
         compared(Case((4, 2), "causal", mode, "zigzag", lengths=lengths, q_segment=512, head_dim=64), "cuda")
         compared(Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=64, sink=True), "cuda")
         compared(Case((4, 2), "full", mode, "zigzag", 1024, q_segment=256, head_dim=80), "cuda")
+        for extra in ("alibi", "intervals"):  # triton
+            compared(Case((4, 2), "causal", mode, "zigzag", 1024, head_dim=64, extra=extra), "cuda")
         compared(Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=192), "cuda")  # triton
         half = Case(
             (4, 2), "window", mode, "contiguous", 1024, q_segment=256, head_dim=128, dtype=torch.float16

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag
+from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, completed
 from ..backends.base import AuxTensors
 from ..errors import DashError, InputError
 from ..schedule import Numerics, Schedule
@@ -43,6 +44,9 @@ def attention(
     q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Self-attention of sequences that are spread over the ranks of a group (context parallelism).
 
@@ -69,6 +73,10 @@ def attention(
             Where a rank's rows are no whole segments, "gather" and "ring" deal segments to ranks anew.
         learnable_sink: (heads,), the same on all ranks. Its gradient is that of the rows and heads that this
             rank computed: add it up over the group, as gradients of other parameters.
+        alibi_slopes: as in :func:`dash_attn.attention`, the same on all ranks.
+        row_starts, row_ends: (batch, seqlen / N) int32, as in :func:`dash_attn.attention`, for the keys of
+            this rank. Rows count from the first one of the whole sequence. As with slopes, a sequence is
+            then not cut, so "gather" and "ring" give each to one rank.
 
     Returns:
         out: (batch, seqlen / N, heads, head_dim of v) of the rows of this rank; with ``return_lse`` also
@@ -81,7 +89,8 @@ def attention(
     """
     asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
     found: Tensor | tuple[Tensor, Tensor]
-    found = _run((q, k, v), None, learnable_sink, asked, (group, layout, mode, return_lse))
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    found = _run((q, k, v), None, aux, asked, (group, layout, mode, return_lse))
     return found
 
 
@@ -103,6 +112,9 @@ def attention_varlen(
     q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`attention` of a packed batch. Every sequence is spread evenly over the ranks.
 
@@ -114,6 +126,8 @@ def attention_varlen(
             multiple of N, or of 2 N under the layout "zigzag".
         group, causal, window, softmax_scale, layout, mode, policy, return_lse, backend, q_segment, softcap,
             learnable_sink: as in :func:`attention`.
+        alibi_slopes: (heads,) float32.
+        row_starts, row_ends: (total / N,) int32; rows count from the first one of their sequence.
 
     Returns:
         out: (total / N, heads, head_dim of v); with ``return_lse`` also (heads, total / N).
@@ -123,7 +137,8 @@ def attention_varlen(
     """
     asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
     found: Tensor | tuple[Tensor, Tensor]
-    found = _run((q, k, v), cu_seqlens, learnable_sink, asked, (group, layout, mode, return_lse))
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    found = _run((q, k, v), cu_seqlens, aux, asked, (group, layout, mode, return_lse))
     return found
 
 
@@ -133,7 +148,7 @@ _How = tuple[Any, str, str, bool]
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(
-    qkv: _QKV, cu_seqlens: Tensor | None, sink: Tensor | None, asked: Asked, how: _How
+    qkv: _QKV, cu_seqlens: Tensor | None, aux: AuxTensors, asked: Asked, how: _How
 ) -> Tensor | tuple[Tensor, Tensor]:
     group, layout, mode, return_lse = how
     team = team_of(group)
@@ -141,17 +156,20 @@ def _run(
     checked = None
     try:
         check_flag("return_lse", return_lse)
-        checked = _checked(qkv, cu_seqlens, sink, asked, (layout, mode, team))
+        checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
     except DashError as error:
         refused = error
-    said = _said(qkv, sink, checked)
+    said = _said(qkv, aux, checked)
     agree(team, said, refused)
     assert checked is not None
     (q, k, v), aux, spec, given = checked
     shared = _shared(given, spec, team, q.device)
+    aux = completed(aux, 0.0, q)
     if given.packed:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-    out, lse = _Attention.apply(shared, q, k, v, aux.learnable_sink)  # type: ignore[no-untyped-call]
+        if aux.rows is not None:
+            aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
+    out, lse = _Attention.apply(shared, q, k, v, *aux)  # type: ignore[no-untyped-call]
     if given.packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -161,7 +179,7 @@ _Checked = tuple[_QKV, AuxTensors, AttentionSpec, Given]
 
 
 def _checked(
-    qkv: _QKV, cu_seqlens: Tensor | None, sink: Tensor | None, asked: Asked, where: tuple[str, str, Team]
+    qkv: _QKV, cu_seqlens: Tensor | None, aux: AuxTensors, asked: Asked, where: tuple[str, str, Team]
 ) -> _Checked:
     """The arguments, looked at by this rank alone."""
     layout, mode, team = where
@@ -179,10 +197,15 @@ def _checked(
     lengths = lengths_of(q.shape[rows] * team.size, cu_seqlens)
     Layout(lengths, team.size, layout)
     local = None
+    slopes = aux.alibi_slopes
+    if cu_seqlens is not None and slopes is not None and slopes.ndim != 1:
+        raise InputError(
+            f"alibi_slopes of packed sequences must have shape (heads,), got {tuple(slopes.shape)}"
+        )
     if cu_seqlens is not None:  # as if the rows of this rank were one sequence
         one = torch.tensor([0, q.shape[0]], dtype=torch.int32)
         local = Packing(one, one, None, None)
-    call = check_call(q, k, v, local, asked, aux_of(q, sink, None))
+    call = check_call(q, k, v, local, asked, aux)
     q, k, v = call.q, call.k, call.v
     head_ranks, in_turns = _teams(mode, team.size, k.shape[-2])
     sizes = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
@@ -206,7 +229,7 @@ def _teams(mode: str, ranks: int, kv_heads: int) -> tuple[int, bool]:
     return (common if "ulysses" in mode else 1), mode.endswith("ring")
 
 
-def _said(qkv: _QKV, sink: Tensor | None, checked: _Checked | None) -> tuple[tuple[str, Any], ...]:
+def _said(qkv: tuple[Any, ...], aux: AuxTensors, checked: _Checked | None) -> tuple[tuple[str, Any], ...]:
     """What must be equal on all ranks, by name. Lengths of packed sequences are new in every batch, and left
     out: an exchange per batch would cost more than it finds."""
     packed = checked is not None and checked[3].packed
@@ -222,8 +245,8 @@ def _said(qkv: _QKV, sink: Tensor | None, checked: _Checked | None) -> tuple[tup
     spec, given = checked[2]._asdict(), checked[3]._asdict()
     if packed:
         del given["lengths"]
-    wanted = (*qkv, *([] if sink is None else [sink]))
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in wanted)
+    wanted = (*qkv, aux.learnable_sink)
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
     return (*shapes, *spec.items(), *given.items(), ("gradients", gradients))
 
 
@@ -237,10 +260,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shared: Shared, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None
+        ctx: Any, shared: Shared, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        out, lse, saved = forward(shared, q, k, v, AuxTensors(learnable_sink=sink))
-        ctx.save_for_backward(*saved, *(() if sink is None else (sink,)))
+        out, lse, saved = forward(shared, q, k, v, AuxTensors(*aux))
+        ctx.save_for_backward(*saved, *aux)
         ctx.mark_non_differentiable(lse)
         ctx.shared = shared
         return out, lse
@@ -249,8 +272,6 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         found = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        saved, sink = Saved(*found[:5]), found[5:]
-        aux = AuxTensors(learnable_sink=sink[0] if sink else None)
-        grads = backward(ctx.shared, dout, saved, aux)
+        grads = backward(ctx.shared, dout, Saved(*found[:5]), AuxTensors(*found[5:]))
         wanted = ctx.needs_input_grad[1:]
-        return None, *(x if want else None for x, want in zip(grads, wanted))
+        return None, *(x if want else None for x, want in zip_longest(grads, wanted))

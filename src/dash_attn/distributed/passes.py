@@ -40,9 +40,10 @@ def forward(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) ->
         shared: the call.
         q: (batch, local rows, heads, head_dim).
         k, v: (batch, local rows, kv_heads, head_dim).
-        aux: a sink of all heads, or nothing.
+        aux: of all heads, and intervals of rows of the keys that lie on this rank, (batch, local rows).
     """
     (mine,) = shared.gathered(q)
+    aux = _with_all_keys(shared, aux)
     outs, lses = [], []
     steps = shared.steps(shared.team.rank)
     coming = shared.begin_keys(k, v, 0)
@@ -71,7 +72,7 @@ def _forward_step(shared: Shared, given: _QKV, heads: Heads, aux: AuxTensors) ->
         call = shared.whole_call(kv_heads)
         if not shared.given.packed:
             return call.forward(q, k, v, aux)
-        out, lse = call.forward(q[0], k[0], v[0], aux)
+        out, lse = call.forward(q[0], k[0], v[0], _packed(aux))
         return out.unsqueeze(0), lse.unsqueeze(0)
     batch, _, q_heads, _ = q.shape
     outs = [q.new_empty((batch, 0, q_heads, v.shape[3]))]
@@ -79,7 +80,7 @@ def _forward_step(shared: Shared, given: _QKV, heads: Heads, aux: AuxTensors) ->
     for rows, place in zip(shared.rows, places(shared.rows)):
         at = _keys_at(shared, rows.sequence, shared.seen(rows))
         call = shared.dense_call(rows.last - rows.first, at.stop - at.start, kv_heads)
-        out, lse = call.forward(q[:, place], k[:, at], v[:, at], aux)
+        out, lse = call.forward(q[:, place], k[:, at], v[:, at], _of_keys(aux, at))
         outs.append(out)
         lses.append(lse)
     return _joined(outs[-1:] if len(outs) == 2 else outs, 1), _joined(
@@ -96,6 +97,7 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
         saved: what the forward returned.
     """
     (dout,) = shared.gathered(dout)
+    aux = _with_all_keys(shared, aux)
     q, k, v, out, lse = saved
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
     sink = aux.learnable_sink
@@ -154,7 +156,7 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
         if rows.sequence in complete:
             at = _keys_at(shared, rows.sequence, (0, rows.last))
             call = shared.dense_call(rows.last, rows.last, kv_heads)
-            grads = call.backward(_rows(mine, place, at), wide)
+            grads = call.backward(_rows(mine, place, at), _of_keys(wide, at))
             dq[:, place], dk[:, at], dv[:, at] = grads[:3]
             dsinks = [grads.dsink]
         else:
@@ -182,7 +184,7 @@ def _whole(shared: Shared, mine: Tensors, kv_heads: int, aux: AuxTensors) -> _Ma
     if not shared.given.packed:
         grads = call.backward(mine, aux)
         return _Made(grads.dq, grads.dsink, grads.dk, grads.dv, {})
-    grads = call.backward(Tensors(*(x[0] for x in mine)), aux)
+    grads = call.backward(Tensors(*(x[0] for x in mine)), _packed(aux))
     dq, dk, dv = (x.unsqueeze(0) for x in grads[:3] if x is not None)
     return _Made(dq, grads.dsink, dk, dv, {})
 
@@ -309,10 +311,30 @@ def _q_heads(shared: Shared, heads: Heads) -> slice:
 
 
 def _of_heads(aux: AuxTensors, heads: Heads, group: int) -> AuxTensors:
-    sink = aux.learnable_sink
-    if sink is None:
+    mine = slice(heads[0] * group, heads[1] * group)
+    sink, slopes = (None if x is None else x[..., mine] for x in (aux.learnable_sink, aux.alibi_slopes))
+    return aux._replace(learnable_sink=sink, alibi_slopes=slopes)
+
+
+def _with_all_keys(shared: Shared, aux: AuxTensors) -> AuxTensors:
+    """With the intervals of rows of all keys that this rank needs."""
+    if aux.rows is None:
         return aux
-    return aux._replace(learnable_sink=sink[heads[0] * group : heads[1] * group])
+    starts, ends = (shared.rows_of_keys(x) for x in aux.rows)
+    return aux._replace(row_starts=starts, row_ends=ends)
+
+
+def _of_keys(aux: AuxTensors, keys: slice) -> AuxTensors:
+    if aux.rows is None:
+        return aux
+    starts, ends = (x[:, keys].contiguous() for x in aux.rows)
+    return aux._replace(row_starts=starts, row_ends=ends)
+
+
+def _packed(aux: AuxTensors) -> AuxTensors:
+    if aux.rows is None:
+        return aux
+    return aux._replace(row_starts=aux.rows.starts[0], row_ends=aux.rows.ends[0])
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

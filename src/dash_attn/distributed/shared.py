@@ -239,6 +239,15 @@ class Shared:
             moves += self._moves(x, self.k_pieces, blocks, heads, True)
         return Moving(self.team, moves, k), flat[0], flat[1]
 
+    def rows_of_keys(self, x: Tensor) -> Tensor:
+        """What stands beside each key, (batch, local rows), of all keys that this rank needs."""
+        mine = self.keys[self.team.rank]
+        flat = x.new_empty((x.shape[0], _total(mine), 1, 1))
+        blocks = [flat[:, place] for place in places(mine)]
+        everywhere = [(0, 1)] * self.team.size
+        Moving(self.team, self._moves(x[..., None, None], self.k_pieces, blocks, everywhere, True), x).end()
+        return flat[..., 0, 0]
+
     def keys_home(self, flat: Tensor, x: Tensor, step: int) -> list[Move]:
         """Moves of rows like k, of sequences that their worker has whole, to where they lie in x."""
         complete = [self.complete(rank) for rank in range(self.team.size)]
