@@ -233,7 +233,7 @@ def _said(qkv: tuple[Any, ...], aux: AuxTensors, checked: _Checked | None) -> tu
     """What must be equal on all ranks, by name. Lengths of packed sequences are new in every batch, and left
     out: an exchange per batch would cost more than it finds."""
     packed = checked is not None and checked[3].packed
-    shapes = []
+    shapes: list[tuple[str, Any]] = []
     for name, x in zip("qkv", qkv):
         if isinstance(x, Tensor):
             shape = tuple(x.shape[-2:] if packed else x.shape)

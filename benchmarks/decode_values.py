@@ -1,0 +1,57 @@
+"""What the docs quote from the benchmark of decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from documents import Value, read, table_of
+from summary import Row
+
+__all__ = ["decode_values"]
+
+OURS, TRAINING = "dash", "dash training"
+
+
+def decode_values() -> Iterator[tuple[str, Value]]:
+    yield "table", decode_table
+    yield "chunks-least", lambda: f"{min(_chunks()):.2f}"
+    yield "chunks-most", lambda: f"{max(_chunks()):.2f}"
+
+
+def decode_table() -> str:
+    """Microseconds of contiguous keys and of pages, and the fastest peer's, with contiguous keys."""
+    rows = [row for row in read("h200-decode.json") if row.get("kind") == "decode"]
+    copied = next(row["gb_per_s"] for row in read("h200-decode.json") if row["case"] == "copy")
+    lines: list[Sequence[object]] = []
+    for row in rows:
+        if row["impl"] != OURS or row["page_size"]:
+            continue
+        alike = [other for other in rows if _what(other) == _what(row)]
+        pages = (next(r["ms"] for r in alike if r["impl"] == OURS and r["page_size"] == n) for n in (16, 64))
+        peers = [r for r in alike if r["page_size"] == 0 and r["impl"] not in (OURS, TRAINING)]
+        best = min(peers, key=lambda r: float(r["ms"]))
+        times = (f"{1e3 * ms:.0f}" for ms in (row["ms"], *pages))
+        heads, batch = f"{row['heads']}:{row['kv_heads']}", f"{row['batch']} x {row['keys']:,}"
+        share = f"{row['gb_per_s'] / copied:.2f}"
+        lines.append([batch, heads, *times, share, f"{1e3 * best['ms']:.0f} ({best['impl']})"])
+    head = [
+        "sequences x keys",
+        "heads",
+        "us",
+        "pages of 16",
+        "pages of 64",
+        "of the copy's speed",
+        "fastest peer",
+    ]
+    return table_of(head, lines)
+
+
+def _what(row: Row) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("batch", "keys", "heads", "kv_heads"))
+
+
+def _chunks() -> list[float]:
+    """How long chunks over a contiguous cache take, as multiples of the same rows in training."""
+    rows = [row for row in read("h200-decode.json") if row.get("kind") == "chunk" and not row["page_size"]]
+    ms = {(row["case"], row["impl"]): row["ms"] for row in rows}
+    return [ms[case, OURS] / ms[case, TRAINING] for case, impl in ms if impl == OURS]
