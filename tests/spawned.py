@@ -1,0 +1,91 @@
+"""Runs a function on several processes that are ranks of a gloo group."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankError", "spawn"]
+
+
+class RankError(AssertionError):
+    """A rank has failed; the message has its traceback."""
+
+
+def spawn(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
+    """What ``function(*args)`` returns on every rank, in their order.
+
+    Args:
+        function: of a module, not a local one: new processes import it. Inside, ``torch.distributed`` is
+            initialised with gloo, and PyTorch has one thread.
+        ranks: how many processes.
+        args: they are pickled, and what the function returns is, too.
+        timeout: seconds until all must be done. Exchanges between ranks have half of it.
+
+    Raises:
+        RankError: a rank has raised, has ended, or is not done in time. All others are ended.
+    """
+    # The store listens on a port that the system has chosen; nobody can take it in between.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes, answers = [], []
+    try:
+        for rank in range(ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            given = (function, args, (rank, ranks, store.port, timeout / 2), theirs)
+            processes.append(context.Process(target=_run, args=given, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            answers.append(mine)
+        return _collected(answers, time.monotonic() + timeout, function.__name__)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+            process.join()
+        for mine in answers:
+            mine.close()
+
+
+def _collected(answers: list[Connection], end: float, name: str) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < len(answers):
+        left = {answers[rank]: rank for rank in range(len(answers)) if rank not in found}
+        ready = wait(list(left), max(end - time.monotonic(), 0))
+        if not ready:
+            raise RankError(f"{name}: ranks {sorted(left.values())} of {len(answers)} are not done in time")
+        for answer in ready:
+            rank = left[answer]
+            try:
+                error, found[rank] = answer.recv()
+            except EOFError:
+                error = "the process has ended"
+            if error:
+                raise RankError(f"{name}, rank {rank} of {len(answers)}:\n{error}")
+    return [found[rank] for rank in range(len(answers))]
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], place: tuple[int, int, int, float], answer: Any
+) -> None:
+    rank, ranks, port, seconds = place
+    try:
+        torch.set_num_threads(1)
+        limit = timedelta(seconds=seconds)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+        result = function(*args)
+        dist.barrier()  # nobody ends while others still talk to it
+        dist.destroy_process_group()
+    except BaseException:
+        answer.send((traceback.format_exc(), None))
+    else:
+        answer.send((None, result))
