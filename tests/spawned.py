@@ -6,6 +6,7 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -69,8 +70,19 @@ def _collected(answers: list[Connection], end: float, name: str) -> list[Any]:
             except EOFError:
                 error = "the process has ended"
             if error:
-                raise RankError(f"{name}, rank {rank} of {len(answers)}:\n{error}")
+                raise RankError("\n".join([f"{name}, rank {rank}:\n{error}", *_other_errors(left, answer)]))
     return [found[rank] for rank in range(len(answers))]
+
+
+def _other_errors(left: dict[Connection, int], first: Connection) -> list[str]:
+    """What other ranks say soon after: the first error to come may follow from theirs."""
+    time.sleep(1)
+    found = []
+    for answer, rank in left.items():
+        if answer is not first and answer.poll():
+            with suppress(EOFError):
+                found.append(f"rank {rank}:\n{answer.recv()[0] or 'done'}")
+    return found
 
 
 def _run(

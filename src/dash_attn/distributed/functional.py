@@ -238,7 +238,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        saved, sink = Saved(*ctx.saved_tensors[:5]), ctx.saved_tensors[5:]
+        tensors = ctx.saved_tensors  # once: a checkpoint lets nobody ask twice
+        saved, sink = Saved(*tensors[:5]), tensors[5:]
         aux = AuxTensors(learnable_sink=sink[0] if sink else None)
         grads = backward(ctx.shared, dout, saved, aux)
         wanted = ctx.needs_input_grad[1:]

@@ -35,8 +35,8 @@ def run_forward(
     """(out, lse) of a dense batch (batch, seqlen, heads, head_dim), or of a packed one (total, ...).
 
     Raises:
-        InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``; or rows are spread over
-            ranks, where a call without autograd would see those of one rank alone.
+        InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``; or rows are spread
+            over ranks, where a call without autograd would see those of one rank alone.
     """
     if current_spread() is not None:
         raise InputError(f"sdpa.activate() is not supported {INSIDE}: use sdpa.enabled()")
