@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from spawned import RankError, spawn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +18,7 @@ from dash_attn.errors import InputError
 from dash_attn.integrations import sdpa
 from dash_attn.ops.spread import current_spread
 from dash_attn.testing import assert_same_bytes
+from spawned import RankError, spawn
 
 SEQLEN, SEGMENT = 512, 128
 CASES = [(layout, causal) for layout in LAYOUTS for causal in (True, False)]
@@ -200,7 +200,10 @@ def on_context_parallel():
         assert buffers[0].shape[2] == SEQLEN // dist.get_world_size()
         alone = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
         if alone is not None:
-            with inside(group=alone), pytest.raises(InputError, match="over the group of distributed.context"):
+            with (
+                inside(group=alone),
+                pytest.raises(InputError, match="over the group of distributed.context"),
+            ):
                 call(*buffers[:3])
 
 
