@@ -1,0 +1,55 @@
+"""The example that trains over several processes: the same weights for any number of them, or not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
+
+
+def weights(ranks, *options):
+    """SHA-256 of the weights, and the losses of all steps as they were printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*command, str(EXAMPLE), "--steps=2", *options],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(rf"weights sha256 (\w{{64}}) with {ranks} processes on cpu", done.stdout)
+    assert found, done.stdout
+    losses = re.findall(r"loss (\S+)", done.stdout)
+    assert len(losses) == 2
+    return found[1], losses
+
+
+def test_two_processes_have_the_weights_of_one():
+    assert weights(2) == weights(1)
+
+
+@pytest.mark.slow
+def test_four_and_eight_processes_have_the_weights_of_one():
+    assert weights(8) == weights(4) == weights(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--ring-order", "--fsdp-reductions"])
+def test_other_orders_of_sums_have_other_weights(option):
+    (one, losses), (two, other) = weights(1, option), weights(2, option)
+    assert one != two
+    if option == "--ring-order":
+        assert losses[0] == other[0]  # the forward is the same
+
+
+@pytest.mark.slow
+def test_numbers_of_processes_that_units_do_not_fit_are_refused():
+    with pytest.raises(AssertionError, match="with 3 processes: take 1, 2, 4 or 8"):
+        weights(3)
