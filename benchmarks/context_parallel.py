@@ -1,10 +1,11 @@
 """Time attention that several GPUs share: forward and backward, beside one GPU and beside other libraries.
 
-Peers: PyTorch's ``context_parallel`` (its ring over SDPA's flash kernels), and an all-gather of K and V around
-FlashAttention-4, dK and dV reduced by NCCL. Both under a zigzag layout. Neither has the bytes of one GPU.
+Peers: PyTorch's ``context_parallel`` (its ring over SDPA's flash kernels), and an all-gather of K and V
+around FlashAttention-4, dK and dV reduced by NCCL. Both under a zigzag layout. Neither has the bytes of one
+GPU.
 
-A block of calls begins on all GPUs together. Its time is that of the slowest one. Blocks of all implementations
-take turns.
+A block of calls begins on all GPUs together. Its time is that of the slowest one. Blocks of all
+implementations take turns.
 
     python benchmarks/context_parallel.py --output benchmarks/results/h200x2-context-parallel.json
     python benchmarks/context_parallel.py --only "65536, 16:4" --rounds 2
@@ -17,6 +18,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,10 @@ class _GatherFA4(torch.autograd.Function):
     """All keys on every rank, FlashAttention-4 for both chunks of rows, NCCL adds dK and dV."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: Any, deterministic: bool, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        ctx.deterministic = deterministic
         keys, values = (_gathered(x) for x in (k, v))
         outs, lses = [], []
         for rows, end in _chunks(q.shape[1]):
@@ -82,18 +87,18 @@ class _GatherFA4(torch.autograd.Function):
         return torch.cat(outs, 1)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, *saved = ctx.saved_tensors
         keys, values = (_gathered(x) for x in (k, v))
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         for i, (rows, end) in enumerate(_chunks(q.shape[1])):
             of_rows = saved[i], dout[:, rows].contiguous(), saved[2 + i]
-            options = {"causal": True, "softmax_scale": HEAD_DIM**-0.5, "deterministic": False}
+            options = {"causal": True, "softmax_scale": HEAD_DIM**-0.5, "deterministic": ctx.deterministic}
             found = fa4.gradients((q[:, rows], keys[:, :end], values[:, :end], *of_rows), options)
             dq[:, rows], more_k, more_v = found
             dk[:, :end] += more_k
             dv[:, :end] += more_v
-        return dq, _scattered(dk), _scattered(dv)
+        return None, dq, _scattered(dk), _scattered(dv)
 
 
 def _chunks(rows: int) -> list[tuple[slice, int]]:
@@ -120,9 +125,9 @@ def _scattered(x: Tensor) -> Tensor:
     return out
 
 
-def gathered_fa4(tensors: list[Tensor]) -> Call:
+def gathered_fa4(tensors: list[Tensor], deterministic: bool) -> Call:
     *qkv, dout = (shard(x) for x in tensors)
-    return with_gradients(_GatherFA4.apply, qkv, dout)
+    return with_gradients(partial(_GatherFA4.apply, deterministic), qkv, dout)
 
 
 def torch_ring(tensors: list[Tensor]) -> Call:
@@ -138,7 +143,9 @@ def torch_ring(tensors: list[Tensor]) -> Call:
 
     def run() -> object:
         leaves = [x.detach().requires_grad_() for x in qkv]
-        with context_parallel(mesh), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        device = torch.zeros(2 * dist.get_world_size(), device="cuda")  # it takes its device from a buffer
+        how = {"buffers": [device], "buffer_seq_dims": [0], "no_restore_buffers": {device}}
+        with context_parallel(mesh, **how), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
             return torch.autograd.grad(out, leaves, dout)
 
@@ -182,7 +189,8 @@ def rows_of(seqlen: int, heads: int, kv_heads: int, rounds: int) -> list[Row]:
     tensors = whole(seqlen, heads, kv_heads)
     calls: dict[str, Call] = {"dash_attn, one GPU": one_gpu(tensors)}
     calls |= {f"dash_attn, {mode}": ours(tensors, mode) for mode in MODES}
-    calls |= {"all-gather, fa4": gathered_fa4(tensors), "torch ring": torch_ring(tensors)}
+    calls["all-gather, fa4 det"] = gathered_fa4(tensors, True)
+    calls |= {"all-gather, fa4": gathered_fa4(tensors, False), "torch ring": torch_ring(tensors)}
     problem = Problem.dense(
         heads=heads, kv_heads=kv_heads, seqlen=seqlen, head_dim=HEAD_DIM, mask=Mask.causal()
     )

@@ -1,5 +1,5 @@
-"""Everything in the docs that comes from measurements: figures 8 and 9, pictures of the forward's ablations,
-and what markers quote (quoted.py).
+"""Everything in the docs that comes from measurements: figures 1, 8, 9 and 10, pictures of the forward's
+ablations, and what markers quote (quoted.py).
 
 Reads only JSON of benchmarks/results, and needs no GPU.
 
@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ablation_figures import ablation_figures
+from block_values import block_figure, measured
 from quoted import ROOT, filled, pages
+from replication_figures import order_figure
 from summary import Row
 from throughput import grid_rows
 
@@ -49,8 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = grid_rows()
     for mask, number in (("full", 8), ("causal", 9)):
         print(throughput([row for row in rows if row["mask"] == mask], mask, number))
+    print(order_figure(DOCS / "figures" / "fig1.svg"))
     for path in ablation_figures(DOCS / "figures"):
         print(path)
+    if measured():
+        print(block_figure(DOCS / "figures" / "fig10.svg"))
     for path in pages():
         before = path.read_text()
         after = filled(before)

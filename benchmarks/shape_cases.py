@@ -126,6 +126,22 @@ HEAD_DIMS = tuple(
 )
 
 
+SEGMENTS = (
+    _square("segments", 1, 32_768, 16, 16, 128),
+    _square("segments", 1, 32_768, 16, 4, 128),
+    _square("segments", 1, 65_536, 16, 16, 128),
+    _square("segments", 1, 65_536, 32, 8, 128),
+    _square("segments", 1, 65_536, 8, 1, 128),
+    _square("segments", 1, 131_072, 16, 4, 128),
+    _square("segments", 1, 65_536, 16, 16, 64),
+    _square("segments", 1, 65_536, 16, 4, 64),
+    _square("segments", 1, 32_768, 16, 16, 128, FULL),
+    _square("segments", 1, 65_536, 16, 4, 64, FULL),
+    _window(4096, 1, 65_536, 16, 4, 128),
+)
+"""Sequences that the backward cuts into segments of q rows."""
+
+
 def cases(dense: Iterable[Dense] = DENSE, packed: Iterable[Packed] = PACKED) -> Iterator[tuple[str, Point]]:
     """Every case, by name."""
     for case in dense:

@@ -19,6 +19,7 @@ RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
     "det": (("backward", "dash_attn", True), [("backward", "fa4", True)]),
     "any": (("backward", "dash_attn", True), [("backward", "fa4", True), ("backward", "fa4", False)]),
     "order": (("backward", "dash_attn", True), [("backward", "dash_attn", False)]),
+    "whole": (("backward", "dash_attn", True), [("backward", "dash_attn whole", True)]),
 }
 """Of which call, and of whose fastest one, speeds are compared."""
 

@@ -6,6 +6,7 @@ tiny problems, fp16. Timing is sustained, as in forward.py.
     python benchmarks/shapes.py --output benchmarks/results/h200-shapes.json
     python benchmarks/shapes.py --only groups window
     python benchmarks/shapes.py --head-dims --output benchmarks/results/h200-head-dims.json
+    python benchmarks/shapes.py --segments --output benchmarks/results/h200-segments.json
 """
 
 from __future__ import annotations
@@ -22,15 +23,17 @@ from forward import timed
 from forward_calls import OURS, Call, inputs, works
 from forward_points import Point
 from record import Row, write
-from shape_cases import HEAD_DIMS, cases
+from shape_cases import HEAD_DIMS, SEGMENTS, cases
 from shape_values import RATIOS, Kind, ratio, times
 from summary import geometric_mean
 
-from dash_attn.backends.base import backend_for
+from dash_attn.backends.base import Tensors, backend_for
+from dash_attn.ops.calls import shaped_call
 from dash_attn.peers import fa4
 from dash_attn.peers.registry import Inputs
 from dash_attn.schedule import Plan, build_plan, choose_policy
 from dash_attn.scores import Scores
+from dash_attn.spec import AttentionSpec
 from dash_attn.tools.bench import require_hopper
 from dash_attn.tools.bench.run import call_of
 
@@ -41,11 +44,14 @@ ORDERED: Kind = ("backward", OURS, True)
 def contenders(x: Inputs, plan: Plan) -> dict[Kind, Call]:
     """What is timed of a case. A peer that cannot do it is left out, with a line."""
     ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
+    whole = call_of(plan, x, ordered=True)()
     calls: dict[Kind, Call] = {
         ("forward", OURS, True): lambda: ours.forward(x.q, x.k, x.v, Scores(x.scale)),
-        ORDERED: call_of(plan, x, ordered=True)(),
+        ORDERED: whole,
         ("backward", OURS, False): call_of(plan, x, ordered=False)(),
     }
+    if cut := cut_backward(x):
+        calls |= {ORDERED: cut, ("backward", f"{OURS} whole", True): whole}
     if not (why := fa4.why_not()):
         mask, lengths = x.problem.mask, x.lengths
         calls["forward", "fa4", True] = lambda: fa4.forward(x.q, x.k, x.v, x.scale, mask, lengths)
@@ -54,6 +60,16 @@ def contenders(x: Inputs, plan: Plan) -> dict[Kind, Call]:
     else:
         print(f"fa4 is left out: {why}", file=sys.stderr)
     return {kind: call for kind, call in calls.items() if works(str(kind), call, must=kind[1] == OURS)}
+
+
+def cut_backward(x: Inputs) -> Call | None:
+    """The backward as the public functions run it, where they cut sequences into segments."""
+    p = x.problem
+    sizes = p.heads, p.kv_heads, p.head_dim, p.head_dim_v
+    spec = AttentionSpec(x.scale, *p.mask.sides)
+    call = shaped_call(p.sequences, sizes, x.q.dtype, x.q.device, x.packed, spec)
+    tensors = Tensors(x.dout, x.q, x.k, x.v, x.out, x.lse)
+    return (lambda: call.backward(tensors)) if call.parts else None
 
 
 def rows(name: str, point: Point, rounds: int) -> list[Row]:
@@ -87,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write header and rows as JSON")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
     parser.add_argument("--head-dims", action="store_true", help="other head dims than 64 and 128 instead")
+    parser.add_argument("--segments", action="store_true", help="sequences that are cut instead")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every Nth case only, from I on")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
     args = parser.parse_args(argv)
@@ -96,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = facts_of_run(args.rounds, "torch", "flash-attn-4", "nvidia-cutlass-dsl") | {"timing": "sustained"}
     found: list[Row] = []
     first, of = map(int, args.share.split("/"))
-    all_cases = cases(HEAD_DIMS, ()) if args.head_dims else cases()
+    dense = SEGMENTS if args.segments else HEAD_DIMS if args.head_dims else ()
+    all_cases = cases(dense, ()) if dense else cases()
     chosen = [(name, point) for name, point in all_cases if any(only in name for only in args.only)]
     for name, point in chosen[first::of]:
         new = rows(name, point, args.rounds)

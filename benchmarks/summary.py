@@ -48,7 +48,15 @@ OTHER_BUILDS_TFLOPS: Mapping[tuple[int, str], Mapping[str, Sequence[float]]] = {
 }
 """TFLOP/s of deterministic kernels that are built from source, FlashAttention-3 in C++ and the DASH authors'
 fork of it, at ``OTHER_BUILDS_SEQLENS``, by head dim and mask: one run on an H200 (November 2026) beside
-FlashAttention-4 4.0.0b36. Only their ratios to it are used."""
+FlashAttention-4 4.0.0b36. Only their ratios to it, and to one another, are used."""
+
+FREE_FA3_TFLOPS: Mapping[tuple[int, str], Sequence[float]] = {
+    (64, "full"): (325, 431, 507, 525, 517, 528),
+    (64, "causal"): (189, 300, 419, 510, 550, 547),
+    (128, "full"): (344, 490, 575, 596, 597, 597),
+    (128, "causal"): (221, 346, 485, 576, 635, 591),
+}
+"""Of FlashAttention-3 without order, in the run of ``OTHER_BUILDS_TFLOPS``."""
 
 
 class Target(NamedTuple):

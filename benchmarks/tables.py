@@ -13,11 +13,13 @@ from functools import partial
 from itertools import chain, combinations
 
 from ablation_values import ablation_values
+from block_values import block_values, measured
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
 from other_values import other_values
 from ranking import plan_of, ranked, sums_as
+from replication_values import other_build_values, replication_values
 from shape_values import shape_values, triton_values
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
@@ -110,9 +112,17 @@ def demo_policy() -> str:
 
 def trace_values() -> Iterator[tuple[str, Value]]:
     yield "traces", trace_table
+    yield "off-least", partial(_trace_off, min)
+    yield "off-most", partial(_trace_off, max)
     for name, what in (("task", "task"), ("reduction", "reduction"), ("change", "item_change")):
         for of, pick in (("least", min), ("most", max)):
             yield f"{name}-{of}", partial(_trace, what, pick)
+
+
+def _trace_off(pick: Callable[[Sequence[float]], float]) -> str:
+    """By how much a measured makespan is longer than the simulated one."""
+    rows = read("h200-traces.json")
+    return f"{pick([row['measured']['makespan'] / row['simulated']['makespan'] - 1 for row in rows]):.0%}"
 
 
 def _trace(what: str, pick: Callable[[Sequence[int]], int]) -> str:
@@ -256,7 +266,7 @@ def _host(problem: str, what: str, key: str) -> str:
 def _values() -> Iterator[tuple[tuple[str, str], Value]]:
     folder = "benchmarks/results/h200-"
     of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
-        f"{folder}backward.json": chain(throughput_values(), tlx_values()),
+        f"{folder}backward.json": chain(throughput_values(), tlx_values(), replication_values()),
         f"{folder}points.json": hot_values(),
         f"{folder}forward.json": chain(forward_values(), other_values(), total_values()),
         f"{folder}ablations.json": ablation_values(),
@@ -270,11 +280,14 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}triton.json": triton_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
+        "benchmarks/summary.py": other_build_values(),
         COUNTS: count_values(),
         "dash_attn.model.roofline": iter(
             [("units", unit_table), ("shared-memory", shared_table), ("forward", forward_unit_table)]
         ),
     }
+    if measured():
+        of_source = {**of_source, f"{folder}blocks.json": block_values()}
     for source, values in of_source.items():
         for name, value in values:
             yield (source, name), value

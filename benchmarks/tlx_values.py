@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from documents import Value, read, table_of
 from forward_values import FA3_TO_FA4, by_point
 from points import SEQLENS
-from summary import OTHER_BUILDS_TFLOPS
+from summary import FREE_FA3_TFLOPS, OTHER_BUILDS_TFLOPS
 
 __all__ = ["tlx_values"]
 
@@ -15,9 +15,6 @@ LENGTHS = (1024, 2048, 4096, 8192)
 TLX_TO_FA3 = {"backward": (1.21, 1.10, 1.06, 1.00), "forward": (1.01, 1.01, 0.96, 0.97)}
 """At LENGTHS: H100, bf16, head dim 128, causal, 4 x 48 heads, no fixed order
 (facebookexperimental/triton #3582)."""
-
-FA3_FREE_TFLOPS = (221, 346, 485, 576, 635, 591)
-"""FlashAttention-3's backward without order, in the run of OTHER_BUILDS_TFLOPS: head dim 128, causal."""
 
 
 def tlx_values() -> Iterator[tuple[str, Value]]:
@@ -47,5 +44,5 @@ def _backward(seqlen: int) -> float:
         and row["deterministic"] and (row["auto"] or row["impl"] == "fa4")
     }  # fmt: skip
     at = SEQLENS.index(seqlen)
-    fa3_to_fa4 = FA3_FREE_TFLOPS[at] / OTHER_BUILDS_TFLOPS[128, "causal"]["fa4"][at]
+    fa3_to_fa4 = FREE_FA3_TFLOPS[128, "causal"][at] / OTHER_BUILDS_TFLOPS[128, "causal"]["fa4"][at]
     return ms["fa4"] / ms["dash_attn"] / fa3_to_fa4

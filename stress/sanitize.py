@@ -20,15 +20,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dash_attn.backends.base import Keys, tensor_shapes
+from dash_attn.backends.base import Keys, Tensors, new_key_sums, tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
+from dash_attn.backends.sm90.add_sums.config import AddSumsConfig
+from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import Config, program, variants
 from dash_attn.backends.sm90.forward import launch as forward_launcher
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.backends.sm90.forward.traced import empty_trace
+from dash_attn.backends.sm90.key_sums.config import KeySumsConfig
 from dash_attn.backends.sm90.launch import Debug, run_backward
+from dash_attn.backends.sm90.segments import add_sums, finish_keys, run_segment
+from dash_attn.backends.sm90.sinks.config import SinkConfig
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from dash_attn.schedule.constants import FORWARD_SEGMENT
@@ -148,13 +153,37 @@ def launch_all(chosen: dict[str, Config]) -> None:
                 for label, problem, blocks in forward_problems(config, head_dim):
                     launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
                     print(f"launched {name}, {label}, head dim {head_dim}", flush=True)
-        elif isinstance(config, BackwardConfig):
+        elif isinstance(config, BackwardConfig) and not config.key_sums:
             for label, plan in plans(config):
                 launch(config, plan)
                 print(f"launched {name}, {label}", flush=True)
         else:
-            launch_sinks()
+            if isinstance(config, SinkConfig):
+                launch_sinks()
+            else:
+                launch_segments(config)
             print(f"launched {name}", flush=True)
+
+
+def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> None:
+    """The backward of a segment of q rows behind others, its sums added to those of another, and dK and dV."""
+    like = {}
+    if not isinstance(config, AddSumsConfig):
+        columns = config.head_dim - FEWER * config.padded
+        like = {"head_dim": columns, "dtype": DTYPES[config.dtype]}
+    problem = dense(CAUSAL, seqlen=None, seqlen_q=200, seqlen_k=300, **like)
+    given = Tensors(*inputs(problem))
+    sums = new_key_sums(BACKEND, problem, 3, 2, given.q)
+    dq, dk, dv = (torch.full_like(x, torch.nan) for x in (given.q, given.k, given.v))
+    debug = Debug(bounded=isinstance(config, BackwardConfig) and config.spin_limit > 0)
+    scale = problem.head_dim**-0.5
+    run_segment(auto_plan(problem, head_groups=2), given, scale, sums, dq, debug=debug)
+    total = sums.clone()
+    add_sums(total, sums)
+    finish_keys(total, scale, dk, dv)
+    for name, x in (("dq", dq), ("dk", dk), ("dv", dv)):
+        if not x.cpu().isfinite().all():
+            raise RuntimeError(f"{name} is not finite")
 
 
 def launch_sinks() -> None:

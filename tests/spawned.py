@@ -1,4 +1,4 @@
-"""Runs a function on several processes that are ranks of a gloo group."""
+"""Running a function in several processes of one group, for tests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,25 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "spawn"]
 
+TIMEOUT = timedelta(seconds=60)
+
 
 class RankError(AssertionError):
     """A rank has failed; the message has its traceback."""
 
 
-def spawn(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
-    """What ``function(*args)`` returns on every rank, in their order.
+def spawn(
+    function: Callable[..., Any], ranks: int, *args: Any, backend: str = "gloo", timeout: float = 300
+) -> list[Any]:
+    """What ``function(rank, *args)`` returns on every rank, in their order.
 
     Args:
         function: of a module, not a local one: new processes import it. Inside, ``torch.distributed`` is
-            initialised with gloo, and PyTorch has one thread.
+            initialised, and PyTorch has one thread.
         ranks: how many processes.
         args: they are pickled, and what the function returns is, too.
-        timeout: seconds until all must be done. Exchanges between ranks have half of it.
+        backend: "gloo", or "nccl": then every rank has a GPU.
+        timeout: seconds until all must be done. An exchange between ranks has a minute.
 
     Raises:
         RankError: a rank has raised, has ended, or is not done in time. All others are ended.
@@ -41,7 +46,7 @@ def spawn(function: Callable[..., Any], ranks: int, *args: Any, timeout: float =
     try:
         for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
-            given = (function, args, (rank, ranks, store.port, timeout / 2), theirs)
+            given = (function, args, (rank, ranks, store.port, backend), theirs)
             processes.append(context.Process(target=_run, args=given, daemon=True))
             processes[-1].start()
             theirs.close()
@@ -86,16 +91,18 @@ def _other_errors(left: dict[Connection, int], first: Connection) -> list[str]:
 
 
 def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], place: tuple[int, int, int, float], answer: Any
+    function: Callable[..., Any], args: tuple[Any, ...], place: tuple[int, int, int, str], answer: Any
 ) -> None:
-    rank, ranks, port, seconds = place
+    rank, ranks, port, backend = place
+    options: dict[str, Any] = {}
     try:
         torch.set_num_threads(1)
-        limit = timedelta(seconds=seconds)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
-        result = function(*args)
-        dist.barrier()  # nobody ends while others still talk to it
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+            options["device_id"] = torch.device("cuda", rank)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=TIMEOUT, **options)
+        result = function(rank, *args)
         dist.destroy_process_group()
     except BaseException:
         answer.send((traceback.format_exc(), None))

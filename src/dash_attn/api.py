@@ -235,8 +235,8 @@ def flash_attn_func(
             ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` or ``FLASH_ATTENTION_DETERMINISTIC=1`` when the
             backward runs.
         return_lse: return the log-sum-exp too, (batch, heads, seqlen_q). It carries no gradient.
-        policy, backend, q_segment, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends:
-            as in :func:`attention`.
+        policy, backend, q_segment, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed,
+            row_starts, row_ends: as in :func:`attention`.
         flash_options: FlashAttention's other arguments (``block_table``, ``score_mod``, ...) with values that
             ask for nothing.
 
@@ -460,8 +460,8 @@ def plan_for(
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     if call.parts:
         raise InputError(
-            f"the backward is cut into segments of {call.spec.rows_per_segment} rows of q, each with a plan of "
-            f"its own: give a larger q_segment for a plan of whole sequences; fingerprints() names all of them"
+            f"the backward is cut into segments of {call.spec.rows_per_segment} rows of q, each with a plan: "
+            "give a larger q_segment for a plan of whole sequences; fingerprints() names all of them"
         )
     return call.plan
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .backends.base import NO_AUX, AuxTensors, check_backend, check_device
 from .errors import InputError
-from .grid import LONGEST
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
 from .ops.policies import policy_key
@@ -251,9 +250,11 @@ def check_q_segment(value: object) -> int:
     """Rows per segment of q; 0 for None."""
     if value is None:
         return 0
-    if type(value) is not int or value < 1 or value % Q_SEGMENT_STEP:
-        raise InputError(f"q_segment must be a positive multiple of {Q_SEGMENT_STEP}, got {value!r:.40}")
-    return min(value, LONGEST)
+    if type(value) is not int or not 0 < value <= 2**30 or value % Q_SEGMENT_STEP:
+        raise InputError(
+            f"q_segment must be a multiple of {Q_SEGMENT_STEP}, positive, at most 2**30; got {value!r:.40}"
+        )
+    return value
 
 
 def check_softcap(value: object) -> float:

@@ -46,7 +46,7 @@ class CompilationError(DashError, RuntimeError):
 
 
 class CommunicationError(DashError, RuntimeError):
-    """Processes of a group could not exchange tensors, or were called with arguments that do not go together."""
+    """Processes of a group could not exchange tensors, or have arguments that do not go together."""
 
 
 class CostError(DashError, ValueError):

@@ -207,8 +207,8 @@ def on_context_parallel():
                 call(*buffers[:3])
 
 
-def on_failure():
-    assert dist.get_rank() != 1, "rank 1 does not want to"
+def on_failure(rank):
+    assert rank != 1, "rank 1 does not want to"
     dist.barrier()
 
 
@@ -224,7 +224,7 @@ def test_two_ranks(functions):
     spawn(in_turns, 2, [function.__name__ for function in functions])
 
 
-def in_turns(names):
+def in_turns(rank, names):
     for name in names:
         globals()[name]()
 
@@ -243,7 +243,7 @@ def test_positions_and_rows_agree():
     assert spawn(on_positions, 2) == [True, True]
 
 
-def on_positions():
+def on_positions(rank):
     rows = torch.arange(16)
     return bool(
         torch.equal(shard(rows, dim=0), positions(16)) and torch.equal(unshard(positions(16), dim=0), rows)

@@ -250,6 +250,6 @@ def test_two_ranks(name):
     spawn(in_turns, 2, name)
 
 
-def in_turns(name):
+def in_turns(rank, name):
     for function in TURNS[name]:
         function()

@@ -32,7 +32,7 @@ def test_pages_quote_what_was_measured(page: Path, quoted: ModuleType) -> None:
     assert quoted.stale(page.read_text()) == [], "python benchmarks/figures.py writes them anew"
 
 
-@pytest.mark.parametrize("name", ["performance", "measurements", "roofline", "reliability"])
+@pytest.mark.parametrize("name", ["performance", "measurements", "roofline", "reliability", "replication"])
 def test_pages_of_figures_quote_some(name: str, quoted: ModuleType) -> None:
     assert len(list(quoted.quotes((ROOT / "docs" / f"{name}.md").read_text()))) >= 4
 
@@ -76,6 +76,7 @@ def test_every_value_can_be_computed(quoted: ModuleType) -> None:
     values = import_module("tables").VALUES
     assert all(value() for value in values.values())
     assert {source for source, _ in values if not source.endswith(".json")} == {
+        "benchmarks/summary.py",
         "dash_attn.model.roofline",
         "tests/cpu/counts.py",
     }

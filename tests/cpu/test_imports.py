@@ -46,7 +46,7 @@ LAYERS = {
     "ops": {*BELOW_BACKENDS, "backends", "spec"},
     "arguments": {*BELOW_BACKENDS, "backends", "grid", "ops", "spec"},
     "api": {"errors", "schedule", "scores", "backends", "ops", "arguments", "spec"},
-    "distributed": {"errors", "schedule", "backends", "ops", "arguments", "spec"},
+    "distributed": {"errors", "schedule", "arguments", "backends", "ops", "spec"},
     "integrations": {"errors", "api", "arguments", "backends", "ops"},
     "tools": {*LIBRARY, "testing", "backends/cpu", "backends/cuda", "backends/sm90"},
     "__main__": {"tools"},

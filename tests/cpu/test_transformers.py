@@ -11,17 +11,16 @@ from token_cases import LENGTHS, PACKED, padding_of
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
-from dash_attn.backends.cpu.dropout import Dropout
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import token_masks
 from dash_attn.integrations.positions import separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
-from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 transformers = pytest.importorskip("transformers")
 
 from dash_attn.integrations import transformers as dash  # noqa: E402
+from model_cases import drop_alike  # noqa: E402
 
 dash.register()
 
@@ -382,31 +381,11 @@ def with_dropout(config, implementation, mask=None, p=0.1):
     return losses, dict(model.named_parameters())
 
 
-@pytest.fixture
-def same_dropout(monkeypatch):
-    """Eager attention drops what ours drops."""
-    plain = torch.nn.functional.dropout
-
-    def dropout(x, p=0.5, training=True, inplace=False):
-        if x.ndim != 4:
-            return plain(x, p, training, inplace)
-        seed, threshold = int(torch.randint(2**63 - 1, ())), Scores(1.0, dropout_p=p).dropout_threshold
-        batch, heads, rows, columns = x.shape
-        kept = [
-            Dropout(seed, (head, sequence), threshold, 1.0).kept(0, 0, rows, columns)
-            for sequence in range(batch)
-            for head in range(heads)
-        ]
-        return x * torch.stack(kept).view(x.shape) / (1 - p)
-
-    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
-
-
-@pytest.mark.usefixtures("same_dropout")
-@pytest.mark.parametrize("side", [None, "right"])
 @pytest.mark.parametrize("config", [gpt2, bert])
-def test_models_with_dropout_train_as_in_eager_and_twice_to_the_same_bytes(config, side):
-    mask = padding_of(side)
+def test_padded_batches_with_dropout_train_as_in_eager_and_twice_to_the_same_bytes(config, monkeypatch):
+    """Without padding: ``test_models.py``."""
+    drop_alike(monkeypatch)
+    mask = padding_of("right")
     losses, weights = with_dropout(config, "dash", mask)
     expected, expected_weights = with_dropout(config, "eager", mask)
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -455,32 +434,6 @@ def test_sinks():
         assert sum(name.endswith("sinks") and bool(grad.any()) for name, grad in grads.items()) == 2
 
 
-def trained_with_sinks(implementation, steps=3):
-    """Losses and weights of a few steps."""
-    model, losses = with_sinks(implementation), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(steps):
-        tokens = tokens_of(seed=step)
-        loss = model(tokens, labels=tokens, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses, dict(model.named_parameters())
-
-
-def test_a_model_with_sinks_trains_as_in_eager_and_twice_to_the_same_bytes():
-    losses, weights = trained_with_sinks("dash")
-    expected, expected_weights = trained_with_sinks("eager")
-    assert losses == pytest.approx(expected, rel=1e-5)
-    assert losses[-1] != losses[0]
-    again = trained_with_sinks("dash")
-    assert again[0] == losses
-    for name, weight in weights.items():
-        assert_same_bytes(weight, again[1][name], name)
-        torch.testing.assert_close(weight, expected_weights[name], atol=2e-5, rtol=1e-3)
-
-
 def test_softcap():
     """SDPA has none: transformers' eager attention is what models are compared with."""
     tokens = tokens_of()
@@ -502,15 +455,6 @@ def test_another_head_dim_of_v(side):
     for name, grad in grads.items():
         if grad is not None:
             assert torch.allclose(grad, expected_grads[name], atol=2e-6, rtol=1e-3), name
-
-
-def test_another_head_dim_of_v_trains_as_eager_does_and_twice_alike():
-    weights, losses = trained("dash", config=deepseek)
-    torch.testing.assert_close(losses, trained("eager", config=deepseek)[1], atol=2e-5, rtol=1e-4)
-    again, losses_again = trained("dash", config=deepseek)
-    assert_same_bytes(losses_again, losses)
-    for name, weight in weights.items():
-        assert_same_bytes(weight, again[name], name)
 
 
 def test_models_with_masks_of_their_own_raise():

@@ -946,3 +946,24 @@ def test_rows_that_are_far_apart_are_copied() -> None:
     )
     assert launch._aligned(near) is near
     assert launch._aligned(far).stride(-3) == 64
+
+
+# Models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3", "gpt2"])
+def test_models_train_as_in_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cap, sinks and windows, another head dim of V, dropout."""
+    pytest.importorskip("transformers")
+    from dash_attn.integrations import transformers as dash
+    from model_cases import CASES, drop_alike, error_of, recorded_backends, train
+
+    drop_alike(monkeypatch)
+    monkeypatch.setattr(dash, "flash_attn_func", partial(dash.flash_attn_func, backend="triton"))
+    with recorded_backends(monkeypatch) as ran:
+        found = train(CASES[name], "dash", 40)
+    assert ran == {("triton", "forward"), ("triton", "backward")}
+    expected = train(CASES[name], "eager", 40)
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert max(error_of(found, expected).values()) < 1e-4

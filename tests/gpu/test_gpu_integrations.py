@@ -93,8 +93,10 @@ def test_sdpa_under_compile():
 def test_sdpa_refuses_what_it_cannot_honour():
     q = sdpa_leaves()[0]
     with sdpa.enabled():
-        with pytest.raises(InputError, match="attn_mask is not supported"):
-            F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(1000, 1000, device="cuda").bool())
+        mask = torch.ones(1000, 1000, device="cuda").bool()
+        mask[3, 0] = False
+        with pytest.raises(InputError, match=r"attn_mask of shape \(1000, 1000\) shows key 0"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
         with pytest.raises(InputError, match="dropout_p must be"):
             F.scaled_dot_product_attention(q, q, q, dropout_p=1.0)
         with pytest.raises(InputError, match="head_dim 36"):
@@ -110,6 +112,29 @@ def test_sdpa_takes_lower_right_masks():
         found = run(F.scaled_dot_product_attention, tensors, attn_mask=mask, enable_gqa=True)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected):
         assert_same_bytes(a, b, name)
+
+
+def test_sdpa_takes_masks_that_are_intervals_of_rows():
+    """Documents run by Triton; a causal mask given as a tensor has the bytes of ``is_causal``."""
+    tensors = sdpa_leaves()
+    row = torch.arange(1000, device="cuda")
+    causal = row[:, None] >= row
+    documents = causal & (row[:, None] // 300 == row // 300)
+    ends = ((row // 300 + 1) * 300).int().expand(2, -1)
+    expected = run(ours, tensors, causal=True, row_ends=ends)
+    plain = run(ours, tensors, causal=True)
+    with sdpa.enabled():
+        additive = torch.zeros(1000, 1000, device="cuda").masked_fill(~documents, -torch.inf)
+        for mask in (documents, documents.expand(2, 8, -1, -1), additive):
+            found = run(F.scaled_dot_product_attention, tensors, attn_mask=mask, enable_gqa=True)
+            for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected):
+                assert_same_bytes(a, b, name)
+        found = run(F.scaled_dot_product_attention, tensors, attn_mask=causal, enable_gqa=True)
+        for name, a, b in zip(("out", "dq", "dk", "dv"), found, plain):
+            assert_same_bytes(a, b, name)
+    theirs = run(F.scaled_dot_product_attention, tensors, attn_mask=documents, enable_gqa=True)
+    for a, b in zip(expected, theirs):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
 
 
 @needs_registry

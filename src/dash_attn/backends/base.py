@@ -244,8 +244,8 @@ class Prepared(ABC):
         Args:
             plan, scores, aux: as in :meth:`backward`.
             tensors: dense, (batch, rows, heads, head_dim), of any strides.
-            sums: what dK and dV are added to, as :func:`new_key_sums` makes them; the first kv tile is that of
-                the first key.
+            sums: what dK and dV are added to, as :func:`new_key_sums` makes them; the first kv tile is that
+                of the first key.
             dq: like q; it is written.
 
         Returns:
@@ -315,8 +315,8 @@ def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int,
         like: a tensor of the call, for its dtype and device.
 
     Returns:
-        (kv_tiles, batch, kv_heads, head_groups, words) fp32 (fp64 for fp64). What the words are is the backend's
-        own business.
+        (kv_tiles, batch, kv_heads, head_groups, words) fp32 (fp64 for fp64). What the words are is the
+        backend's own business.
     """
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     size = kv_tiles, len(problem.sequences), problem.kv_heads, *backend.key_sums(problem, groups)
@@ -329,7 +329,10 @@ def finish_rows(sums: Tensor, dk_scale: float, dk: Tensor, dv: Tensor) -> None:
     total = sums[..., 0, :]
     for group in range(1, sums.shape[3]):
         total += sums[..., group, :]
-    by_row = total.unflatten(-1, (-1, of_qk + dv.shape[3])).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :rows]
+    tiles, batch, kv_heads, words = total.shape
+    columns = of_qk + dv.shape[3]
+    by_row = total.reshape(tiles, batch, kv_heads, words // columns, columns).permute(1, 0, 3, 2, 4)
+    by_row = by_row.flatten(1, 2)[:, :rows]
     dk.copy_(by_row[..., :of_qk] * dk_scale)
     dv.copy_(by_row[..., of_qk:])
 

@@ -1,4 +1,4 @@
-"""Whether all ranks of a group call with arguments that go together: asked the first time that they are seen."""
+"""Whether all ranks of a group have arguments that go together: asked the first time that they are seen."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def agree(team: Team, signature: tuple[Any, ...], refused: DashError | None) -> 
     key = (team.group, *signature)
     if refused is None and key in _AGREED:
         return
-    mine = (", ".join(f"{name}={value}" for name, value in signature), str(refused or ""))
+    mine = [f"{name}={value}" for name, value in signature], str(refused or "")
     found: list[Any] = [None] * team.size
     with errors_of(team):
         dist.all_gather_object(found, mine, group=team.group)
@@ -38,18 +38,11 @@ def agree(team: Team, signature: tuple[Any, ...], refused: DashError | None) -> 
     for rank, (said, why) in enumerate(found):
         if why:
             raise CommunicationError(f"rank {rank} of {team.size} refused its arguments: {why}")
-        if said != mine[0]:
-            differing = _difference(said, mine[0])
+        differing = [pair for pair in zip(said, mine[0]) if pair[0] != pair[1]]
+        if differing:
+            theirs, ours = differing[0]
             raise CommunicationError(
-                f"ranks were called with different arguments: rank {rank} has {differing[0]}, "
-                f"rank {team.rank} has {differing[1]}"
+                f"ranks were called with different arguments: rank {rank} has {theirs}, "
+                f"rank {team.rank} has {ours}"
             )
     _AGREED.add(key)
-
-
-def _difference(a: str, b: str) -> tuple[str, str]:
-    """The first fields that differ."""
-    for one, other in zip(a.split(", "), b.split(", ")):
-        if one != other:
-            return one, other
-    return a, b

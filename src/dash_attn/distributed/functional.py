@@ -13,10 +13,10 @@ from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag
 from ..backends.base import AuxTensors
 from ..errors import DashError, InputError
 from ..schedule import Numerics, Schedule
+from ..schedule.sharing import Layout
 from ..spec import AttentionSpec
 from .agreement import agree
 from .exchange import Team, team_of
-from ..schedule.sharing import Layout
 from .passes import Saved, backward, forward
 from .rows import lengths_of
 from .shared import Given, Shared
@@ -46,8 +46,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Self-attention of sequences that are spread over the ranks of a group (context parallelism).
 
-    Out, lse and gradients of every row have the same bytes as :func:`dash_attn.attention` of the whole sequences
-    on one GPU, for any number of ranks, layout and mode. NCCL, or gloo, moves bytes and never adds.
+    Out, lse and gradients of every row have the same bytes as :func:`dash_attn.attention` of the whole
+    sequences on one GPU, for any number of ranks, layout and mode. NCCL, or gloo, moves bytes and never adds.
 
     Args:
         q: (batch, seqlen / N, heads, head_dim): the rows of this rank, as :func:`shard` deals them.
@@ -59,16 +59,16 @@ def attention(
 
             * "ulysses": every rank gets all rows of 1/N of the heads; N divides kv_heads.
             * "gather": every rank computes its rows; K and V of all keys come to it.
-            * "ring": as "gather", one kv head after the other: the next one comes while one is computed, and no
-              rank ever has more than two of them.
-            * "ulysses+gather", "ulysses+ring": ranks in teams; heads are shared in a team, rows between teams.
-            * "auto": "ulysses" where N divides kv_heads, else with teams of as many ranks as divide both, in
-              turns.
+            * "ring": as "gather", one kv head after the other. The next one comes while one is computed, and
+              no rank ever has more than two of them.
+            * "ulysses+gather", "ulysses+ring": ranks in teams; heads are shared in a team, rows between
+              teams.
+            * "auto": "ulysses" where N divides kv_heads, else "ulysses+ring".
         return_lse: return the log-sum-exp too. It carries no gradient.
-        q_segment: as in :func:`dash_attn.attention`: it decides bits. Rows are shared by segments of so many. Where
-            a rank's rows are no whole segments, "gather" and "ring" deal segments to ranks anew.
-        learnable_sink: (heads,), the same on all ranks. Its gradient is that of the rows and heads that this rank
-            computed: add it up over the group, as gradients of other parameters.
+        q_segment: as in :func:`dash_attn.attention`: it decides bits. Rows are shared by segments of so many.
+            Where a rank's rows are no whole segments, "gather" and "ring" deal segments to ranks anew.
+        learnable_sink: (heads,), the same on all ranks. Its gradient is that of the rows and heads that this
+            rank computed: add it up over the group, as gradients of other parameters.
 
     Returns:
         out: (batch, seqlen / N, heads, head_dim of v) of the rows of this rank; with ``return_lse`` also
@@ -76,11 +76,13 @@ def attention(
 
     Raises:
         InputError: an argument cannot be used; the message names it.
-        CommunicationError: ranks were called with different arguments, another one has refused its own, or the
-            exchange failed. On every rank.
+        CommunicationError: ranks were called with different arguments, another one has refused its own, or
+            the exchange failed. On every rank.
     """
     asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
-    return _run((q, k, v), None, learnable_sink, asked, (group, layout, mode, return_lse))
+    found: Tensor | tuple[Tensor, Tensor]
+    found = _run((q, k, v), None, learnable_sink, asked, (group, layout, mode, return_lse))
+    return found
 
 
 def attention_varlen(
@@ -105,8 +107,8 @@ def attention_varlen(
     """:func:`attention` of a packed batch. Every sequence is spread evenly over the ranks.
 
     Args:
-        q: (total / N, heads, head_dim): of every sequence the rows of this rank, one sequence after the other, as
-            :func:`shard` deals them.
+        q: (total / N, heads, head_dim): of every sequence the rows of this rank, one sequence after the
+            other, as :func:`shard` deals them.
         k, v: (total / N, kv_heads, head_dim).
         cu_seqlens: (sequences + 1,) int32, of the whole sequences: 0, then the end of each. Every length is a
             multiple of N, or of 2 N under the layout "zigzag".
@@ -120,14 +122,16 @@ def attention_varlen(
         InputError, CommunicationError: as :func:`attention`.
     """
     asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
-    return _run((q, k, v), cu_seqlens, learnable_sink, asked, (group, layout, mode, return_lse))
+    found: Tensor | tuple[Tensor, Tensor]
+    found = _run((q, k, v), cu_seqlens, learnable_sink, asked, (group, layout, mode, return_lse))
+    return found
 
 
 _QKV = tuple[Tensor, Tensor, Tensor]
 _How = tuple[Any, str, str, bool]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(
     qkv: _QKV, cu_seqlens: Tensor | None, sink: Tensor | None, asked: Asked, how: _How
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -196,8 +200,8 @@ def _teams(mode: str, ranks: int, kv_heads: int) -> tuple[int, bool]:
         return common, common < ranks
     if mode == "ulysses" and common < ranks:
         raise InputError(
-            f"mode 'ulysses' needs kv heads for every rank: {kv_heads} kv heads are no multiple of {ranks} ranks; "
-            f"'ulysses+gather' shares heads among {common}"
+            f"mode 'ulysses' needs kv heads for every rank: {kv_heads} kv heads are no multiple of {ranks} "
+            f"ranks; 'ulysses+gather' shares heads among {common}"
         )
     return (common if "ulysses" in mode else 1), mode.endswith("ring")
 
@@ -236,10 +240,10 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = ctx.saved_tensors  # once: a checkpoint lets nobody ask twice
-        saved, sink = Saved(*tensors[:5]), tensors[5:]
+        found = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        saved, sink = Saved(*found[:5]), found[5:]
         aux = AuxTensors(learnable_sink=sink[0] if sink else None)
         grads = backward(ctx.shared, dout, saved, aux)
         wanted = ctx.needs_input_grad[1:]

@@ -1,9 +1,9 @@
 """The forward and the backward of a call that the ranks of a group share.
 
-Every rank gets the rows and heads that it works on (:func:`~dash_attn.schedule.sharing.deal`), computes them with the kernels of one
-GPU, and sends what it made to where it belongs. Out, LSE and dQ of a row are complete where they are computed.
-dK and dV of a sequence whose segments are with several ranks are sums: each segment's come to the rank where
-the keys lie, which adds them in ascending order, as one GPU does.
+Every rank gets the rows and heads that it works on (:func:`~dash_attn.schedule.sharing.deal`). It computes
+them with the kernels of one GPU, and sends what it made to where it belongs. Out, LSE and dQ of a row are
+complete where they are computed. dK and dV of a sequence whose segments are with several ranks are sums.
+Those of each segment come to the rank where the keys lie. It adds them in ascending order, as one GPU does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients, Tensors, as_current
 from ..ops.segments import CutSequence
-from .exchange import Move, Moving
 from ..schedule.sharing import Rows
+from .exchange import Move, Moving
 from .shared import Heads, Shared, places
 
 __all__ = ["Saved", "backward", "forward"]
@@ -120,7 +120,7 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
             leaving.pop(0).end()
     for last in leaving:
         last.end()
-    return Gradients(shared.returned(_joined(dqs, 2)), *grads, dsink)
+    return Gradients(shared.returned(_joined(dqs, 2)), grads[0], grads[1], dsink)
 
 
 class _Made(NamedTuple):
@@ -274,11 +274,11 @@ class _Arriving(NamedTuple):
 
     leaving: _Leaving
     goal: tuple[int, Heads]
-    index: int
+    segment: int
     first_tile: int
 
     def put(self, value: Tensor) -> None:
-        self.leaving._arrived.setdefault(self.goal, []).append((self.index, self.first_tile, value))
+        self.leaving._arrived.setdefault(self.goal, []).append((self.segment, self.first_tile, value))
 
 
 def _shape(cut: CutSequence) -> tuple[int, ...]:

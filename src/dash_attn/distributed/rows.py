@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..ops.lengths import host_lengths
-from .exchange import errors_of, team_of
 from ..schedule.sharing import Layout
+from .exchange import errors_of, team_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..ops.calls import Call, shaped_call
 from ..ops.segments import CutSequence
 from ..schedule.constants import FORWARD_SEGMENT
+from ..schedule.sharing import Cut, Layout, Piece, Rows, deal, pieces
 from ..spec import AttentionSpec
 from .exchange import Move, Moving, Team
-from ..schedule.sharing import Cut, Layout, Piece, Rows, deal, pieces
 
 __all__ = ["Given", "Heads", "Shared", "places"]
 

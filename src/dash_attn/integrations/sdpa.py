@@ -5,10 +5,11 @@ Nothing happens on import. There are two ways in:
 ``with enabled():``
     Every SDPA call of this thread inside runs here or raises, ``nn.MultiheadAttention``'s among them. That
     layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks that
-    run are ``is_causal`` for equal lengths and PyTorch's ``causal_lower_right``. The backward is ours
-    wherever and whenever it runs. What runs a forward again in the backward, as activation checkpointing
-    does, calls SDPA again: let such a backward run inside too. Inside ``dash_attn.distributed.context`` the
-    tensors are the rows of this rank, and attention runs over the group.
+    run are ``is_causal`` for equal lengths, PyTorch's ``causal_lower_right``, and tensors that show each key
+    to one interval of rows (:mod:`.interval_masks`): causal ones, windows, padding, documents, prefixes,
+    trees. The backward is ours wherever and whenever it runs. What runs a forward again in the backward, as
+    activation checkpointing does, calls SDPA again: let such a backward run inside too. Inside
+    ``dash_attn.distributed.context`` the tensors are the rows of this rank; attention runs over the group.
 :func:`activate`, :func:`restore`
     Replace PyTorch's flash backend only, as ``torch.nn.attention.activate_flash_attention_impl("DASH")``
     does, for the whole process, on every thread, on the GPU and on the CPU. PyTorch goes on choosing a
@@ -34,7 +35,8 @@ from torch.overrides import TorchFunctionMode
 from ..api import flash_attn_func
 from ..errors import InputError, UnavailableError
 from ..ops.spread import Spread, current_spread, spread_by
-from .aten import in_layout_of, override, refuse, upper_left
+from .aten import in_layout_of, override, upper_left
+from .interval_masks import Intervals, Sizes, intervals_of
 from .kernels import Band
 from .spread_rows import INSIDE, refuse_inside
 
@@ -152,9 +154,11 @@ def _attention(
         refuse_inside(attn_mask=attn_mask, dropout_p=dropout_p)
         shared: Tensor = _spread_attention(spread, (query, key, value), is_causal, scale)
         return shared
-    band = _band(query, key, attn_mask, is_causal)
+    band, row_starts, row_ends = _shown(query, key, attn_mask, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = flash_attn_func(q, k, v, softmax_scale=scale, causal=band.causal, dropout_p=dropout_p)
+    how: dict[str, Any] = {"softmax_scale": scale, "dropout_p": dropout_p}
+    how |= {"causal": band.causal, "window_size": (band.left, band.right)}
+    out = flash_attn_func(q, k, v, row_starts=row_starts, row_ends=row_ends, **how)
     assert isinstance(out, Tensor)  # no log-sum-exp was asked for
     return in_layout_of(query, out.transpose(1, 2))
 
@@ -176,15 +180,23 @@ def _spread_attention(
     return like_query(in_layout_of(query, out.transpose(1, 2)))
 
 
-def _band(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Band:
-    """Which columns a row sees; of all masks only PyTorch's causal ones say that without their values."""
-    if attn_mask is not None and type(attn_mask) is not Tensor:
+def _shown(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Intervals:
+    """What rows see; of all masks only PyTorch's causal ones say that without their values."""
+    if attn_mask is None:
+        return Intervals(upper_left(query, key, is_causal))
+    if type(attn_mask) is not Tensor:
         from torch.nn.attention.bias import CausalBias  # slow, for it imports the compiler
 
         if isinstance(attn_mask, CausalBias):
-            return _band_of_bias(attn_mask, (query.shape[2], key.shape[2]), is_causal)
-    refuse(attn_mask=attn_mask)
-    return upper_left(query, key, is_causal)
+            return Intervals(_band_of_bias(attn_mask, (query.shape[2], key.shape[2]), is_causal))
+    if is_causal:
+        raise InputError(
+            f"is_causal=True beside an attn_mask of shape {tuple(attn_mask.shape)}: give one of them"
+        )
+    found: Intervals = intervals_of(
+        attn_mask, Sizes(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    )
+    return found
 
 
 def _band_of_bias(bias: CausalBias, seqlens: tuple[int, int], is_causal: bool) -> Band:

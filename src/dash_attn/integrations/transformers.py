@@ -51,6 +51,11 @@ __all__ = ["NAME", "attention_forward", "register"]
 NAME = "dash"
 
 _REFUSED = ("position_bias", "head_mask", "output_attentions", "block_table")
+_WHY = {
+    "position_bias": f": {NAME!r} attention adds no bias to scores, such as T5's learned one by relative "
+    "position; choose another attn_implementation for this model, 'eager' or 'sdpa'"
+}
+"""What more an error says."""
 
 
 def register(name: str = NAME) -> None:
@@ -307,7 +312,9 @@ def _refuse(attention_mask: object, other: dict[str, Any]) -> None:
         value = other.get(name)
         if value is not None and value is not False:
             shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise InputError(f"{name} is not supported by {NAME!r} attention, got {shown}")
+            raise InputError(
+                f"{name} is not supported by {NAME!r} attention, got {shown}{_WHY.get(name, '')}"
+            )
     if attention_mask is None or isinstance(attention_mask, TokenMask):
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

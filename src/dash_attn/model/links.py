@@ -1,7 +1,8 @@
 """How long attention takes that several GPUs share: their work, and what moves between them.
 
-Computing is taken at the rate that long sequences reach on one GPU, and moving at the bandwidth of a link and a
-time per exchange. In turns (mode "ring"), what moves is hidden behind what is computed, but for the first kv head.
+Computing is taken at the rate that long sequences reach on one GPU. Moving is taken at the bandwidth of a
+link, with a time per exchange. In turns (mode "ring"), what moves is hidden behind what is computed, but for
+the first kv head.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from typing import NamedTuple
 from ..errors import ProblemError
 from ..problem import Mask, Problem
 from ..schedule.constants import Q_SEGMENT
-from ..schedule.head_groups import default_head_groups
-from ..schedule.segments import head_groups_of_segments
-from ..schedule.sharing import Cut, Layout, Rows, Work, deal, pieces
+from ..schedule.segments import Segment, head_groups_of_segments
+from ..schedule.sharing import Cut, Layout, Piece, Rows, Work, deal, pieces
 
 __all__ = ["H200_LINKS", "Links", "Prediction", "predict"]
 
@@ -125,14 +125,14 @@ class _Plan:
         return Prediction(total, forward, backward, moving + copying + late)
 
     def _flops(self, rows: Rows) -> float:
-        """Multiplied elements of Q K^T of some rows, times the head dim, of all heads; an average with V's."""
+        """Elements of Q K^T of some rows times the head dim (an average with V's), of all heads."""
         p = self.problem
         seen = _visible(rows, self.length, p.mask)
         return seen * len(p.sequences) * p.heads * (p.head_dim + p.head_dim_v) / 2
 
     def _bytes(self, rank: int) -> tuple[float, float, float]:
-        """What comes to a rank, or leaves it, the larger one: rows like q (forward or backward), keys and values
-        of one pass, and sums of dK and dV."""
+        """What comes to a rank, or leaves it, the larger one: rows like q (forward or backward), keys and
+        values of one pass, and sums of dK and dV."""
         p, batch = self.problem, len(self.problem.sequences)
         into = [work.rows for work in self.work]
         per_head = (work_heads(self.work[rank])) * p.group
@@ -152,7 +152,7 @@ class _Plan:
         sums = sum(self._end(Rows(0, *s.rows)) - s.keys[0] for s in self._segments(rank))
         return q, k, four * sums * (1 - 1 / self.ranks)
 
-    def _segments(self, rank: int) -> list:  # type: ignore[type-arg]
+    def _segments(self, rank: int) -> list[Segment]:
         return [
             s
             for s in self.cut.segments(self.length)
@@ -167,7 +167,7 @@ def work_heads(work: Work) -> int:
     return work.heads[1] - work.heads[0]
 
 
-def _moved(on: list, rank: int) -> int:  # type: ignore[type-arg]
+def _moved(on: list[Piece], rank: int) -> int:
     """Rows that come to a rank or leave it, the larger number."""
     into = sum(x.rows.last - x.rows.first for x in on if x.worker == rank != x.owner)
     out = sum(x.rows.last - x.rows.first for x in on if x.owner == rank != x.worker)
@@ -185,6 +185,3 @@ def _visible(rows: Rows, length: int, mask: Mask) -> float:
         hidden = max(0, last - 1 - left), max(0, first - 1 - left)
         seen -= (hidden[0] * (hidden[0] + 1) - hidden[1] * (hidden[1] + 1)) / 2
     return seen
-
-
-assert default_head_groups

@@ -205,7 +205,8 @@ def run_parts(parts: tuple[Part, ...], tensors: Tensors, scores: Scores, aux: Au
             Gradients(grads.dq[part.rows], grads.dk[part.keys], grads.dv[part.keys]),
         )
         if part.cut is None:
-            assert part.plan is not None and part.prepared is not None
+            assert part.plan is not None
+            assert part.prepared is not None
             found = part.prepared.backward(part.plan, mine, scores, wide)
             for to, x in zip(target, found[:3]):
                 assert to is not None

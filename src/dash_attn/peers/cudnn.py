@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..problem import Problem
 from . import torch_sdpa
 from .base import Backward, Inputs
 
-__all__ = ["covers", "deterministic_backward", "forward", "why_not"]
+__all__ = ["covers", "deterministic_backward", "deterministic_graph", "forward", "why_not"]
 
 
 def covers(problem: Problem, packed: bool = False) -> bool:
@@ -45,6 +46,12 @@ def why_not(x: Inputs) -> str:
 
 def deterministic_backward(x: Inputs) -> Backward:
     """cuDNN's backward in a fixed order."""
+    run = deterministic_graph(x)
+    return lambda: run(x)
+
+
+def deterministic_graph(x: Inputs) -> Callable[[Inputs], tuple[Tensor, ...]]:
+    """That backward for all inputs whose shapes, strides and scale are those of ``x``."""
     cudnn = _import_frontend()
     names = {torch.bfloat16: "BFLOAT16", torch.float16: "HALF"}
     dtype, fp32 = getattr(cudnn.data_type, names[x.q.dtype]), cudnn.data_type.FLOAT
@@ -53,8 +60,10 @@ def deterministic_backward(x: Inputs) -> Backward:
     def node(t: Tensor, kind: Any) -> Any:
         return graph.tensor(dim=list(t.shape), stride=list(t.stride()), data_type=kind)
 
-    tensors = [t.transpose(1, 2) for t in (x.q, x.k, x.v, x.out, x.dout)]
-    stats = x.lse[..., None]
+    def tensors_of(x: Inputs) -> list[Tensor]:
+        return [*(t.transpose(1, 2) for t in (x.q, x.k, x.v, x.out, x.dout)), x.lse[..., None]]
+
+    *tensors, stats = tensors_of(x)
     nodes = [*(node(t, dtype) for t in tensors), node(stats, fp32)]
     outputs = graph.sdpa_backward(
         **dict(zip(("q", "k", "v", "o", "dO", "stats"), nodes)),
@@ -67,10 +76,10 @@ def deterministic_backward(x: Inputs) -> Backward:
     graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     size = graph.get_workspace_size()
 
-    def run() -> tuple[Tensor, ...]:
+    def run(x: Inputs) -> tuple[Tensor, ...]:
         grads = [torch.empty_like(t) for t in (x.q, x.k, x.v)]
         workspace = torch.empty(max(size, 1), dtype=torch.uint8, device=x.q.device)
-        pack = dict(zip((*nodes, *outputs), (*tensors, stats, *(g.transpose(1, 2) for g in grads))))
+        pack = dict(zip((*nodes, *outputs), (*tensors_of(x), *(g.transpose(1, 2) for g in grads))))
         graph.execute(pack, workspace)
         return tuple(grads)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .base import Backward, Inputs
 
-__all__ = ["backward", "flash_deterministic_backward", "why_not"]
+__all__ = ["backward", "flash_deterministic_backward", "strict", "why_not"]
 
 
 def why_not(x: Inputs) -> str:
@@ -44,16 +46,23 @@ def backward(x: Inputs, *, backend: SDPBackend) -> Backward:
 def flash_deterministic_backward(x: Inputs) -> Backward:
     """FlashAttention-2 as PyTorch calls it under strict deterministic algorithms."""
     call = backward(x, backend=SDPBackend.FLASH_ATTENTION)
-    settings: Any = torch.utils.deterministic
 
     def run() -> tuple[Tensor, ...]:
-        fill, mode = settings.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
-        settings.fill_uninitialized_memory = False  # filling fresh memory is no part of the kernel's work
-        torch.set_deterministic_debug_mode("error")
-        try:
+        with strict():
             return call()
-        finally:
-            torch.set_deterministic_debug_mode(mode)
-            settings.fill_uninitialized_memory = fill
 
     return run
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Strict deterministic algorithms inside."""
+    settings: Any = torch.utils.deterministic
+    fill, mode = settings.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
+    settings.fill_uninitialized_memory = False  # filling fresh memory is no part of the kernel's work
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = fill

@@ -59,8 +59,8 @@ MOST_ITEMS, FULL_MOST_ITEMS = 1024, 2048
 """About so many items per kv head at most: their sums of dK and dV take memory, and more balance nothing."""
 
 Q_SEGMENT = 16384
-"""Rows per segment of q (:mod:`.segments`). Fewer would cost time on one GPU, more would need longer sequences
-before several GPUs can share one."""
+"""Rows per segment of q (:mod:`.segments`). Fewer would cost time on one GPU. With more, several GPUs could
+share only longer sequences."""
 
 Q_SEGMENT_STEP = 128
 """What other numbers of rows per segment must be a multiple of: whole tiles, of any kernel."""

@@ -1,9 +1,9 @@
 """Segments of q rows: how the backward of a long sequence is cut, so that any number of GPUs cuts it alike.
 
-dK and dV are sums over q rows. Where these rows are on several GPUs, somebody adds partial sums, and their
-number must not depend on how many GPUs there are. So rows are cut at fixed places, every ``q_segment`` rows
-from the first one. A segment has a plan of its own, over all keys that its rows see. It leaves partial sums of
-dK and dV in fp32, which are added in ascending order of the segments. dQ of its rows is complete.
+dK and dV are sums over q rows. Where these rows are on several GPUs, somebody adds partial sums. How many
+there are must not depend on the number of GPUs. So rows are cut at fixed places, every ``q_segment`` rows
+from the first one. A segment has a plan of its own, over all keys that its rows see. It leaves partial sums
+of dK and dV in fp32. They are added in ascending order of the segments. dQ of its rows is complete.
 
 A sequence of at most ``q_segment`` rows is one segment: nothing is cut.
 """
@@ -16,7 +16,10 @@ from ..problem import Mask, Problem, TileGrid
 from .constants import Q_SEGMENT
 from .head_groups import default_head_groups
 
-__all__ = ["Segment", "can_be_cut", "head_groups_of_segments", "segments_of"]
+__all__ = ["WHOLE", "Segment", "can_be_cut", "head_groups_of_segments", "segments_of"]
+
+WHOLE = 2**30
+"""Rows per segment that leave every sequence whole."""
 
 
 class Segment(NamedTuple):

@@ -120,7 +120,8 @@ def deal(layout: Layout, cut: Cut, kv_heads: int, head_ranks: int) -> list[Work]
 
     Ranks form teams of ``head_ranks`` that follow each other. A team works on the rows that lie on it, and
     each of its ranks on a part of the heads. Where these rows are no whole segments of q, segments are dealt
-    to teams anew, the longest first, each to the team that has least to do. It is placement: no bit follows it.
+    to teams anew, the longest first, each to the team that has least to do. This is placement: it decides
+    no bit.
 
     Args:
         layout: where rows lie.

@@ -27,7 +27,8 @@ from ..base import (
     refuse_backward,
 )
 from .forward.launch import Forward, config_of, why_no_scale
-from .launch import DTYPES, Debug, add_sums, finish_keys, run_backward, run_segment
+from .launch import DTYPES, Debug, run_backward
+from .segments import add_sums, finish_keys, run_segment
 from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]

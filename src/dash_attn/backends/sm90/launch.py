@@ -20,23 +20,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import HandOverError, InputError, PlanMismatchError
+from ...errors import HandOverError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ..base import NOTHING, Gradients, Shapes, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
-from .add_sums.config import AddSumsConfig
 from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
-from .key_sums.config import KeySumsConfig
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
 from .tiles import kernel_of
 
-__all__ = ["DTYPES", "Debug", "Result", "add_sums", "finish_keys", "run_backward", "run_segment"]
+__all__ = [
+    "DTYPES",
+    "NO_DEBUG",
+    "Asked",
+    "Debug",
+    "Result",
+    "Workspace",
+    "check_hand_overs",
+    "check_tensors",
+    "launch",
+    "run_backward",
+    "variant_of",
+]
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SPIN_LIMIT = 2_000_000
@@ -58,7 +68,7 @@ class Debug:
     trace: bool = False
 
 
-_NO_DEBUG = Debug()
+NO_DEBUG = Debug()
 
 
 @dataclass(frozen=True)
@@ -112,71 +122,28 @@ def run_backward(
             the context or the stream is limited to.
         HandOverError: a bounded wait gave up (``debug.bounded`` only).
     """
-    given, debug = Tensors(*tensors), debug or _NO_DEBUG
+    given, debug = Tensors(*tensors), debug or NO_DEBUG
     q, k, v = given.q, given.k, given.v
     if not q.numel() or not k.numel():
         nothing = None if sink is None else torch.zeros_like(sink)  # no row, or no row with an output
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
-    _check_tensors(place, plan, given)
-    asked = _Asked(ordered, debug)
-    variant = place.variants.get(asked) or _variant(place, plan, asked)
-    work = _Workspace(variant, place, q.device)
+    check_tensors(place, plan, given)
+    asked = Asked(ordered, debug)
+    variant = place.variants.get(asked) or variant_of(place, plan, asked)
+    work = Workspace(variant, place, q.device)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-    dsink = _launch(plan, (variant, place, work), given, grads, softmax_scale, sink, workers)
+    dsink = launch(plan, (variant, place, work), given, grads, softmax_scale, sink, workers)
     grads = grads._replace(dsink=dsink)
-    return Result(*grads) if debug is _NO_DEBUG else work.result(grads, debug)
+    return Result(*grads) if debug is NO_DEBUG else work.result(grads, debug)
 
 
-def run_segment(
+Made = tuple["Variant", OnDevice, "Workspace"]
+
+
+def launch(
     plan: Plan,
-    tensors: Tensors,
-    softmax_scale: float,
-    sums: Tensor,
-    dq: Tensor,
-    *,
-    sink: Tensor | None = None,
-    debug: Debug | None = None,
-) -> Tensor | None:
-    """The backward of a segment of q rows: :meth:`Prepared.backward_segment`.
-
-    Args:
-        plan, tensors, softmax_scale, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
-            contributions nor a trace can be asked for.
-        sums: what dK and dV are added to.
-        dq: like q; it is written.
-
-    Returns:
-        dsink of these rows, None without a sink.
-
-    Raises:
-        PlanMismatchError, TooFewWorkersError, HandOverError: as :func:`run_backward`.
-    """
-    debug = debug or _NO_DEBUG
-    if debug.trace or debug.contributions:
-        raise InputError(
-            "the backward of a sequence that is cut into segments keeps no trace: ask for "
-            "DASH_ATTN_DEBUG=bounded, or give a larger q_segment"
-        )
-    place = on_device(plan, dq.device, key_sums=True)
-    _check_tensors(place, plan, tensors)
-    asked = _Asked(True, debug, key_sums=True)
-    variant = place.variants.get(asked) or _variant(place, plan, asked)
-    work = _Workspace(variant, place, dq.device, sums.view(-1))
-    tensors = tensors._replace(k=loadable(tensors.k), v=loadable(tensors.v))
-    grads = Gradients(dq, tensors.k, tensors.v)  # nothing is written to dK and dV
-    dsink = _launch(plan, (variant, place, work), tensors, grads, softmax_scale, sink, None)
-    if debug.bounded:
-        _check_hand_overs(work.buffers.errors, None)
-    return dsink
-
-
-_Made = tuple["_Variant", OnDevice, "_Workspace"]
-
-
-def _launch(
-    plan: Plan,
-    made: _Made,
+    made: Made,
     given: Tensors,
     grads: Gradients,
     softmax_scale: float,
@@ -197,7 +164,7 @@ def _launch(
     all_tensors += [given.lse.contiguous(), *grads[:3]]
     if q.dim() == 3:
         all_tensors = [x.unsqueeze(0) for x in all_tensors]
-    launch = arguments.Launch(
+    numbers = arguments.Launch(
         scale=softmax_scale,
         q_tiles=place.q_tiles,
         kv_tiles=place.kv_tiles if place.group_sums else 0,
@@ -206,22 +173,8 @@ def _launch(
         complete=place.complete_tiles,
     )
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
-        variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *launch)
+        variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *numbers)
         return None if sink is None else _sink_gradient(plan, work.buffers, sink)
-
-
-def add_sums(sums: Tensor, more: Tensor) -> None:
-    """Add to sums of dK and dV by the instruction with which launches add to them: :meth:`Backend.add_sums`."""
-    with as_current(sums.device):
-        program(AddSumsConfig())(sums.view(-1), more.view(-1), sums.numel() // 4)
-
-
-def finish_keys(sums: Tensor, softmax_scale: float, dk: Tensor, dv: Tensor) -> None:
-    """Make dK and dV of complete sums: :meth:`Backend.finish_keys`."""
-    head_dim, _ = kernel_of(dk.shape[3], dv.shape[3])
-    config = KeySumsConfig(head_dim, DTYPES[str(dk.dtype).removeprefix("torch.")])
-    with as_current(dk.device):
-        program(config)(sums.view(-1), dk, dv, softmax_scale, sums.shape[3])
 
 
 def _sink_gradient(plan: Plan, buffers: arguments.Workspace, sink: Tensor) -> Tensor:
@@ -232,7 +185,7 @@ def _sink_gradient(plan: Plan, buffers: arguments.Workspace, sink: Tensor) -> Te
     return dsink
 
 
-class _Variant(NamedTuple):
+class Variant(NamedTuple):
     """A kernel variant for a plan: its configuration, the compiled program, and the sizes of its buffers."""
 
     config: BackwardConfig
@@ -240,7 +193,7 @@ class _Variant(NamedTuple):
     sizes: list[int]
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """What of a launch decides the kernel variant, beside the problem."""
 
     ordered: bool
@@ -248,15 +201,15 @@ class _Asked(NamedTuple):
     key_sums: bool = False
 
 
-def _variant(place: OnDevice, plan: Plan, asked: _Asked) -> _Variant:
+def variant_of(place: OnDevice, plan: Plan, asked: Asked) -> Variant:
     problem = plan.problem
     kernel = kernel_of(problem.head_dim, problem.head_dim_v)
     config = _config(kernel, problem.dtype, asked, SPIN_LIMIT)
-    found = place.variants[asked] = _Variant(config, program(config), place.workspace(config))
+    found = place.variants[asked] = Variant(config, program(config), place.workspace(config))
     return found
 
 
-def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
+def check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
     """The plan's shapes and dtype: the kernels take them from the plan table and from the tensors."""
     shapes = place.shapes.get(given.q.ndim, Shapes()).of_tensors
     dtypes = (*[place.dtype] * 5, torch.float32)
@@ -271,7 +224,7 @@ def _check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
 
 
 @cache
-def _config(kernel: tuple[int, bool], dtype: str, asked: _Asked, spin_limit: int) -> BackwardConfig:
+def _config(kernel: tuple[int, bool], dtype: str, asked: Asked, spin_limit: int) -> BackwardConfig:
     (head_dim, padded), debug = kernel, asked.debug
     return BackwardConfig(
         head_dim,
@@ -290,11 +243,11 @@ def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
     return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(sizes)
 
 
-class _Workspace:
+class Workspace:
     """The plan on the device and the buffers of one call. The kernels initialise what they read."""
 
     def __init__(
-        self, variant: _Variant, place: OnDevice, device: torch.device, key_sums: Tensor | None = None
+        self, variant: Variant, place: OnDevice, device: torch.device, key_sums: Tensor | None = None
     ) -> None:
         self.config, self.place = variant.config, place
         lse2, delta, dq_acc, group_sums, control = allocate(variant.sizes, device)
@@ -328,7 +281,7 @@ class _Workspace:
         tiles = self.place.heads * self.place.q_tiles
         trace = self.buffers.trace.view(tiles, tickets, 4) if debug.trace else None
         if debug.bounded:
-            _check_hand_overs(self.buffers.errors, trace)
+            check_hand_overs(self.buffers.errors, trace)
         if not debug.contributions:
             return Result(*grads, trace=trace)
         order = _accumulator_order(config.tile_m, config.head_dim).to(grads.dq.device)
@@ -337,7 +290,7 @@ class _Workspace:
         return Result(*grads, contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
 
 
-def _check_hand_overs(errors: Tensor, trace: Tensor | None) -> None:
+def check_hand_overs(errors: Tensor, trace: Tensor | None) -> None:
     failed, sequence, head, kv_tile, q_tile, expected, seen, _ = errors.tolist()
     if not failed:
         return

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from ...errors import DashError
 from ..cuda.cubin import KernelResources, code_of_cubin, resources_of_cubin
+from .backward.config import BackwardConfig
 from .compile import ARCH, CompilerOutput, Config, compiler_output
-from .sinks.config import SinkConfig
+from .forward.config import ForwardConfig
 
 __all__ = ["MachineCode", "hashes_of", "machine_code", "normalised"]
 
@@ -92,7 +93,7 @@ def _resources(output: CompilerOutput, config: Config) -> list[KernelResources]:
         role = _role(kernel.name, config.kernels)
         # Only the main kernel's shared memory is sized at launch.
         shared = kernel.shared
-        if role == config.direction and not isinstance(config, SinkConfig):
+        if isinstance(config, (BackwardConfig, ForwardConfig)) and role == config.direction:
             shared = config.shared_bytes
         named.append(replace(kernel, name=role, shared=shared))
     return named

@@ -106,9 +106,10 @@ class _Prepared(Prepared):
             grads = self._backward(plan, tensors, scores, aux, None, Gradients(dq, *wide))
             both = torch.cat([grads.dk, grads.dv], -1)
             tile_n, rows = self.problem.tile_n, both.shape[1]
-            by_row = sums.unflatten(-1, (tile_n, -1))[:, :, :, 0].permute(1, 0, 3, 2, 4)
+            tiles, batch, kv_heads, _, words = sums.shape
+            by_row = sums.view(tiles, batch, kv_heads, tile_n, words // tile_n).permute(1, 0, 3, 2, 4)
             whole = rows // tile_n
-            by_row[:, :whole] += both[:, : whole * tile_n].unflatten(1, (whole, tile_n))
+            by_row[:, :whole] += both[:, : whole * tile_n].reshape(batch, whole, tile_n, kv_heads, -1)
             if rows % tile_n:
                 by_row[:, whole, : rows % tile_n] += both[:, whole * tile_n :]
         return grads.dsink

@@ -15,6 +15,8 @@ from ...backends.base import Tensors, backends_for, tensor_shapes
 from ...errors import InputError, UnavailableError, UnsupportedMaskError
 from ...peers.registry import PEERS, Backward, Inputs
 from ...schedule import Plan
+from ...schedule.constants import Q_SEGMENT
+from ...schedule.segments import WHOLE
 from ...scores import Scores
 from ..shapes import Shape
 from .timing import Contender, measure
@@ -131,13 +133,16 @@ def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) ->
         contender = Contender(partial(peer.make, inputs), reason=peer.why_not(inputs))
         entries.append((Row(peer.impl, "", peer.deterministic), contender))
     say(f"{shape}: {len(entries)} implementations, {settings.rounds} rounds")
+    longest = max(seqlen_q for seqlen_q, _ in shape.problem.sequences)
+    if longest > Q_SEGMENT:
+        say(f"sequences are measured whole; attention() cuts {longest} rows into segments of {Q_SEGMENT}")
     measure([contender for _, contender in entries], settings.rounds)
     rows = tuple(_filled(row, contender, shape.problem.backward_flops) for row, contender in entries)
     return Result(shape, torch.cuda.get_device_name(), rows)
 
 
 def prepare(shape: Shape) -> tuple[Plan, Inputs]:
-    """The plan that the public functions would follow, and random inputs with their forward's results.
+    """The plan of the whole sequences, and random inputs with their forward's results.
 
     Raises: see :func:`bench_shape`.
     """
@@ -161,7 +166,8 @@ def call_of(plan: Plan, x: Inputs, ordered: bool, backend: str = "auto") -> Call
 
 
 def _plan(shape: Shape, policy: str, q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, ...]) -> Plan:
-    return plan_for(q, k, v, *bounds, **shape.options | {"policy": policy})
+    """A plan of whole sequences, also of those that a backward of :func:`attention` is cut for."""
+    return plan_for(q, k, v, *bounds, **shape.options | {"policy": policy, "q_segment": WHOLE})
 
 
 def _tensors(shape: Shape, device: torch.device) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

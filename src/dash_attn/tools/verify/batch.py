@@ -13,6 +13,7 @@ from torch import Tensor
 from ...api import apply_plan, flash_attn_func, flash_attn_varlen_func, plan_for
 from ...backends.cpu.oracle import Inputs, Results
 from ...schedule import Plan
+from ...schedule.segments import WHOLE
 from ..shapes import Shape
 
 __all__ = ["NAMES", "Batch", "Inputs", "Results", "digest", "random_inputs"]
@@ -65,8 +66,8 @@ class Batch:
         return torch.autograd.grad(out, self.q, self.dout)[0]
 
     def plan(self) -> Plan:
-        """The plan that :meth:`run` follows."""
-        return plan_for(self.q, self.k, self.v, *self.bounds, **self.shape.options)
+        """The plan that :meth:`run` follows, if no sequence is cut into segments."""
+        return plan_for(self.q, self.k, self.v, *self.bounds, **self.shape.options, q_segment=WHOLE)
 
     def split(self, results: Results) -> list[Results]:
         """Results of every sequence; lse (heads, seqlen_q)."""

@@ -10,8 +10,8 @@ from ..device import registers
 
 
 class GroupsOf(NamedTuple):
-    """slot: of the first head group; groups: how many follow each other; which: 0 of dK, 1 of dV; scale: of the
-    total."""
+    """slot: of the first head group; groups: how many follow each other; which: 0 of dK, 1 of dV; scale: what
+    the total is multiplied by."""
 
     slot: Any
     groups: Any

@@ -165,7 +165,6 @@ class Convert:
     ) -> None:
         """dK (`which` 0) or dV (1) of one kv tile: its groups' sums added up, 32 columns at a time."""
         c, table, mdX = self.config, memory.table, (memory.dk, memory.dv)[which]
-        tidx = cute.arch.thread_idx()[0]
         sequence, seq = plan_view.sequence_of_tile(table, HEADER.kv_map_offset, index)
         batch, first_row = plan_view.first_k_row(seq, sequence, mdX.shape[0])
         if seq.head_groups > 1:

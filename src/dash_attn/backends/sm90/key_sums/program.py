@@ -17,8 +17,9 @@ THREADS = 256
 
 
 class Arguments(NamedTuple):
-    """sums: fp32, (kv tiles, B, Hkv, head groups, 2, tile_n * head_dim), dK and dV in accumulator order; dk, dv:
-    (B, Sk, Hkv, D); scale: of dK; groups: head groups."""
+    """sums: fp32, (kv tiles, B, Hkv, head groups, 2, tile_n * head_dim), dK and dV in accumulator order.
+
+    dk, dv: (B, Sk, Hkv, D); scale: of dK; groups: head groups."""
 
     sums: Any
     dk: Any

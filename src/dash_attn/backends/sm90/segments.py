@@ -1,0 +1,85 @@
+"""Launches for sequences that are cut into segments of q rows: between them, sums of dK and dV stay fp32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...errors import InputError
+from ...schedule.plan import Plan
+from ..base import Gradients, Tensors, as_current
+from ..cuda.upload import loadable
+from .add_sums.config import AddSumsConfig
+from .compile import program
+from .key_sums.config import KeySumsConfig
+from .launch import (
+    DTYPES,
+    NO_DEBUG,
+    Asked,
+    Debug,
+    Workspace,
+    check_hand_overs,
+    check_tensors,
+    launch,
+    variant_of,
+)
+from .resident import on_device
+from .tiles import kernel_of
+
+__all__ = ["add_sums", "finish_keys", "run_segment"]
+
+
+def run_segment(
+    plan: Plan,
+    tensors: Tensors,
+    softmax_scale: float,
+    sums: Tensor,
+    dq: Tensor,
+    *,
+    sink: Tensor | None = None,
+    debug: Debug | None = None,
+) -> Tensor | None:
+    """The backward of a segment of q rows: :meth:`Prepared.backward_segment`.
+
+    Args:
+        plan, tensors, softmax_scale, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
+            contributions nor a trace can be asked for.
+        sums: what dK and dV are added to.
+        dq: like q; it is written.
+
+    Returns:
+        dsink of these rows, None without a sink.
+
+    Raises:
+        PlanMismatchError, TooFewWorkersError, HandOverError: as :func:`run_backward`.
+    """
+    debug = debug or NO_DEBUG
+    if debug.trace or debug.contributions:
+        raise InputError(
+            "the backward of a sequence that is cut into segments keeps no trace: ask for "
+            "DASH_ATTN_DEBUG=bounded, or give a larger q_segment"
+        )
+    place = on_device(plan, dq.device, key_sums=True)
+    check_tensors(place, plan, tensors)
+    asked = Asked(True, debug, key_sums=True)
+    variant = place.variants.get(asked) or variant_of(place, plan, asked)
+    work = Workspace(variant, place, dq.device, sums.view(-1))
+    tensors = tensors._replace(k=loadable(tensors.k), v=loadable(tensors.v))
+    grads = Gradients(dq, tensors.k, tensors.v)  # nothing is written to dK and dV
+    dsink = launch(plan, (variant, place, work), tensors, grads, softmax_scale, sink, None)
+    if debug.bounded:
+        check_hand_overs(work.buffers.errors, None)
+    return dsink
+
+
+def add_sums(sums: Tensor, more: Tensor) -> None:
+    """Add sums to sums, by the instruction with which launches add to them: :meth:`Backend.add_sums`."""
+    with as_current(sums.device):
+        program(AddSumsConfig())(sums.view(-1), more.view(-1), sums.numel() // 4)
+
+
+def finish_keys(sums: Tensor, softmax_scale: float, dk: Tensor, dv: Tensor) -> None:
+    """Make dK and dV of complete sums: :meth:`Backend.finish_keys`."""
+    head_dim, _ = kernel_of(dk.shape[3], dv.shape[3])
+    config = KeySumsConfig(head_dim, DTYPES[str(dk.dtype).removeprefix("torch.")])
+    with as_current(dk.device):
+        program(config)(sums.view(-1), dk, dv, softmax_scale, sums.shape[3])

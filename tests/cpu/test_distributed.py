@@ -1,0 +1,244 @@
+"""Attention that several processes share, over gloo: the bytes of one process, and clear errors."""
+
+from __future__ import annotations
+
+import time
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dash_attn.distributed import attention, attention_varlen, positions, shard, unshard
+from dash_attn.errors import CommunicationError, InputError
+from dash_attn.problem import Mask
+from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, pieces
+from sharing_cases import LAYOUTS, MASKS, MODES, Case, compared
+from spawned import spawn
+
+HEADS = ((4, 4), (4, 2), (3, 1))
+
+
+def _all_modes(rank: int, ranks: int) -> None:
+    rows = {2: 512, 3: 384, 4: 512, 8: 1024}[ranks]
+    few = ranks > 3
+    for number, (heads, mask, mode, layout) in enumerate(product(HEADS, MASKS, MODES, LAYOUTS)):
+        if (mode == "ulysses" and heads[1] % ranks) or (few and number % (ranks + 1)):
+            continue
+        compared(Case(heads, mask, mode, layout, rows))
+    for mode in MODES:
+        lengths = tuple(n * 2 * ranks for n in (40, 0, 3, 64, 1))
+        if mode != "ulysses" or ranks == 2:
+            compared(Case((4, 2), "causal", mode, "zigzag", lengths=lengths))
+    compared(Case((4, 2), "causal", "gather", "zigzag", rows, sink=True))
+    compared(Case((4, 2), "window", "ring", "contiguous", rows, dtype=torch.float64))
+    compared(Case((4, 2), "causal", "gather", "zigzag", rows, q_segment=None))
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_any_number_of_ranks_has_the_bytes_of_one(ranks: int) -> None:
+    spawn(_all_modes, ranks, ranks)
+
+
+def _in_rank_order(rank: int) -> None:
+    """Sums of dK and dV that are added as the ranks come, not as the segments: other bytes."""
+    from dash_attn.distributed import passes
+
+    right = passes._Leaving._finish
+
+    def by_rank(self: Any, rows: Rows, offset: int, heads: Any, parts: list[Any]) -> None:
+        right(self, rows, offset, heads, list(reversed(parts)))
+
+    case = Case((4, 2), "full", "gather", "contiguous", 768)
+    compared(case)
+    passes.sorted = lambda parts, key: parts  # type: ignore[attr-defined]
+    passes._Leaving._finish = by_rank  # type: ignore[method-assign]
+    differs = torch.zeros(1)
+    try:
+        compared(case)
+    except AssertionError:
+        differs += 1
+    dist.all_reduce(differs)
+    assert differs, "the order of the sums decides nothing: this comparison shows nothing"
+
+
+def test_sums_in_rank_order_are_others() -> None:
+    spawn(_in_rank_order, 2)
+
+
+def _rows_and_positions(rank: int) -> None:
+    x = torch.arange(24.0).view(1, 24, 1)
+    bounds = torch.tensor([0, 8, 8, 24], dtype=torch.int32)
+    for layout, cu_seqlens in product(LAYOUTS, (None, bounds)):
+        mine = shard(x, layout=layout, cu_seqlens=cu_seqlens)
+        assert mine.shape == (1, 12, 1)
+        assert torch.equal(unshard(mine, layout=layout, cu_seqlens=cu_seqlens), x)
+        starts = torch.zeros(24) if cu_seqlens is None else torch.tensor([0] * 8 + [8] * 16)
+        there = shard((x[0, :, 0] - starts), dim=0, layout=layout, cu_seqlens=cu_seqlens)
+        assert torch.equal(positions(24, layout=layout, cu_seqlens=cu_seqlens), there.long())
+    leaf = x.clone().requires_grad_()
+    shard(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.sum() == 12
+    with pytest.raises(InputError, match="unshard carries no gradient"):
+        unshard(leaf[:, :12])
+
+
+def test_rows_come_and_go() -> None:
+    spawn(_rows_and_positions, 2)
+
+
+def _features(rank: int) -> None:
+    q = torch.randn(1, 64, 4, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    out = attention(q, q, q, group=mesh, causal=True)
+    compiled = torch.compile(lambda x: attention(x, x, x, causal=True) * 2, backend="aot_eager")
+    assert torch.equal(compiled(q), out * 2)  # type: ignore[operator]
+    again = torch.utils.checkpoint.checkpoint(
+        lambda x: attention(x, x, x, causal=True), q, use_reentrant=False
+    )
+    found = [torch.autograd.grad(x.sum(), q)[0] for x in (out, again)]  # type: ignore[union-attr]
+    assert torch.equal(*found)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, q, q).dtype == torch.bfloat16  # type: ignore[union-attr]
+    (first,) = torch.autograd.grad(attention(q, q, q).square().sum(), q, create_graph=True)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+    sink = torch.zeros(4, requires_grad=True)
+    attention(q, q, q, learnable_sink=sink, mode="ulysses").sum().backward()  # type: ignore[union-attr]
+    assert sink.grad is not None
+    assert bool(sink.grad[2 * rank : 2 * rank + 2].any())
+    assert not sink.grad[2 - 2 * rank : 4 - 2 * rank].any()
+
+
+def test_with_what_pytorch_has() -> None:
+    spawn(_features, 2)
+
+
+def _refused(rank: int) -> None:
+    x = torch.zeros(1, 64, 4, 32)
+    for arguments, said in [
+        ({"mode": "torus"}, "mode must be one of auto, .*got 'torus'"),
+        ({"layout": "spiral"}, "layout must be one of zigzag, contiguous, got 'spiral'"),
+        ({"group": "world"}, "group must be a process group or a DeviceMesh, got str"),
+        ({"policy": "none"}, "none"),
+        ({"q_segment": 100}, "q_segment must be a multiple of 128"),
+        ({"backend": "sm90"}, "sm90"),
+    ]:
+        with pytest.raises(InputError, match=said):
+            attention(x, x, x, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="only self-attention can be shared"):
+        attention(x, x[:, :32], x[:, :32])
+    with pytest.raises(InputError, match="sequence 0 has 66 rows, no multiple of 4"):
+        attention(x[:, :33], x[:, :33], x[:, :33])
+    with pytest.raises(InputError, match="1 kv heads are no multiple of 2 ranks"):
+        attention(x, x[:, :, :1], x[:, :, :1], mode="ulysses")
+    with pytest.raises(InputError, match="q must have 3 dimensions"):
+        attention_varlen(x, x, x, torch.tensor([0, 128], dtype=torch.int32))
+    with pytest.raises(InputError, match="cu_seqlens ends at 100, all ranks together have 128 rows"):
+        attention_varlen(x[0], x[0], x[0], torch.tensor([0, 100], dtype=torch.int32))
+
+
+def test_bad_arguments_are_named() -> None:
+    spawn(_refused, 2)
+
+
+def _disagreeing(rank: int) -> None:
+    x = torch.zeros(1, 64, 4, 32)
+    with pytest.raises(CommunicationError, match="rank [01] has right=") as caught:
+        attention(x, x, x, causal=rank == 1)
+    assert "different arguments" in str(caught.value)
+    rows = 64 - 32 * rank
+    with pytest.raises(CommunicationError, match=r"different arguments: rank . has q=.*(32|64), 4, 32"):
+        attention(x[:, :rows], x[:, :rows], x[:, :rows])
+    # Only one of them is wrong: it says what, and the other one says who.
+    kind, said = (CommunicationError, "rank 1 of 2 refused its arguments: mode must be") if rank == 0 else (
+        InputError, "mode must be one of"
+    )  # fmt: skip
+    with pytest.raises(kind, match=said):
+        attention(x, x, x, mode="auto" if rank == 0 else "torus")
+    attention(x, x, x)  # and they still can
+
+
+def test_ranks_that_disagree_are_all_told() -> None:
+    spawn(_disagreeing, 2)
+
+
+def _dying(rank: int) -> None:
+    x = torch.zeros(1, 64, 4, 32)
+    attention(x, x, x, mode="gather")
+    if rank == 1:
+        return  # its process ends
+    time.sleep(1)
+    with pytest.raises(CommunicationError, match="rank 0 of 2: exchange failed"):
+        attention(x, x, x, mode="gather")
+
+
+def test_a_rank_that_died_is_an_error() -> None:
+    spawn(_dying, 2)
+
+
+def test_without_a_group() -> None:
+    x = torch.zeros(1, 8, 2, 32)
+    with pytest.raises(InputError, match="torch.distributed is not initialised"):
+        attention(x, x, x)
+
+
+def _alone(rank: int) -> None:
+    compared(Case((4, 2), "causal", "auto", "zigzag", 300))
+
+
+def test_one_rank_is_one_process() -> None:
+    spawn(_alone, 1)
+
+
+# How rows are dealt
+
+
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=5),
+    st.sampled_from([(2, 1), (2, 2), (3, 1), (4, 2), (8, 4)]),
+    st.sampled_from(LAYOUTS),
+    st.sampled_from([0, 128, 256]),
+)
+def test_every_row_is_computed_once_and_comes_from_where_it_lies(
+    parts: list[int], teams: tuple[int, int], kind: str, q_segment: int
+) -> None:
+    ranks, head_ranks = teams
+    layout = Layout(tuple(16 * ranks * n for n in parts), ranks, kind)
+    held = sorted(c.rows for chunks in layout.chunks for c in chunks)
+    whole = [(s, row) for s, n in enumerate(layout.lengths) for row in range(n)]
+    assert [(r.sequence, row) for r in held for row in range(r.first, r.last)] == whole
+    cut = Cut(Mask.causal(), 128, q_segment)
+    work = deal(layout, cut, 8, head_ranks)
+    for head in range(8):
+        mine = sorted(r for w in work if w.heads[0] <= head < w.heads[1] for r in w.rows)
+        assert [(r.sequence, row) for r in mine for row in range(r.first, r.last)] == whole
+    for w in work:
+        for rows in w.rows:  # whole segments
+            ends = {s.rows[1] for s in cut.segments(layout.lengths[rows.sequence])} | {0}
+            assert {rows.first, rows.last} <= ends
+    for worker, w in enumerate(work):
+        found = [p for p in pieces(layout, [w.rows for w in work]) if p.worker == worker]
+        assert sum(p.rows.last - p.rows.first for p in found) == sum(r.last - r.first for r in w.rows)
+        for p in found:
+            assert any(
+                c.rows.sequence == p.rows.sequence
+                and c.rows.first <= p.rows.first
+                and p.rows.last <= c.rows.last
+                and p.local == c.offset + p.rows.first - c.rows.first
+                for c in layout.chunks[p.owner]
+            )
+            assert p.at == p.rows.first - w.rows[p.block].first
+
+
+def test_under_a_causal_mask_zigzag_gives_all_ranks_the_same_work() -> None:
+    layout = Layout((8192,), 4, "zigzag")
+    work = deal(layout, Cut(Mask.causal(), 128, 1024), 4, 1)
+    assert [sum(r.last**2 - r.first**2 for r in w.rows) for w in work] == [8192**2 // 4] * 4
+    assert work[0].rows == (Rows(0, 0, 1024), Rows(0, 7168, 8192))

@@ -1,0 +1,259 @@
+"""Sequences that are cut into segments of q rows: how, and that sums are added in the order that it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dash_attn import attention, fingerprints, flash_attn_varlen_func, plan_for
+from dash_attn.backends.base import NO_AUX, Tensors
+from dash_attn.errors import InputError, TableError
+from dash_attn.ops import segments as module
+from dash_attn.ops.calls import dense_call
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import build_plan, to_table
+from dash_attn.schedule.defaults import choose_policy_of_segment
+from dash_attn.schedule.layout import HEADER_WORDS, ITEM, ITEM_WORDS
+from dash_attn.schedule.segments import Segment, can_be_cut, segments_of
+from dash_attn.schedule.table import shared_sums
+from dash_attn.spec import AttentionSpec
+from dash_attn.testing import assert_same_bytes
+
+MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (150, 0)}]
+CUT = {"q_segment": 128}
+
+
+def drawn(
+    rows: int = 400, keys: int | None = None, heads: tuple[int, int] = (4, 2), dtype: Any = torch.bfloat16
+) -> list[Tensor]:
+    """q, k, v and dout of two sequences."""
+    generator = torch.Generator().manual_seed(0)
+    keys = rows if keys is None else keys
+    sizes = [
+        (2, n, h, 32) for n, h in ((rows, heads[0]), (keys, heads[1]), (keys, heads[1]), (rows, heads[0]))
+    ]
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def gradients(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    *qkv, dout = tensors
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+    return list(torch.autograd.grad(attention(*leaves, **options), leaves, dout))
+
+
+@given(
+    st.integers(0, 700),
+    st.integers(0, 700),
+    st.sampled_from([Mask.full(), Mask.causal(), Mask.of_sides(37, 0), Mask.of_sides(200, 0)]),
+    st.sampled_from([128, 256]),
+)
+def test_segments_have_all_rows_once_and_all_keys_that_these_see(
+    seqlen_q: int, seqlen_k: int, mask: Mask, q_segment: int
+) -> None:
+    found = segments_of(seqlen_q, seqlen_k, mask, 128, q_segment)
+    assert [row for s in found for row in range(*s.rows)] == list(range(seqlen_q))
+    rows, columns = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, np.arange(seqlen_k)
+    left, right = mask.sides
+    seen = np.ones((seqlen_q, seqlen_k), dtype=bool)
+    if right >= 0:
+        seen &= columns <= rows + right
+    if left >= 0:
+        seen &= columns >= rows - left
+    for segment in found:
+        whole = seen[slice(*segment.rows)]
+        first, last = segment.keys
+        assert not whole[:, :first].any()
+        assert not whole[:, last:].any()
+        assert first % 128 == 0
+        if len(found) > 1 and first < last:  # aligned bottom-right, as the problem of the segment will be
+            n, m = segment.rows[1] - segment.rows[0], last - first
+            own = np.arange(n)[:, None] + m - n
+            again = np.ones((n, m), dtype=bool)
+            if right >= 0:
+                again &= np.arange(m) <= own + right
+            if left >= 0:
+                again &= np.arange(m) >= own - left
+            assert (again == whole[:, first:last]).all()
+
+
+def test_masks_that_cannot_be_cut_leave_sequences_whole() -> None:
+    mask = Mask.of_sides(100, 100)
+    assert not can_be_cut(mask)
+    assert segments_of(1000, 1000, mask, 128, 128) == (Segment((0, 1000), (0, 1000)),)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "causal", "window"])
+@pytest.mark.parametrize("lengths", [(400, 400), (300, 520), (520, 300)], ids=str)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=str)
+def test_gradients_are_those_of_whole_sequences(
+    mask: dict[str, Any], lengths: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    tensors = drawn(*lengths, heads, torch.float64)
+    for a, b in zip(gradients(tensors, **mask, **CUT), gradients(tensors, **mask, q_segment=1024)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def test_one_segment_is_what_it_was() -> None:
+    tensors = drawn()
+    for a, b in zip(gradients(tensors, causal=True), gradients(tensors, causal=True, q_segment=512)):
+        assert_same_bytes(a, b)
+
+
+def test_segments_are_other_bits_and_runs_repeat() -> None:
+    tensors = drawn()
+    cut, again, whole = (gradients(tensors, causal=True, q_segment=n) for n in (128, 128, 1024))
+    for a, b in zip(cut, again):
+        assert_same_bytes(a, b)
+    assert not torch.equal(cut[1], whole[1])
+
+
+def test_a_sequence_has_its_bytes_in_any_batch() -> None:
+    tensors = drawn()
+    together = gradients(tensors, causal=True, **CUT)
+    for at in range(2):
+        alone = gradients([x[at : at + 1] for x in tensors], causal=True, **CUT)
+        for a, b in zip(together, alone):
+            assert_same_bytes(a[at : at + 1].contiguous(), b)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "causal", "window"])
+def test_packed_sequences_have_the_bytes_that_they_have_alone(mask: dict[str, Any]) -> None:
+    lengths = [60, 300, 0, 128, 129, 50]
+    ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    q, k, v, dout = (x[0] for x in drawn(sum(lengths)))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = flash_attn_varlen_func(
+        *leaves, ends, ends, causal=mask.get("causal", False), window_size=mask.get("window", (-1, -1)), **CUT
+    )
+    found = torch.autograd.grad(out, leaves, dout)
+    for first, last in zip(ends[:-1].tolist(), ends[1:].tolist()):
+        if first < last:
+            alone = gradients([x[None, first:last] for x in (q, k, v, dout)], **mask, **CUT)
+            for a, b in zip(found, alone):
+                assert_same_bytes(a[first:last].contiguous(), b[0].contiguous())
+
+
+def test_a_sink_has_the_gradient_of_whole_sequences() -> None:
+    *qkv, dout = drawn(dtype=torch.float32)
+    sink = torch.randn(4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    found = [
+        torch.autograd.grad(attention(*qkv, causal=True, learnable_sink=sink, q_segment=n), sink, dout)[0]
+        for n in (128, 1024)
+    ]
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_sums_are_added_in_ascending_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And in another order they would be others: the negative control of all byte comparisons here."""
+    tensors = drawn(rows=600)
+    right = gradients(tensors, causal=True, **CUT)
+    backward = module.CutSequence.backward
+    done: list[int] = []
+
+    def noted(self: Any, index: int, *rest: Any) -> Any:
+        done.append(index)
+        return backward(self, index, *rest)
+
+    monkeypatch.setattr(module.CutSequence, "backward", noted)
+    assert torch.equal(gradients(tensors, causal=True, **CUT)[1], right[1])
+    assert done == [0, 1, 2, 3, 4]
+    monkeypatch.setattr(module, "enumerate", lambda x: reversed(list(enumerate(x))), raising=False)
+    other = gradients(tensors, causal=True, **CUT)
+    assert done[5:] == [4, 3, 2, 1, 0]
+    assert torch.equal(other[0], right[0])
+    assert not torch.equal(other[1], right[1])
+
+
+def test_under_the_operators_and_torch_compile() -> None:
+    *qkv, dout = drawn()
+    leaves = [x.clone().requires_grad_() for x in qkv]
+
+    def call(*x: Tensor) -> Tensor:
+        return attention(*x, causal=True, **CUT)  # type: ignore[return-value]
+
+    eager = torch.autograd.grad(call(*leaves), leaves, dout)
+    compiled = torch.autograd.grad(torch.compile(call, backend="aot_eager")(*leaves), leaves, dout)
+    for a, b in zip(eager, compiled):
+        assert_same_bytes(a, b)
+
+
+def test_what_is_not_cut() -> None:
+    """A policy that is named, unless the segment is too; ALiBi, dropout and intervals, which count rows."""
+    spec = AttentionSpec(1.0, right=0)
+    assert spec.rows_per_segment == 16384
+    assert spec._replace(policy="spt").rows_per_segment == 0
+    assert spec._replace(policy="spt", q_segment=256).rows_per_segment == 256
+    for field in ("alibi", "row_intervals"):
+        assert spec._replace(**{field: True}).rows_per_segment == 0
+    assert spec._replace(dropout_p=0.1).rows_per_segment == 0
+
+
+@pytest.mark.parametrize("value", [0, -128, 100, 128.0, True, "128", 2**31])
+def test_a_segment_must_be_whole_tiles(value: Any) -> None:
+    x = torch.zeros(1, 8, 2, 32)
+    with pytest.raises(InputError, match=f"q_segment must be a multiple of 128.*got {value!r}"):
+        attention(x, x, x, q_segment=value)
+
+
+def test_plans_and_fingerprints() -> None:
+    q, k, v, _ = drawn()
+    with pytest.raises(InputError, match="segments of 128 rows of q, each with a plan"):
+        plan_for(q, k, v, causal=True, **CUT)
+    names = [fingerprints(q, k, v, causal=True, q_segment=n) for n in (128, 256, 512, 1024)]
+    assert len({name.backward for name in names}) == 3
+    assert names[2] == names[3] == fingerprints(q, k, v, causal=True)
+    assert len({name.forward for name in names}) == 1
+
+
+def test_causal_rows_behind_many_keys_do_not_begin_on_the_diagonal() -> None:
+    square = Problem.dense(seqlen=1024, head_dim=64, mask=Mask.causal())
+    behind = Problem.dense(seqlen_q=1024, seqlen_k=4096, head_dim=64, mask=Mask.causal())
+    assert str(choose_policy_of_segment(square)) == "spt"
+    assert str(choose_policy_of_segment(behind)) == "descending + lpt"
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_every_item_has_a_place_of_its_own_among_shared_sums(groups: int) -> None:
+    problem = Problem.dense(batch=3, heads=8, kv_heads=2, seqlen=700, mask=Mask.causal())
+    plan = build_plan(problem, "descending", head_groups=groups)
+    table = shared_sums(to_table(plan), plan)
+    items = table[HEADER_WORDS : HEADER_WORDS + ITEM_WORDS * len(plan.items)].reshape(-1, ITEM_WORDS)
+    assert sorted(items[:, ITEM.group_sum].tolist()) == list(range(len(plan.items)))
+    for item in items:
+        kv_tile, sequence, kv_head = (int(item[i]) for i in (ITEM.kv_tile, ITEM.sequence, ITEM.kv_head))
+        part = (int(item[ITEM.q_head_first]) % 4) * groups // 4
+        assert item[ITEM.group_sum] == ((kv_tile * 3 + sequence) * 2 + kv_head) * groups + part
+
+
+def test_sums_of_unlike_sequences_have_no_common_place() -> None:
+    problem = Problem.varlen([256, 16384], heads=4, kv_heads=1, mask=Mask.causal())
+    plan = build_plan(problem, "descending")
+    with pytest.raises(TableError, match="head groups"):
+        shared_sums(to_table(plan), plan)
+
+
+def test_rows_without_keys_have_no_gradient() -> None:
+    """More rows than keys, bottom-right: the first segments see nothing."""
+    tensors = drawn(600, 100)
+    dq, dk, dv = gradients(tensors, causal=True, **CUT)
+    assert not dq[:, :500].any()
+    assert dk.isfinite().all()
+    assert dv.any()
+    assert dense_call(*tensors[:3], AttentionSpec(1.0, right=0, q_segment=128)).parts[0].cut.plan(0) is None  # type: ignore[union-attr]
+
+
+def test_disorder_is_not_cut() -> None:
+    """Without order there is nothing to keep: whole sequences run, as they always did."""
+    q, k, v, dout = drawn()
+    call = dense_call(q, k, v, AttentionSpec(32**-0.5, right=0, ordered=False, q_segment=128))
+    out, lse = call.forward(q, k, v)
+    whole = gradients([q, k, v, dout], causal=True, q_segment=1024)
+    for a, b in zip(call.backward(Tensors(dout, q, k, v, out, lse), NO_AUX), whole):
+        assert a is not None
+        assert_same_bytes(a, b)

@@ -1,0 +1,81 @@
+"""What ranks do in tests of ``dash_attn.distributed``: compare what they share with one process's bytes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import dash_attn
+from dash_attn.distributed import attention, attention_varlen, shard
+from dash_attn.testing import assert_same_bytes
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (300, 0)},
+    "both sides": {"window": (100, 60)},
+}
+MODES = ("ulysses", "gather", "ring", "ulysses+gather", "ulysses+ring", "auto")
+LAYOUTS = ("zigzag", "contiguous")
+
+
+class Case(NamedTuple):
+    """One comparison. ``lengths``: of packed sequences; else ``rows`` of two dense ones."""
+
+    heads: tuple[int, int]
+    mask: str
+    mode: str
+    layout: str
+    rows: int = 0
+    lengths: tuple[int, ...] = ()
+    q_segment: int | None = 128
+    head_dim: int = 32
+    sink: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+
+def drawn(case: Case, device: str) -> list[Tensor]:
+    """q, k, v and dout of the whole sequences, the same on every rank."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (sum(case.lengths),) if case.lengths else (2, case.rows)
+    heads = case.heads[0], case.heads[1], case.heads[1], case.heads[0]
+    sizes = [(*shape, n, case.head_dim) for n in heads]
+    return [torch.randn(size, generator=generator, device=device).to(case.dtype) for size in sizes]
+
+
+def compared(case: Case, device: str = "cpu") -> None:
+    """Out, lse, dq, dk and dv of this rank's rows are the bytes of one process."""
+    *qkv, dout = drawn(case, device)
+    dim = 0 if case.lengths else 1
+    bounds = None
+    if case.lengths:
+        bounds = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+    def mine(x: Tensor, at: int = dim) -> Tensor:
+        return shard(x, dim=at, layout=case.layout, cu_seqlens=bounds)
+
+    options: dict[str, Any] = MASKS[case.mask] | {"q_segment": case.q_segment, "return_lse": True}
+    if case.sink:
+        generator = torch.Generator(device).manual_seed(1)
+        options["learnable_sink"] = torch.randn(case.heads[0], generator=generator, device=device)
+    how = {"mode": case.mode, "layout": case.layout}
+    whole = [x.clone().requires_grad_() for x in qkv]
+    parts = [mine(x).requires_grad_() for x in qkv]
+    if bounds is None:
+        out, lse = dash_attn.attention(*whole, **options)
+        there, of_rows = attention(*parts, **options, **how)
+    else:
+        packed = {**options, "window_size": options.get("window", (-1, -1))}
+        packed.pop("window", None)
+        out, lse = dash_attn.flash_attn_varlen_func(*whole, bounds, bounds, **packed)
+        there, of_rows = attention_varlen(*parts, bounds, **options, **how)
+    out.backward(dout)
+    there.backward(mine(dout))
+    assert_same_bytes(there, mine(out))
+    assert_same_bytes(of_rows, mine(lse, lse.ndim - 1))
+    for part, x in zip(parts, whole):
+        assert part.grad is not None
+        assert x.grad is not None
+        assert_same_bytes(part.grad, mine(x.grad))
