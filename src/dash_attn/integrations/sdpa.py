@@ -252,7 +252,8 @@ def _without_weights(*args: Any, **kwargs: Any) -> Any:
 
 
 _OURS = {
-    F.scaled_dot_product_attention: _attention,
+    # as F has it, unless another library has put its own one there, which calls this one
+    torch._C._nn.scaled_dot_product_attention: _attention,
     torch.ops.aten.scaled_dot_product_attention: _attention,
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     F.multi_head_attention_forward: _without_weights,
