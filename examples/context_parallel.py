@@ -300,9 +300,10 @@ def main() -> None:
     device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
     else:
         torch.set_num_threads(1)  # or products would be cut by how many threads torchrun leaves
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        dist.init_process_group("gloo")
     try:
         ranks = dist.get_world_size()
         if args.seqlen % UNITS or UNITS // 2 % ranks:

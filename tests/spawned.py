@@ -24,7 +24,7 @@ class RankError(AssertionError):
 
 
 def spawn(
-    function: Callable[..., Any], ranks: int, *args: Any, backend: str = "gloo", timeout: float = 300
+    function: Callable[..., Any], ranks: int, *args: Any, backend: str = "gloo", timeout: float = 1800
 ) -> list[Any]:
     """What ``function(rank, *args)`` returns on every rank, in their order.
 

@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel.py"
-
-
-def weights(ranks, *options):
-    """SHA-256 of the weights, and the losses of all steps as they were printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(EXAMPLE), "--steps=2", *options],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(rf"weights sha256 (\w{{64}}) with {ranks} processes on cpu", done.stdout)
-    assert found, done.stdout
-    losses = re.findall(r"loss (\S+)", done.stdout)
-    assert len(losses) == 2
-    return found[1], losses
+from example_runs import weights
 
 
 def test_two_processes_have_the_weights_of_one():
