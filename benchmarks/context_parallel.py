@@ -31,7 +31,7 @@ from torch import Tensor
 
 import dash_attn
 from dash_attn.distributed import attention, shard
-from dash_attn.model.links import H200_LINKS, predict
+from dash_attn.model.links import H200_LINKS, memory_gb, predict
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
 
@@ -166,6 +166,16 @@ def block_ms(call: Call, count: int) -> float:
     return float(slowest)
 
 
+def peak_gb(call: Call) -> float:
+    """10^9 bytes that a call allocates at the most, on the rank with the most."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    most = torch.tensor((torch.cuda.max_memory_allocated() - before) / 1e9, device="cuda")
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return round(float(most), 3)
+
+
 def measured(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     counts = {}
     for name, call in list(calls.items()):
@@ -207,6 +217,10 @@ def rows_of(seqlen: int, heads: int, kv_heads: int, rounds: int) -> list[Row]:
             mode = name.partition(", ")[2]
             ranks = 1 if mode == "one GPU" else dist.get_world_size()
             row["predicted_ms"] = round(predict(problem, ranks, mode, H200_LINKS).ms, 3)
+            row |= {
+                "peak_gb": peak_gb(calls[name]),
+                "predicted_gb": round(memory_gb(problem, ranks, mode), 3),
+            }
         found.append(row)
     return found
 
@@ -236,7 +250,9 @@ def run(rank: int, ranks: int, options: argparse.Namespace) -> None:
 def show(rows: list[Row]) -> None:
     one = rows[0]["ms"]
     for row in rows:
-        predicted = f"  predicted {row['predicted_ms']:8.2f}" if "predicted_ms" in row else ""
+        predicted = ""
+        if "predicted_ms" in row:
+            predicted = f"  predicted {row['predicted_ms']:8.2f}; GB {row['peak_gb']} ({row['predicted_gb']})"
         print(f"{row['case']:28} {row['impl']:20} {row['ms']:8.2f} ms  {one / row['ms']:.2f}x{predicted}")
 
 

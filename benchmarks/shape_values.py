@@ -61,7 +61,8 @@ def ratio(ms: Mapping[Kind, float], name: str) -> float:
 
 
 def _shape_statistic(file: str, name: str, statistic: str) -> str:
-    return STATISTICS[statistic]([x for ms in times(read(file)).values() if (x := ratio(ms, name))])
+    found = [x for ms in times(read(file)).values() if (x := ratio(ms, name))]
+    return STATISTICS[statistic](found) if found else "-"
 
 
 def shape_table(file: str) -> str:

@@ -21,6 +21,7 @@ from other_values import other_values
 from ranking import plan_of, ranked, sums_as
 from replication_values import other_build_values, replication_values
 from shape_values import shape_values, triton_values
+from sharing_values import choice_values, sharing_values
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
 from tlx_values import tlx_values
@@ -277,11 +278,14 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}ranking.json": ranking_values(),
         f"{folder}host.json": host_values(),
         f"{folder}shapes.json": shape_values("h200-shapes.json"),
+        f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
+        "benchmarks/results/h200x2-context-parallel.json": sharing_values(),
         f"{folder}triton.json": triton_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
         "benchmarks/summary.py": other_build_values(),
         COUNTS: count_values(),
+        "dash_attn.model.links": choice_values(),
         "dash_attn.model.roofline": iter(
             [("units", unit_table), ("shared-memory", shared_table), ("forward", forward_unit_table)]
         ),

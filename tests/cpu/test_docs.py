@@ -77,6 +77,7 @@ def test_every_value_can_be_computed(quoted: ModuleType) -> None:
     assert all(value() for value in values.values())
     assert {source for source, _ in values if not source.endswith(".json")} == {
         "benchmarks/summary.py",
+        "dash_attn.model.links",
         "dash_attn.model.roofline",
         "tests/cpu/counts.py",
     }

@@ -15,9 +15,9 @@ from ..errors import ProblemError
 from ..problem import Mask, Problem
 from ..schedule.constants import Q_SEGMENT
 from ..schedule.segments import Segment, head_groups_of_segments
-from ..schedule.sharing import Cut, Layout, Piece, Rows, Work, deal, pieces
+from ..schedule.sharing import Cut, Layout, Rows, Work, deal
 
-__all__ = ["H200_LINKS", "Links", "Prediction", "predict"]
+__all__ = ["H200_LINKS", "Links", "Prediction", "memory_gb", "predict"]
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,29 @@ def predict(
     >>> round(one.ms / two.ms, 1)
     1.9
     """
+    _check(problem)
+    plan = _Plan(problem, ranks, mode, layout, q_segment)
+    found = [plan.of(rank, links) for rank in plan.some]
+    return max(found, key=lambda prediction: prediction.ms)
+
+
+def memory_gb(
+    problem: Problem, ranks: int, mode: str, *, layout: str = "zigzag", q_segment: int = Q_SEGMENT
+) -> float:
+    """GB (10^9 bytes) that a rank allocates for a forward and a backward, at the most.
+
+    What the caller has (q, k, v and dout of its rows) does not count; out, dq, dk and dv do.
+
+    Args, errors: as for :func:`predict`.
+    """
+    _check(problem)
+    plan = _Plan(problem, ranks, mode, layout, q_segment)
+    return max(plan.bytes_of(rank) for rank in plan.some) / 1e9
+
+
+def _check(problem: Problem) -> None:
     if len({*problem.sequences}) != 1 or len(set(problem.sequences[0])) != 1:
         raise ProblemError("only self-attention of equal sequences is shared by ranks")
-    plan = _Plan(problem, ranks, mode, layout, q_segment)
-    found = [plan.of(rank, links) for rank in range(ranks)]
-    return max(found, key=lambda prediction: prediction.ms)
 
 
 class _Plan:
@@ -104,6 +122,12 @@ class _Plan:
         self.layout = Layout((self.length,), ranks, layout)
         self.work = deal(self.layout, self.cut, problem.kv_heads, self.head_ranks)
         self.groups = head_groups_of_segments(problem, q_segment)
+
+    @property
+    def some(self) -> list[int]:
+        """Ranks of which one has most to do: teams at both ends and in the middle."""
+        teams = self.ranks // self.head_ranks
+        return sorted({team * self.head_ranks for team in (0, teams // 2, teams - 1)})
 
     def of(self, rank: int, links: Links) -> Prediction:
         work, p = self.work[rank], self.problem
@@ -134,23 +158,45 @@ class _Plan:
         """What comes to a rank, or leaves it, the larger one: rows like q (forward or backward), keys and
         values of one pass, and sums of dK and dV."""
         p, batch = self.problem, len(self.problem.sequences)
-        into = [work.rows for work in self.work]
-        per_head = (work_heads(self.work[rank])) * p.group
-        q_rows = _moved(pieces(self.layout, into), rank)
-        q = 0.0
-        if self.head_ranks > 1 or q_rows:
-            width = 2 * batch * per_head * (p.head_dim + p.head_dim_v)
-            q = width * max(
-                q_rows, sum(r.last - r.first for r in self.work[rank].rows) * (1 - 1 / self.ranks)
-            )
-        keys = [[Rows(0, 0, max((self._end(r) for r in rows), default=0))] for rows in into]
-        width = 2 * batch * work_heads(self.work[rank]) * (p.head_dim + p.head_dim_v)
-        k = width * _moved(pieces(self.layout, keys), rank)
+        away, rows = 1 - 1 / self.ranks, sum(r.last - r.first for r in self.work[rank].rows)
+        heads, both = work_heads(self.work[rank]), p.head_dim + p.head_dim_v
+        q = 0.0 if self._in_place(rank) else 2 * batch * heads * p.group * both * rows * away
+        k = 2 * batch * heads * both * self._keys(rank) * away
         if self.head_ranks == self.ranks:
             return q, k, k
-        four = 4 * batch * work_heads(self.work[rank]) * self.groups * (p.head_dim + p.head_dim_v)
-        sums = sum(self._end(Rows(0, *s.rows)) - s.keys[0] for s in self._segments(rank))
-        return q, k, four * sums * (1 - 1 / self.ranks)
+        sums = sum(s.keys[1] - s.keys[0] for s in self._segments(rank))
+        return q, k, 4 * batch * heads * self.groups * both * sums * away
+
+    def bytes_of(self, rank: int) -> float:
+        """Bytes that a rank allocates at the most, while it makes the last sums of dK and dV leave."""
+        p, work = self.problem, self.work[rank]
+        batch, both = len(p.sequences), p.head_dim + p.head_dim_v
+        heads, local = work_heads(work), self.length // self.ranks
+        step = 1 if self.in_turns else heads
+        rows = sum(r.last - r.first for r in work.rows)
+        keys = self._keys(rank)
+        of_q = rows * heads * p.group
+        found = of_q * (2 * p.head_dim_v + 4 + 2 * p.head_dim)  # out, lse, dq
+        if not self._in_place(rank):  # q and dout here; out, lse and dq where they lie
+            found += of_q * 2 * both + local * p.heads * (2 * both + 4)
+        found += local * p.kv_heads * 2 * both  # dk, dv
+        found += keys * step * 2 * both * (3 if self.in_turns else 2)  # k and v, dk and dv
+        segment = min(max((s.rows[1] - s.rows[0] for s in self._segments(rank)), default=0), rows)
+        found += segment * step * p.group * (4 * p.head_dim + 8)
+        wide = 4 * step * self.groups * both
+        if self.head_ranks == self.ranks:
+            cut = self.length > self.cut.q_segment > 0
+            return batch * (found + keys * wide * cut)
+        own = sum(s.keys[1] - s.keys[0] for s in self._segments(rank))
+        into = sum(self._here(s, rank) for other in range(self.ranks) for s in self._segments(other))
+        away = 1 - 1 / self.ranks
+        return batch * (found + wide * (own * (1 + away) + into * away + local))
+
+    def _here(self, segment: Segment, rank: int) -> int:
+        """Keys of a segment that lie on a rank."""
+        first, last = segment.keys
+        chunks = self.layout.chunks[rank]
+        return sum(max(0, min(last, c.rows.last) - max(first, c.rows.first)) for c in chunks)
 
     def _segments(self, rank: int) -> list[Segment]:
         return [
@@ -159,19 +205,21 @@ class _Plan:
             if any(r.first <= s.rows[0] < r.last for r in self.work[rank].rows)
         ]
 
-    def _end(self, rows: Rows) -> int:
-        return rows.last if self.problem.mask.sides[1] == 0 else self.length
+    def _in_place(self, rank: int) -> bool:
+        """Whether a rank computes the rows that lie on it, with all heads."""
+        rows = {row for mine in self.work[rank].rows for row in (mine.first, mine.last)}
+        own = {row for chunk in self.layout.chunks[rank] for row in (chunk.rows.first, chunk.rows.last)}
+        return self.head_ranks == 1 and rows == own
+
+    def _keys(self, rank: int) -> int:
+        """Keys that a rank needs, from the first one on."""
+        if self.problem.mask.sides[1] != 0:
+            return self.length
+        return max((rows.last for rows in self.work[rank].rows), default=0)
 
 
 def work_heads(work: Work) -> int:
     return work.heads[1] - work.heads[0]
-
-
-def _moved(on: list[Piece], rank: int) -> int:
-    """Rows that come to a rank or leave it, the larger number."""
-    into = sum(x.rows.last - x.rows.first for x in on if x.worker == rank != x.owner)
-    out = sum(x.rows.last - x.rows.first for x in on if x.owner == rank != x.worker)
-    return max(into, out)
 
 
 def _visible(rows: Rows, length: int, mask: Mask) -> float:

@@ -6,7 +6,7 @@ Imports neither torch nor a backend: all of it is plain data, the same on every 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..errors import InputError
@@ -110,9 +110,15 @@ class Cut(NamedTuple):
     q_segment: int
 
     def segments(self, length: int) -> tuple[Segment, ...]:
-        if not self.q_segment:
-            return (Segment((0, length), (0, length)),)
-        return segments_of(length, length, self.mask, self.tile_n, self.q_segment)
+        """Of a sequence, ascending."""
+        return _segments(self, length)
+
+
+@lru_cache(1024)
+def _segments(cut: Cut, length: int) -> tuple[Segment, ...]:
+    if not cut.q_segment:
+        return (Segment((0, length), (0, length)),)
+    return segments_of(length, length, cut.mask, cut.tile_n, cut.q_segment)
 
 
 def deal(layout: Layout, cut: Cut, kv_heads: int, head_ranks: int) -> list[Work]:

@@ -1,0 +1,66 @@
+"""What the model says of several GPUs: beside what two measured, and what must hold anyway."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dash_attn.errors import InputError, ProblemError
+from dash_attn.model.links import Links, memory_gb, predict
+from dash_attn.problem import Mask, Problem
+
+FILE = Path(__file__).parents[2] / "benchmarks/results/h200x2-context-parallel.json"
+ROWS = [row for row in json.loads(FILE.read_text())["rows"] if "predicted_ms" in row]
+
+
+def problem_of(case: str) -> Problem:
+    tokens, heads, head_dim, mask = case.split(", ")
+    q_heads, kv_heads = map(int, heads.split(":"))
+    assert mask == "causal"
+    return Problem.dense(
+        heads=q_heads, kv_heads=kv_heads, seqlen=int(tokens), head_dim=int(head_dim), mask=Mask.causal()
+    )
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['case']}, {row['impl']}")
+def test_predictions_are_within_a_tenth_of_what_two_gpus_measured(row: dict[str, float | str]) -> None:
+    mode = str(row["impl"]).partition(", ")[2]
+    ranks = 1 if mode == "one GPU" else 2
+    problem = problem_of(str(row["case"]))
+    found = predict(problem, ranks, mode)
+    assert found.ms == pytest.approx(float(row["ms"]), rel=0.1)
+    assert found.ms >= found.forward_ms + found.backward_ms
+    if "peak_gb" in row:
+        assert memory_gb(problem, ranks, mode) == pytest.approx(float(row["peak_gb"]), rel=0.15)
+
+
+def test_more_gpus_are_faster_and_slower_links_are_not() -> None:
+    problem = problem_of("1048576, 32:8, 128, causal")
+    times = [predict(problem, ranks, "ulysses+ring").ms for ranks in (1, 2, 8, 32)]
+    assert times == sorted(times, reverse=True)
+    slow = predict(problem, 8, "ulysses", Links(gb_per_s=20.0))
+    assert slow.moving_ms > predict(problem, 8, "ulysses").moving_ms
+
+
+def test_heads_in_turns_take_less_memory() -> None:
+    problem = problem_of("131072, 32:8, 128, causal")
+    assert memory_gb(problem, 2, "ring") < memory_gb(problem, 2, "gather") / 3
+    assert memory_gb(problem, 2, "ulysses") < memory_gb(problem, 1, "ulysses")
+
+
+def test_what_cannot_be_shared_is_an_error() -> None:
+    with pytest.raises(ProblemError, match="self-attention of equal sequences"):
+        predict(Problem.dense(seqlen_q=128, seqlen_k=256), 2, "gather")
+    with pytest.raises(InputError, match="no multiple of 4"):
+        predict(Problem.dense(seqlen=1026), 2, "gather")
+
+
+def test_windows_and_full_masks_have_the_work_that_they_leave() -> None:
+    window, causal, full = (
+        predict(Problem.dense(heads=8, seqlen=65536, mask=mask), 2, "ulysses").backward_ms
+        for mask in (Mask.of_sides(4096, 0), Mask.causal(), Mask.full())
+    )
+    assert full == pytest.approx(2 * causal, rel=1e-3)
+    assert window == pytest.approx(full * 4096 / 65536, rel=0.05)
