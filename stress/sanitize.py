@@ -20,11 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cached_launch import cached_problems, launch_cached
 from dash_attn.backends.base import Keys, Tensors, new_key_sums, tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.add_sums.config import AddSumsConfig
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.compile import Config, program, variants
 from dash_attn.backends.sm90.forward import launch as forward_launcher
 from dash_attn.backends.sm90.forward.config import ForwardConfig
@@ -148,7 +150,12 @@ def races(log: str) -> list[str]:
 
 def launch_all(chosen: dict[str, Config]) -> None:
     for name, config in chosen.items():
-        if isinstance(config, ForwardConfig):
+        if isinstance(config, CachedConfig):
+            for head_dim in (config.head_dim, config.head_dim - FEWER):
+                for label, cached, blocks in cached_problems(config, head_dim):
+                    launch_cached(config, cached, blocks)
+                    print(f"launched {name}, {label}, head dim {head_dim}", flush=True)
+        elif isinstance(config, ForwardConfig):
             for head_dim in (config.head_dim, config.head_dim - FEWER):
                 for label, problem, blocks in forward_problems(config, head_dim):
                     launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
@@ -166,7 +173,7 @@ def launch_all(chosen: dict[str, Config]) -> None:
 
 
 def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> None:
-    """The backward of a segment of q rows behind others, its sums added to those of another, and dK and dV."""
+    """The backward of a segment of q rows behind others, its sums added to others, and dK and dV."""
     like = {}
     if not isinstance(config, AddSumsConfig):
         columns = config.head_dim - FEWER * config.padded

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         fingerprints,
         flash_attn_func,
         flash_attn_varlen_func,
+        flash_attn_with_kvcache,
         is_supported,
         plan_for,
     )
@@ -38,6 +39,7 @@ __all__ = [
     "fingerprints",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "is_supported",
     "plan_for",
 ]
@@ -49,6 +51,7 @@ _NEED_TORCH = (
     "fingerprints",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "is_supported",
     "plan_for",
 )

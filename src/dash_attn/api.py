@@ -47,6 +47,7 @@ from .backends.base import (
     check_backend,
 )
 from .errors import DashError, InputError, PlanMismatchError
+from .kvcache import Paged, block_table_or, flash_attn_with_kvcache, run_paged
 from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
 from .ops.calls import (
     DTYPE_NAMES,
@@ -73,6 +74,7 @@ __all__ = [
     "fingerprints",
     "flash_attn_func",
     "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "is_supported",
     "plan_for",
 ]
@@ -275,6 +277,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int | Tensor | None = None,
     *positional: object,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = (-1, -1),
@@ -306,6 +309,10 @@ def flash_attn_varlen_func(
     is no backward then, so ``policy`` decides nothing. Under torch.compile a wanted gradient is an error of
     the compiler, with our message in it.
 
+    **Pages.** With ``page_table`` too, k and v are pages (num_pages, page_size, kv_heads, head_dim) of 16,
+    32, 64, 128 or 256 tokens. One call then serves chunks of prompts and steps of decoding, mixed. Lengths
+    and pages on a GPU are not read by the host: see :func:`.kvcache.flash_attn_with_kvcache`.
+
     Args:
         q: (total_q, heads, head_dim). With ``seqused_k`` and without ``cu_seqlens_q``:
             (batch, seqlen_q, heads, head_dim).
@@ -318,6 +325,9 @@ def flash_attn_varlen_func(
             keys) is an error.
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
+        page_table: (batch, most_pages) int32: the pages of every sequence in order, with ``seqused_k`` and
+            without ``cu_seqlens_k``. FlashAttention-2 calls it ``block_table``. Rows of q behind the last of
+            ``cu_seqlens_q`` are then not written.
         row_starts, row_ends: (total_k,) int32, as in :func:`attention`; rows count from the first one of
             their sequence. Not with ``seqused_k``.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
@@ -346,8 +356,22 @@ def flash_attn_varlen_func(
     """
     named = "q, k, v, cu_seqlens and max_seqlen"
     check_no_positional("flash_attn_varlen_func", named, positional)
+    page_table = block_table_or(page_table, flash_options)
     check_flash_options("flash_attn_varlen_func", flash_options)
+    asked = Asked(
+        causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
+    )
+    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     packing: Packing | Used
+    if page_table is not None:
+        if seqused_k is None or cu_seqlens_k is not None:
+            given = f"{_kind(seqused_k)} and {_kind(cu_seqlens_k)}"
+            raise InputError(f"page_table needs seqused_k and no cu_seqlens_k, got {given}")
+        check_flag("return_lse", return_lse)
+        paged = Paged(cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+        out, lse = run_paged((q, k, v), paged, aux, asked)
+        return (out, lse) if return_lse else out
     if seqused_k is not None:
         packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     elif cu_seqlens_q is None or cu_seqlens_k is None:
@@ -355,11 +379,6 @@ def flash_attn_varlen_func(
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    asked = Asked(
-        causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
-    )
-    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
-    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return _run_packed((q, k, v), packing, aux, asked, return_lse)
 
 

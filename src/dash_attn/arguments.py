@@ -36,6 +36,9 @@ __all__ = [
     "check_rows",
     "check_softcap",
     "completed",
+    "longest",
+    "short",
+    "spec_of",
 ]
 
 Window = Sequence[int | None] | None
@@ -58,6 +61,8 @@ _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
     "sm_margin": (0,),
     # FlashAttention-4
     "page_table": (None,),
+    "cache_leftpad": (None,),
+    "cu_seqlens_k_new": (None,),
     "score_mod": (None,),
     "mask_mod": (None,),
     "aux_tensors": (None,),
@@ -71,6 +76,8 @@ _FLASH_OPTIONS: dict[str, tuple[object, ...]] = {
 _HINTS = {
     "return_attn_probs": "; use return_lse for the log-sum-exp",
     "seqused_k": "; flash_attn_varlen_func has it",
+    "page_table": "; flash_attn_varlen_func and flash_attn_with_kvcache have it",
+    "block_table": "; flash_attn_varlen_func and flash_attn_with_kvcache have it",
     "s_aux": "; learnable_sink is its name here",
 }
 
@@ -168,7 +175,7 @@ def aux_of(
 def _seed_of(seed: object, q: object) -> Tensor:
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
         raise InputError(
-            f"dropout_seed must be None, a tensor or an integer in 0..2**63-1, got {_short(seed)}"
+            f"dropout_seed must be None, a tensor or an integer in 0..2**63-1, got {short(seed)}"
         )
     device = q.device if isinstance(q, Tensor) else "cpu"  # what q is, is checked later
     return torch.full((), int(seed), dtype=torch.int64, device=device)
@@ -230,14 +237,18 @@ def check_call(
         _check_packed(q, k, v)
     check_aux(aux, q, _batch(q, packing))
     check_rows(aux, k, packing)
+    return CheckedCall(q, k, v, aux, spec_of(q, asked, aux), packing)
+
+
+def spec_of(q: Tensor, asked: Asked, aux: AuxTensors) -> AttentionSpec:
+    """What is asked besides the tensors, checked."""
     left, right = _sides(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
-    spec = AttentionSpec(
+    return AttentionSpec(
         _scale(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
         check_backend(asked.backend), check_q_segment(asked.q_segment), check_softcap(asked.softcap),
         dropout_p=check_dropout(asked.dropout_p), **aux.given,
     )  # fmt: skip
-    return CheckedCall(q, k, v, aux, spec, packing)
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -276,7 +287,7 @@ def check_no_positional(function: str, named: str, positional: tuple[object, ...
     if positional:
         raise InputError(
             f"{function} takes {named} by position and all else by keyword; the next one, "
-            f"{_short(positional[0])}, would be dropout_p in FlashAttention-2 and another in later ones"
+            f"{short(positional[0])}, would be dropout_p in FlashAttention-2 and another in later ones"
         )
 
 
@@ -294,14 +305,14 @@ def check_flash_options(function: str, options: dict[str, Any]) -> None:
         plain = value is None or isinstance(value, (bool, int, float))
         if not plain or value not in allowed:
             hint = _HINTS.get(name, "")
-            raise InputError(f"{name}={_short(value)} is not supported, only {_either(allowed)}{hint}")
+            raise InputError(f"{name}={short(value)} is not supported, only {_either(allowed)}{hint}")
 
 
 def _either(values: tuple[object, ...]) -> str:
     return " or ".join(map(repr, values))
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """The value, or what it is if it would be long."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -422,8 +433,8 @@ def _checked_packing(packing: Packing, device: torch.device) -> Packing:
             f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} sequences, "
             f"cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}"
         )
-    longest = (_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k))
-    return Packing(cu_seqlens_q, cu_seqlens_k, *longest)
+    both = (longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k))
+    return Packing(cu_seqlens_q, cu_seqlens_k, *both)
 
 
 def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
@@ -439,8 +450,8 @@ def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
             what = f"cu_seqlens_{name} has {found} sequences"
         if found != batch:
             raise InputError(f"seqused_k has {batch} sequences, {what}")
-    longest = (_longest("max_seqlen_q", max_seqlen_q), _longest("max_seqlen_k", max_seqlen_k))
-    return Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
+    both = (longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k))
+    return Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *both)
 
 
 def check_rows(aux: AuxTensors, k: Tensor, packing: Packing | Used | None) -> None:
@@ -478,7 +489,7 @@ def _check_lengths(name: str, x: object, device: torch.device, *, least: int) ->
     _check_place(name, x, device)
 
 
-def _longest(name: str, value: Any) -> int:
+def longest(name: str, value: Any) -> int:
     """-1 for a tensor: the lengths say what it holds, and reading it would wait for the device."""
     if value is None or isinstance(value, Tensor):
         return -1

@@ -12,6 +12,7 @@ import torch
 import dash_attn
 from dash_attn.distributed import context, positions, shard, unshard
 from dash_attn.errors import InputError
+from dash_attn.integrations.continuous import paged_attention_forward
 from dash_attn.integrations.token_masks import token_mask
 from dash_attn.testing import assert_same_bytes
 from spawned import spawn
@@ -230,6 +231,8 @@ def on_refused_masks():
             dash.attention_forward(module, q, q, q, None, sliding_window=7, is_causal=False)
         with pytest.raises(InputError, match=r"position_ids have shape \(3, 1, 128\)"):
             dash.attention_forward(module, q, q, q, of_zigzag, position_ids=positions(256).expand(3, 1, 128))
+        with pytest.raises(InputError, match="paged attention is not supported inside"):
+            paged_attention_forward(module, q, q, q, None, cache=object())
         config = transformers.LlamaConfig(**SMALL, attention_chunk_size=64)
         with pytest.raises(InputError, match="attention_chunk_size 64: chunks cannot be shared"):
             token_mask(**sizes, local_size=64, config=config)

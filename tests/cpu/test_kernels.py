@@ -15,6 +15,7 @@ import pytest
 from dash_attn.backends.cuda.cubin import resources_of_cubin
 from dash_attn.backends.sm90 import machine_code as machine_code_module
 from dash_attn.backends.sm90.backward.config import THREADS, BackwardConfig
+from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.compile import ARCH, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.machine_code import MachineCode, hashes_of, machine_code, normalised
@@ -49,7 +50,10 @@ def test_compiles_without_spills(name: str) -> None:
     if not isinstance(config, (BackwardConfig, ForwardConfig)):
         return
     main = kernels[config.direction]
-    assert main.registers == launched_with(config)
+    if isinstance(config, CachedConfig) and config.warpgroups == 1:
+        assert main.registers <= 255  # nobody gives any to others
+    else:
+        assert main.registers == launched_with(config)
     assert main.shared <= SHARED
     assert 1 <= main.barriers <= 16
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import token_masks
+from dash_attn.integrations.continuous import paged_attention_forward
 from dash_attn.integrations.positions import separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -303,6 +305,85 @@ def test_generation_with_a_growing_cache(config):
         return model.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
 
     assert torch.equal(generated("dash"), generated("sdpa"))
+
+
+@CONFIGS
+def test_beams_and_a_prefix_that_is_used_again(config):
+    """Beam search reorders the cache; a prompt goes on from the cache of its beginning."""
+    prompt = tokens_of()
+
+    def generated(implementation):
+        model = model_of(config, implementation).eval()
+        how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        how["attention_mask"] = torch.ones_like(prompt)
+        beams = model.generate(prompt, num_beams=3, **how)
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(prompt[:, :3], past_key_values=cache)
+        return beams, model.generate(prompt, past_key_values=cache, **how)
+
+    for found, expected in zip(generated("dash"), generated("sdpa")):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_continuous_batching(window, monkeypatch):
+    """Requests of several lengths, whose prompts and steps stand beside one another."""
+    from transformers.generation.continuous_batching import cache as paged_cache
+
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        pytest.skip("this transformers has another interface for continuous batching")
+    # On a CPU it finds no memory for the cache.
+    monkeypatch.setattr(
+        paged_cache, "get_device_and_memory_breakdown", lambda *_: (torch.device("cpu"), 2**30, 0, 0)
+    )
+    config = llama() if window is None else transformers.MistralConfig(**SMALL, sliding_window=window)
+    prompts = [[1, 2, 3, 4, 5], [7, 8], [9] * 11]
+
+    def generated(implementation):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        how = transformers.GenerationConfig(
+            max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
+        batching = transformers.ContinuousBatchingConfig(
+            num_blocks=64, max_batch_tokens=64, block_size=16, use_cuda_graph=False
+        )
+        found = model.eval().generate_batch(
+            prompts, generation_config=how, continuous_batching_config=batching
+        )
+        return [found[name].generated_tokens for name in sorted(found)]
+
+    assert generated("paged|dash") == generated("paged|sdpa")
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_continuous_batching_with_a_block_table(window):
+    """One new token per request, which the call writes into its page."""
+    pages = [torch.randn(6 * 16, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    cache = SimpleNamespace(
+        key_cache=[None, pages[0]], value_cache=[None, pages[1]], block_size=16, num_key_value_heads=2,
+        head_dim=8, layer_index_to_group_indices={3: (0, 1)},
+    )  # fmt: skip
+    q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
+    table, ends = torch.tensor([[[4, 1], [2, -1]]]).int(), torch.tensor([0, 20, 28]).int()
+    module = SimpleNamespace(layer_idx=3, sliding_window=window)
+    out, _ = paged_attention_forward(
+        module, q, k, v, None, cache=cache, cu_seq_lens_q=None, cu_seq_lens_k=ends, block_table=table
+    )
+    sides = (-1, -1) if window is None else (window - 1, 0)
+    for i, (numbers, length) in enumerate((([4, 1], 20), ([2], 8))):
+        keys, values = (x.view(6, 16, 2, 8)[numbers].flatten(0, 1)[None, :length] for x in pages)
+        assert_same_bytes(keys[0, -1], k[0, :, i])
+        wanted = flash_attn_func(
+            q[:, :, i, None].transpose(1, 2), keys, values, causal=True, window_size=sides
+        )
+        assert_same_bytes(out[:, i], wanted[:, 0])
+
+
+def test_paged_attention_is_for_continuous_batching():
+    with pytest.raises(InputError, match="paged attention is for continuous batching, got no cache"):
+        paged_attention_forward(None, None, None, None, None)
 
 
 def trained(implementation, steps=3, config=qwen):

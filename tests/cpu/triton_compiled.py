@@ -75,8 +75,9 @@ def sources(
     of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v)}
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
-    tile |= {name: of_scores[name] for name in of_scores if name != "SINK"}
+    tile |= {name: of_scores[name] for name in of_scores if name not in ("SINK", "CACHED")}
     numbers = {
+        "CACHED": False,
         **of_scores,
         "ROWS": forward.rows,
         "TILE": forward.keys,
@@ -116,7 +117,7 @@ def _type_of(argument: str, dtype: str) -> str:
         return TYPES[dtype]
     if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
-    if argument in ("table", "visits", "stretches", "row_starts", "row_ends"):
+    if argument in ("table", "visits", "stretches", "row_starts", "row_ends", "lengths", "bounds"):
         return "*i32"
     return "fp32" if argument in ("scale", "scale2", "cap2", "rescale", "nothing") else "i32"
 
@@ -138,6 +139,12 @@ def test_kernels_with_another_head_dim_of_v_fit(head_dims: tuple[int, int], arch
 def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
     for name in ("forward", "dkdv", "dq"):
         _assert_fits(name, *QUICK, head_dim, SOFTCAP=True)
+
+
+@pytest.mark.parametrize("arch", [80, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", TILES)
+def test_the_forward_over_a_cache_fits(head_dim: int, arch: int) -> None:
+    _assert_fits("forward", arch, "bfloat16", head_dim, CACHED=True, SINK=True)
 
 
 @pytest.mark.parametrize("head_dim", TILES)

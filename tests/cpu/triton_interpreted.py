@@ -33,10 +33,12 @@ from torch import Tensor
 
 import dash_attn
 from dash_attn.backends.base import NO_AUX, AuxTensors, Keys, RowIntervals, Tensors
+from dash_attn.backends.cached import CachedProblem, CachedTensors
 from dash_attn.backends.cpu import dq_partials, fold_partials
 from dash_attn.backends.cpu import forward as reference
 from dash_attn.backends.cpu.dropout import Dropout
 from dash_attn.backends.triton import backward_kernels, forward_kernel, launch
+from dash_attn.backends.triton.append import append
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.parts import capped, kept, whole_columns, whole_part, whole_rows
 from dash_attn.backends.triton.tables import backward_tables
@@ -47,6 +49,7 @@ from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from interval_cases import beside, ends_of_documents, random_intervals, random_tree, starts_of_prefix
+from kvcache_cases import random_history
 from triton_cases import triton_problem
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in rows that see nothing
@@ -944,8 +947,46 @@ def test_rows_that_are_far_apart_are_copied() -> None:
         torch.empty_strided((2, 300, 1, 64), (stride * 300, stride, 64, 1), device="meta")
         for stride in (2**24 - 8, 2**24)
     )
-    assert launch._aligned(near) is near
-    assert launch._aligned(far).stride(-3) == 64
+    assert launch.aligned(near) is near
+    assert launch.aligned(far).stride(-3) == 64
+
+
+# Caches of keys
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_histories_over_a_cache(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths, bounds and pages are read by the programs, which also append new keys."""
+    monkeypatch.setattr("dash_attn.backends.cpu.cached.append", append)
+    dtype = (torch.float16, torch.float32)[number % 2]
+    random_history(number, "cpu", dtype, 150, head_dims=(16, 24), backend="triton").run()
+
+
+def test_lengths_pages_and_bounds_out_of_range_are_clamped() -> None:
+    """As on a GPU, where nobody sees them before."""
+    k = torch.randn(4, 16, 1, 16)
+    q, table = torch.randn(3, 1, 2, 16), torch.tensor([[3, -9], [10**6, 1], [0, 2]]).int()
+    lengths = torch.tensor([20, 10**9, -5]).int()
+    problem = CachedProblem(3, 2, 1, 16, 16, "float32", (-1, 0), 1, 3, 1, 16, 4, 2)
+    prepared = BACKEND.prepare_cached(problem, CPU)
+    out, lse = prepared.forward(CachedTensors(q, k, k, lengths, table), SCORES)
+    for i, (pages, length) in enumerate((((3, 0), 20), ((3, 1), 32))):
+        keys = k[list(pages)].flatten(0, 1)[:length]
+        wanted = forward(q[i], keys, keys, Mask.causal())
+        assert_same_bytes(out[i], wanted[0])
+        assert_same_bytes(lse[i], wanted[1])
+    assert not out[2].any()
+    packed = problem._replace(seqlen_q=-1, longest_q=3)
+    bounds = torch.tensor([-7, 1, 2, 10**6]).int()
+    tensors = CachedTensors(q.flatten(0, 1), k, k, lengths, table, bounds)
+    found = BACKEND.prepare_cached(packed, CPU).forward(tensors, SCORES)
+    assert_same_bytes(found[0], out.flatten(0, 1))
+    cache, new = torch.zeros(4, 16, 1, 16), torch.ones(3, 2, 1, 16)
+    append((cache, cache), (new, new), torch.tensor([15, 31, -1]).int(), table)
+    assert cache[3, 15].all()  # the second token has no page
+    assert cache[1, 15].all()  # the second one has no room
+    assert cache[0, 0].all()  # the first one has no place
+    assert cache.sum() == 3 * 16
 
 
 # Models

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ..errors import InputError
 from ..problem import Problem
 from ..schedule import Plan
 from ..scores import PLAIN, Scores
+
+if TYPE_CHECKING:
+    from .cached import CachedProblem, PreparedCached
 
 __all__ = [
     "AUTO",
@@ -302,6 +305,14 @@ class Backend(ABC):
             scores: as in the backward.
             dk, dv: (batch, rows, kv_heads, head_dim), of any strides; they are written.
         """
+
+    def why_not_cached(self, problem: CachedProblem, device: torch.device, scores: Scores = PLAIN) -> str:
+        """Why it cannot run a forward over a cache of keys; empty if it can."""
+        return self.why_not(problem.problem(), device, problem.packed, scores)
+
+    @abstractmethod
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        """A problem over a cache of keys, which it covers, on a device."""
 
 
 def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int, like: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ bidirectional masks work, all else raises. Call the model with
 attention. A mask that was made inside stays what it is: a layer that is run again by activation checkpointing
 is shared wherever that happens.
 
+``attn_implementation="paged|dash"`` is for continuous batching (``generate_batch``), without CUDA graphs.
+
 Under ``torch.compile`` there is a graph break where the mask is made: plans are made from lengths, which
 are read on the host. Sequences packed by ``position_ids`` then need ``use_cache=False``; with a cache the
 device checks that there are none. ``generate`` compiles by itself for a cache of fixed length on a GPU: every
@@ -41,6 +43,7 @@ from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
 from ..ops.spread import Spread, current_spread
 from . import OLDEST_TRANSFORMERS
+from .continuous import paged_attention_forward
 from .padding import Packing, packing_of
 from .positions import Sizes, assert_separate, separate
 from .spread_rows import INSIDE, Layer, attend_spread, refuse_inside
@@ -74,6 +77,7 @@ def register(name: str = NAME) -> None:
         raise UnavailableError(f"{needed} (found {__version__})")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, token_mask)
+    AttentionInterface.register(f"paged|{name}", paged_attention_forward)
 
 
 def attention_forward(

@@ -1,5 +1,5 @@
-"""The operators ``dash_attn::forward``, ``backward``, ``varlen_forward``, ``varlen_backward`` and
-``varlen_used_forward``, which has no backward.
+"""The operators ``dash_attn::forward``, ``backward``, ``varlen_forward`` and ``varlen_backward``; without a
+backward, ``varlen_used_forward`` and ``cached_forward``; and ``append``, which writes into a cache.
 
 They are what PyTorch sees of this package: shapes and strides for ``torch.compile`` (fake kernels), and
 gradients. Arguments are checked by the public functions (:mod:`dash_attn.arguments`) before they come here.
@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients, Tensors
+from ..backends.cached import CachedTensors
 from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
+from .cached import append, cached_call
 from .calls import dense_call, packed_call, used_call
 
-__all__ = ["DENSE", "USED", "VARLEN"]
+__all__ = ["APPEND", "CACHED", "DENSE", "USED", "VARLEN"]
 
 _SPEC = AttentionSpec.schema()
 _LENGTHS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k"
 _USED = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor seqused_k"
+_PLACES = "Tensor lengths, Tensor table, Tensor? cu_seqlens_q"
 _LONGEST = "SymInt max_seqlen_q, SymInt max_seqlen_k"
 _AUX = ", ".join(f"Tensor? {name}" for name in AuxTensors._fields)
 _INPUTS = f"Tensor q, Tensor k, Tensor v, {_AUX}"
@@ -37,6 +40,8 @@ _SCHEMAS = {
     "varlen_forward": f"({_INPUTS}, {_LENGTHS}, {_SPEC}, {_LONGEST}) -> (Tensor out, Tensor lse)",
     "varlen_backward": f"({_SAVED}, {_LENGTHS}, {_SPEC}, {_LONGEST}) -> ({_GRADIENTS})",
     "varlen_used_forward": f"({_INPUTS}, {_USED}, {_SPEC}, {_LONGEST}) -> (Tensor out, Tensor lse)",
+    "cached_forward": f"({_INPUTS}, {_PLACES}, {_SPEC}, SymInt max_seqlen_q) -> (Tensor out, Tensor lse)",
+    "append": "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor at, Tensor table) -> ()",
 }
 
 _library: Any = torch.library.Library("dash_attn", "DEF")  # type: ignore[no-untyped-call]
@@ -100,6 +105,17 @@ def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[T
     return out.contiguous(), lse
 
 
+def _cached_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    aux, (lengths, table, cu_seqlens_q, *spec, longest_q) = _split(rest)
+    tensors = CachedTensors(q, k, v, lengths, table, cu_seqlens_q)
+    out, lse = cached_call(tensors, AttentionSpec(*spec), longest_q).forward(tensors, aux)
+    return out.contiguous(), lse
+
+
+def _append_kernel(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, at: Tensor, table: Tensor) -> None:
+    append((k_cache, v_cache), (k, v), at, table)
+
+
 DENSE = Differentiable(torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default, lengths=0)
 """(q, k, v, *aux, *spec), (batch, seqlen, heads, head_dim)."""
 
@@ -110,6 +126,12 @@ VARLEN = Differentiable(
 
 USED = torch.ops.dash_attn.varlen_used_forward.default
 """(q, k, v, *aux, cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, max_seqlen_q, max_seqlen_k): no backward."""
+
+CACHED = torch.ops.dash_attn.cached_forward.default
+"""(q, k, v, *aux, lengths, table, cu_seqlens_q, *spec, max_seqlen_q): no backward."""
+
+APPEND = torch.ops.dash_attn.append.default
+"""(k_cache, v_cache, k, v, at, table): see :func:`.cached.append`."""
 
 
 # Fake kernels
@@ -133,14 +155,19 @@ for _device in ("CPU", "CUDA"):
     _library.impl("varlen_forward", _varlen_forward_kernel, _device)
     _library.impl("varlen_backward", _varlen_backward_kernel, _device)
     _library.impl("varlen_used_forward", _used_forward_kernel, _device)
+    _library.impl("cached_forward", _cached_kernel, _device)
+    _library.impl("append", _append_kernel, _device)
 
 _library.impl("forward", partial(with_gradients, DENSE), "Autograd")
 _library.impl("backward", partial(without_second_derivative, DENSE.backward), "Autograd")
 _library.impl("varlen_forward", partial(with_gradients, VARLEN), "Autograd")
 _library.impl("varlen_backward", partial(without_second_derivative, VARLEN.backward), "Autograd")
 _library.impl("varlen_used_forward", partial(without_gradients, USED), "Autograd")
+_library.impl("cached_forward", partial(without_gradients, CACHED), "Autograd")
 
 for _prefix in ("", "varlen_"):
     torch.library.register_fake(f"dash_attn::{_prefix}forward", _fake_forward, lib=_library)
     torch.library.register_fake(f"dash_attn::{_prefix}backward", _fake_backward, lib=_library)
 torch.library.register_fake("dash_attn::varlen_used_forward", _fake_forward, lib=_library)
+torch.library.register_fake("dash_attn::cached_forward", _fake_forward, lib=_library)
+torch.library.register_fake("dash_attn::append", lambda *_: None, lib=_library)

@@ -24,7 +24,9 @@ from ..base import (
     forward_shapes,
     refuse_backward,
 )
+from ..cached import CachedProblem, PreparedCached
 from . import executor
+from .cached import Cached
 from .forward import forward
 
 __all__ = ["BACKEND"]
@@ -142,6 +144,9 @@ class _CPU(Backend):
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_rows(sums, scores.softmax_scale, dk, dv)
+
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        return Cached(problem)
 
 
 BACKEND = _CPU()

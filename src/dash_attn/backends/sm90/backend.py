@@ -26,6 +26,8 @@ from ..base import (
     forward_shapes,
     refuse_backward,
 )
+from ..cached import CachedProblem, PreparedCached
+from .cached.launch import Cached
 from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
@@ -200,6 +202,9 @@ class _SM90(Backend):
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_keys(sums, scores.softmax_scale, dk, dv)
+
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        return Cached(problem, device)
 
 
 BACKEND = _SM90()

@@ -17,6 +17,7 @@ from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .add_sums.config import AddSumsConfig
 from .backward.config import Accumulation, BackwardConfig
+from .cached.config import PIECES, CachedConfig, cached_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
@@ -28,13 +29,14 @@ __all__ = [
     "Config",
     "MissingCompilerError",
     "backward_variants",
+    "cached_variants",
     "compiler_output",
     "forward_variants",
     "program",
     "variants",
 ]
 
-Config = BackwardConfig | ForwardConfig | KeySumsConfig | AddSumsConfig | SinkConfig
+Config = BackwardConfig | ForwardConfig | CachedConfig | KeySumsConfig | AddSumsConfig | SinkConfig
 
 ARCH = "sm_90a"
 
@@ -59,6 +61,7 @@ def variants() -> dict[str, Config]:
         **finish,
         "add-sums": AddSumsConfig(),
         "sinks": SinkConfig(),
+        **cached_variants(),
     }
 
 
@@ -89,6 +92,17 @@ def forward_variants() -> dict[str, ForwardConfig]:
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
+    return found
+
+
+def cached_variants() -> dict[str, CachedConfig]:
+    """Those of the forward over a cache: for few and for many rows, by the rows of a copy."""
+    found = {}
+    for name, head_dim, dtype in _kinds("cached"):
+        for few in (True, False):
+            for piece in PIECES:
+                rows = "few" if few else "many"
+                found[f"{name}-{rows}-{piece}"] = cached_config(head_dim, dtype, few, piece)
     return found
 
 

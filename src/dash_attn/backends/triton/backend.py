@@ -29,6 +29,7 @@ from ..base import (
     refuse_backward,
     tensor_shapes,
 )
+from ..cached import CachedProblem, PreparedCached
 from .tiles import DTYPES, HEAD_DIMS, TILES, padded
 
 if TYPE_CHECKING:
@@ -181,6 +182,13 @@ class _Triton(Backend):
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_rows(sums, 1.0, dk, dv)
+
+    def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        if reason := _why_unavailable(device):
+            raise UnavailableError(reason)
+        from .cached import Cached
+
+        return Cached(problem, device)
 
 
 BACKEND = _Triton()

@@ -7,6 +7,7 @@ constants of the compiler: with them it might round elsewhere, and a row's bits 
 import triton
 import triton.language as tl
 
+from .cached_parts import cached_tile, load_group, load_pages, store_group, whole_columns_of_group
 from .parts import (
     capped,
     distance,
@@ -30,35 +31,61 @@ LOG2E = tl.constexpr(1.4426950408889634)
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
         "slope_batch", "rows_batch", "threshold",
+        "batch", "seqlen_cached", "total_q", "most", "size", "number",
     ]
 )  # fmt: skip
 def forward_kernel(
-    q, k, v, out, lse, sink, slopes, seed, row_starts, row_ends, table,
+    q, k, v, out, lse, sink, slopes, seed, row_starts, row_ends, table, lengths, bounds,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
     tiles, group, left, right, slope_batch, rows_batch, scale2, cap2, threshold, rescale,
+    batch, seqlen_cached, total_q, most, size, number,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    INTERVALS: tl.constexpr,
+    INTERVALS: tl.constexpr, CACHED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
     with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK;
     ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``seed``: (), read if DROPOUT; ``row_starts`` and
-    ``row_ends``: one per key, read if INTERVALS."""
+    ``row_ends``: one per key, read if INTERVALS.
+
+    CACHED: ``table`` has page numbers, (batch, most), of pages of ``size`` tokens; lengths of keys and bounds
+    of rows are on the device, and ``seqlen_cached`` is the number of rows where q is dense, otherwise -1.
+    Rows of a tile are those of all q heads of kv head ``head``, token by token."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
-    record = table + (pid % tiles) * 16
-    batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
-    top = tl.load(record + 7) * ROWS
-    rows = top + tl.arange(0, ROWS)
-    there = rows < seqlen_q
-    q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8 + head * q_head * 8
-    k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
-    v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
-    q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+    if CACHED:
+        record = table  # unread
+        sequence, batch_q, start_q, seqlen_q, seqlen_k, top = cached_tile(
+            lengths, bounds, pid % tiles, batch, seqlen_cached, total_q, most * size, group, ROWS
+        )
+        diagonal = seqlen_k - seqlen_q
+        packed_rows = top + tl.arange(0, ROWS)
+        rows = packed_rows // group
+        heads = head * group + packed_rows % group
+        there = rows < seqlen_q
+        q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8
+        k_base = k + head * k_head * 8
+        v_base = v + head * v_head * 8
+        pages = table + sequence * most
+        q_tile = load_group(q_base, q_row, q_head, rows, heads, there, HEAD_DIM, BLOCK_D)
+        all_first, all_last = whole_columns_of_group(
+            top, ROWS, group, diagonal, seqlen_q, seqlen_k, left, right
+        )
+    else:
+        record = table + (pid % tiles) * 16
+        batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
+        top = tl.load(record + 7) * ROWS
+        rows = top + tl.arange(0, ROWS)
+        heads = head
+        there = rows < seqlen_q
+        q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8 + head * q_head * 8
+        k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
+        v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
+        q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+        all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
-    all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
     slope = 0.0
     if ALIBI:
         slope = slope_of(slopes, slope_batch, record, head)
@@ -82,7 +109,13 @@ def forward_kernel(
         high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
         for back in range(high - low + 1):
             begin = (high - back) * TILE
-            k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
+            if CACHED:
+                keys_here = (begin, lowest, highest + 1)
+                k_tile = load_pages(
+                    k_base, k_batch, k_row, pages, size, number, keys_here, TILE, HEAD_DIM, BLOCK_D
+                )
+            else:
+                k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
             s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             s = capped(s, scale2) * cap2 if SOFTCAP else s * scale2
             if ALIBI:
@@ -114,7 +147,12 @@ def forward_kernel(
             total_here = total_here * decay + tl.sum(p, 1)
             if DROPOUT:
                 p = tl.where(kept(tl.load(seed), threshold, record, head, rows, begin, TILE), p, 0.0)
-            v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
+            if CACHED:
+                v_tile = load_pages(
+                    v_base, v_batch, v_row, pages, size, number, keys_here, TILE, HEAD_DIM_V, BLOCK_DV
+                )
+            else:
+                v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
             here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
             m = new
         both = tl.maximum(maximum, m)
@@ -125,7 +163,7 @@ def forward_kernel(
         acc = acc * before[:, None] + here * after[:, None]
         maximum = both
     if SINK:  # a segment of one key without a value, behind all others
-        m_sink = tl.load(sink + head) * LOG2E
+        m_sink = tl.load(sink + heads) * LOG2E
         both = tl.maximum(maximum, m_sink)
         shift = tl.where(both == float("-inf"), 0.0, both)
         before = tl.exp2(maximum - shift)
@@ -134,11 +172,14 @@ def forward_kernel(
         maximum = both
 
     lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2
-    tl.store(lse + batch_q * lse_batch + head * lse_head + start_q + rows, lse_tile, mask=there)
+    tl.store(lse + batch_q * lse_batch + heads * lse_head + start_q + rows, lse_tile, mask=there)
     # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
     acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
     if DROPOUT:
         acc = acc * rescale
     acc += 0.0
-    out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
-    store_rows(out_base, out_row, rows, there, acc, HEAD_DIM_V, BLOCK_DV)
+    out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8
+    if CACHED:
+        store_group(out_base, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV)
+    else:
+        store_rows(out_base + head * out_head * 8, out_row, rows, there, acc, HEAD_DIM_V, BLOCK_DV)

@@ -90,18 +90,18 @@ class Forward:
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
-        q, k, v = (_aligned(x) for x in (q, k, v))
+        q, k, v = (aligned(x) for x in (q, k, v))
         (table,) = self._table.use()
         *starts_ends, rows_batch = _intervals(aux, table)
         forward_kernel[(self._tiles * heads,)](
-            q, k, v, out, lse, _values(aux.learnable_sink, lse), _values(aux.alibi_slopes, lse),
-            _seed(aux, lse), *starts_ends, table,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(out), *_lse_strides(lse),
+            q, k, v, out, lse, values_of(aux.learnable_sink, lse), values_of(aux.alibi_slopes, lse),
+            _seed(aux, lse), *starts_ends, table, table, table,
+            *strides_of(q), *strides_of(k), *strides_of(v), *strides_of(out), *lse_strides(lse),
             self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), rows_batch,
-            *_of_scores(scores),
-            **_head(problem), **_variant(scores, aux), SINK=aux.learnable_sink is not None,
+            *of_scores(scores), 0, 0, 0, 0, 0, 0,
+            **head_of(problem), **variant_of(scores, aux), CACHED=False, SINK=aux.learnable_sink is not None,
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
-            ROOM=numerics.room, **_options(shape),
+            ROOM=numerics.room, **options_of(shape),
         )  # fmt: skip
         return out, lse
 
@@ -138,31 +138,31 @@ class Backward:
         """The gradients, by a plan of the problem; dq, dk and dv of ``grads`` are written, in any dtype."""
         tables = self._tables(plan, disorder)
         items, visits, q_tiles, stretches, folds, sequences = tables.place.use()
-        dout, q, k, v, out = (_aligned(x) for x in tensors[:5])
+        dout, q, k, v, out = (aligned(x) for x in tensors[:5])
         lse = tensors.lse.contiguous()
         if lse.data_ptr() % 16:  # the compiler would make another variant for it
             lse = lse.clone()
         delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
         problem = self.problem
-        scales = scores.softmax_scale, *_of_scores(scores)
-        head = _head(problem)
+        scales = scores.softmax_scale, *of_scores(scores)
+        head = head_of(problem)
         of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV")}
-        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **_variant(scores, aux)}
+        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **variant_of(scores, aux)}
         shapes = self._shapes[scores.dropout_p > 0]
         *starts_ends, rows_batch = _intervals(aux, q_tiles)
         sides = (*problem.mask.sides, _slope_batch(aux), rows_batch)
-        read = (q, k, v, dout, lse2, delta, _values(aux.alibi_slopes, lse2), _seed(aux, lse2), *starts_ends)
-        strides = [s for x in (q, k, v, dout) for s in _strides(x)]
+        read = (q, k, v, dout, lse2, delta, values_of(aux.alibi_slopes, lse2), _seed(aux, lse2), *starts_ends)
+        strides = [s for x in (q, k, v, dout) for s in strides_of(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
-                out, dout, lse, delta, lse2, q_tiles, *_strides(out), *_strides(dout), *_lse_strides(lse),
+                out, dout, lse, delta, lse2, q_tiles, *strides_of(out), *strides_of(dout), *lse_strides(lse),
                 tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             shape = shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
-                *read, grads.dq, q_tiles, stretches, *strides, *_strides(grads.dq), *_lse_strides(lse),
+                *read, grads.dq, q_tiles, stretches, *strides, *strides_of(grads.dq), *lse_strides(lse),
                 tables.q_tiles, problem.group, *sides, *scales, 0.0,
-                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
+                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **options_of(shape),
             )  # fmt: skip
         if tables.items:
             shape = shapes.dkdv
@@ -170,13 +170,13 @@ class Backward:
             sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
             dkdv_kernel[(tables.items * parts,)](
                 *read, grads.dk, grads.dv, sums, items, visits,
-                *strides, *_strides(grads.dk), *_strides(grads.dv), *_lse_strides(lse),
+                *strides, *strides_of(grads.dk), *strides_of(grads.dv), *lse_strides(lse),
                 problem.group, *sides, *scales,
-                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **_options(shape),
+                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **options_of(shape),
             )  # fmt: skip
             if tables.folds:
                 fold_kernel[(tables.folds * parts,)](
-                    sums, grads.dk, grads.dv, folds, *_strides(grads.dk), *_strides(grads.dv),
+                    sums, grads.dk, grads.dv, folds, *strides_of(grads.dk), *strides_of(grads.dv),
                     scores.softmax_scale,
                     KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
@@ -202,7 +202,7 @@ def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, sequences: Tensor) 
     dsink = torch.empty_like(sink, memory_format=torch.contiguous_format)
     if count:
         sink_kernel[(count * heads,)](
-            lse, delta, _values(sink, lse), sums, sequences, *_lse_strides(lse), heads,
+            lse, delta, values_of(sink, lse), sums, sequences, *lse_strides(lse), heads,
             ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     sinks_kernel[(heads,)](sums, dsink, count, heads, num_warps=1)
@@ -223,7 +223,7 @@ def _seed(aux: AuxTensors, unread: Tensor) -> Tensor:
     return seed.clone() if seed.data_ptr() % 16 else seed
 
 
-def _values(x: Tensor | None, unread: Tensor) -> Tensor:
+def values_of(x: Tensor | None, unread: Tensor) -> Tensor:
     """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others.
 
     Without any ``unread``, a tensor of fp32 that stands in its place.
@@ -242,13 +242,13 @@ def _intervals(aux: AuxTensors, unread: Tensor) -> tuple[Tensor, Tensor, int]:
     return starts, ends, starts.shape[1] if starts.ndim == 2 else 0
 
 
-def _head(problem: Problem) -> dict[str, int]:
+def head_of(problem: Problem) -> dict[str, int]:
     """Elements of a head, of Q and K and of V, and what a product takes of them."""
     of_qk, of_v = problem.head_dim, problem.head_dim_v
     return {"HEAD_DIM": of_qk, "BLOCK_D": padded(of_qk), "HEAD_DIM_V": of_v, "BLOCK_DV": padded(of_v)}
 
 
-def _variant(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
+def variant_of(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
     """Which variant of the kernels makes the scores."""
     return {
         "SOFTCAP": scores.softcap > 0,
@@ -258,7 +258,7 @@ def _variant(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
     }
 
 
-def _of_scores(scores: Scores) -> tuple[float, float, int, float]:
+def of_scores(scores: Scores) -> tuple[float, float, int, float]:
     """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes.
 
     Then what dropout takes.
@@ -269,12 +269,12 @@ def _of_scores(scores: Scores) -> tuple[float, float, int, float]:
     return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E, *dropout
 
 
-def _options(shape: Shape) -> dict[str, Any]:
+def options_of(shape: Shape) -> dict[str, Any]:
     """Sums stay sums and products products: what one loop would fuse another might not."""
     return {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """x itself if its rows are contiguous, with strides in UNITs and a base of 16 bytes; otherwise a copy."""
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
     near = x.shape[-3] == 1 or x.stride(-3) < MOST_STRIDE
@@ -284,13 +284,13 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
+def strides_of(x: Tensor) -> tuple[int, ...]:
     """Of batch, row and head in UNITs; 0 where there is one or none."""
     steps = [stride // UNIT if size > 1 else 0 for stride, size in zip(x.stride()[:-1], x.shape)]
     return (0, *steps)[-3:]
 
 
-def _lse_strides(lse: Tensor) -> tuple[int, int]:
+def lse_strides(lse: Tensor) -> tuple[int, int]:
     """Of batch and head, of a contiguous lse."""
     heads, rows = lse.shape[-2:]
     return heads * rows, rows

@@ -48,15 +48,15 @@ def load_tile(copy: Copy, shared, rows, tile: Int32, head: Int32, barrier) -> No
     cute.copy(copy.atom, source[None, tile], target, tma_bar_ptr=barrier)
 
 
-def partitions(copy: Copy, shared, rows, head: Int32):
+def partitions(copy: Copy, shared, rows, head: Int32, columns: int = 0):
     """Partitions for the copy engine of a tile in shared memory, and of a sequence's tiles, (., tile).
 
-    `rows` as in `load_tile`.
+    `rows` as in `load_tile`; `columns`: which tile of columns.
     """
     row, batch, shift = rows
     sequence = cute.domain_offset((row, 0), copy.tensor[None, None, head, batch, shift])
     tile_shape = (cute.size(shared, mode=[0]), cute.size(shared, mode=[1]))
-    tiles = cute.flat_divide(sequence, tile_shape)[None, None, None, 0]
+    tiles = cute.flat_divide(sequence, tile_shape)[None, None, None, columns]
     return cpasync.tma_partition(
         copy.atom, 0, cute.make_layout(1), cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
     )

@@ -77,6 +77,14 @@ def add_f32x4(pointer: cute.Pointer, values, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def add_shared(pointer: cute.Pointer, amount: Int32, *, loc=None, ip=None) -> Int32:
+    """atom.shared: add, return the old value."""
+    text = "atom.relaxed.cta.shared::cta.add.s32 $0, [$1], $2;"
+    operands = [_address(pointer, loc, ip), Int32(amount).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, text, "=r,r,r,~{memory}", loc, ip))
+
+
+@dsl_user_op
 def compare_and_swap(pointer: cute.Pointer, old: Int32, new: Int32, *, loc=None, ip=None) -> Int32:
     """atom.cas of one int32, returns the value found."""
     text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"

@@ -75,7 +75,8 @@ class Fold:
         for half in cutlass.range_constexpr(2):
             maximum, total, factor = numbers[half], row_sum(numbers[2 + half]), Float32(1.0)
             if const_expr(c.sink):
-                maximum, total, factor = with_sink(maximum, total, sink[q_head])
+                score = self._sink_of(sink, q_head, q_tile * c.tile_m + ROWS * group, tidx, half)
+                maximum, total, factor = with_sink(maximum, total, score)
             row = q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 + lane // 4 + 8 * half
             empty, lse = total == Float32(0.0), lse_of(maximum, total)
             if (lane % 4 == 0) & (row < seqlen_q):
@@ -89,6 +90,10 @@ class Fold:
             converted.store(row_values.load().to(self.dtype))
             line = mOut[batch, row_first + row, q_head, None]
             registers.store_rows(converted, line, lane, row < seqlen_q, mOut.shape[3])
+
+    def _sink_of(self, sink, q_head: Int32, top: Int32, tidx: Int32, half):
+        """The sink of one of a thread's two rows."""
+        return sink[q_head]
 
     @cute.jit
     def _load(self, partial, place: Int32, group: Int32, tidx: Int32, values, numbers) -> None:

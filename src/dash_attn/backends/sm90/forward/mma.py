@@ -95,11 +95,15 @@ class MmaRole:
                 self._finish(t, memory, shared, words, stage)
             if const_expr(c.trace):
                 note(memory.trace, words[Info.index], END)
-            done = done_barrier(c, group, rings.q.stage(n_item))
-            cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
+            self._let_go(rings, group, n_item)
             n_item += 1
             rings.q.wait_full(n_item)
             words = shared.item[None, rings.q.stage(n_item)]
+
+    def _let_go(self, rings, group, n_item: Int32) -> None:
+        """This warpgroup is done with an item, and its place of Q may be stored."""
+        done = done_barrier(self.config, group, rings.q.stage(n_item))
+        cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
 
     def _segment_end(self, begin: Int32, kv_last: Int32) -> Int32:
         """The last kv tile of the segment in which one stands, if the item goes so far."""

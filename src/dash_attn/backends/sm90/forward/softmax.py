@@ -129,6 +129,7 @@ class Softmax:
         """What the first maximum of a row has more than its largest score: a maximum of few keys is low."""
         words, kv_tile = tile
         row, left = words[Info.row] + ROWS * t.group + self._row(t, half), kv_tile * self.config.tile_n
+        row = self._position(words, row)
         first = cutlass.max(row + words[Info.low], left)
         last = cutlass.min(row + words[Info.high], words[Info.seqlen_k] - 1)
         keys = cutlass.min(last, left + self.config.tile_n - 1) - first + 1
@@ -155,13 +156,18 @@ class Softmax:
             top, last_key = words[Info.row] + ROWS * t.group, words[Info.seqlen_k] - 1
             for half in cutlass.range_constexpr(2):
                 row, column = top + self._row(t, half), self._column(t, kv_tile)
+                row = self._position(words, row)
                 last = cutlass.min(row + words[Info.high], last_key) - column
                 self._hide(t, half, lambda c, last=last: c > last)
         if kv_tile < info.first_whole:
             for half in cutlass.range_constexpr(2):
-                row = words[Info.row] + ROWS * t.group + self._row(t, half)
+                row = self._position(words, words[Info.row] + ROWS * t.group + self._row(t, half))
                 first = row + words[Info.low] - self._column(t, kv_tile)
                 self._hide(t, half, lambda c, first=first: c < first)
+
+    def _position(self, words, row):
+        """The number of a row's token among those of its sequence."""
+        return row
 
     def _row(self, t, half):
         """A thread's two rows of its warpgroup."""

@@ -1,0 +1,69 @@
+"""The forward over a cache of keys on the CPU: keys are gathered, and the forward of training runs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ...problem import Mask, Problem
+from ...schedule import ForwardNumerics
+from ...scores import Scores
+from ..base import NO_AUX, AuxTensors
+from ..cached import CachedProblem, CachedTensors, PreparedCached
+from .forward import forward
+
+__all__ = ["Cached", "append"]
+
+
+class Cached(PreparedCached):
+    """The reference of the others. Lengths and page numbers must be in range."""
+
+    def __init__(self, problem: CachedProblem) -> None:
+        self.problem = problem
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return ForwardNumerics.of(self.problem.problem()).fingerprint
+
+    def forward(
+        self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX
+    ) -> tuple[Tensor, Tensor]:
+        p, q = self.problem, tensors.q
+        if not p.batch:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            *batch, rows, heads, _ = q.shape
+            return q.new_zeros((*q.shape[:-1], p.head_dim_v)), q.new_zeros((*batch, heads, rows), dtype=wide)
+        lengths = tensors.lengths.tolist()
+        if tensors.cu_seqlens_q is None:
+            of_q = [p.seqlen_q] * p.batch
+        else:
+            of_q = tensors.cu_seqlens_q.diff().tolist()
+        sizes = (p.heads, p.kv_heads, p.head_dim, Mask.of_sides(*p.sides), p.dtype)
+        problem = Problem(tuple(zip(of_q, lengths)), *sizes, head_dim_v=p.head_dim_v)
+        k, v = (_gathered(x, tensors.table, lengths) for x in (tensors.k, tensors.v))
+        out, lse = forward(problem, q.flatten(0, 1) if q.ndim == 4 else q, k, v, scores, aux)
+        if q.ndim == 3:
+            return out, lse
+        lse = lse.view(p.heads, p.batch, p.seqlen_q).transpose(0, 1).contiguous()
+        return out.view(*q.shape[:-1], p.head_dim_v), lse
+
+
+def _gathered(pages: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
+    """The used rows of all sequences, one after the other."""
+    size, found = pages.shape[1], []
+    for row, length in zip(table, lengths):
+        mine = row[: -(-length // size)].long()
+        found.append(pages[mine].flatten(0, 1)[:length])
+    return torch.cat(found)
+
+
+def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:
+    """Write ``new`` (batch, rows, kv_heads, head_dim) behind the first ``at`` tokens of every sequence."""
+    size = cache[0].shape[1]
+    for sequence, first in enumerate(at.tolist()):
+        tokens = torch.arange(first, first + new[0].shape[1])
+        pages = table[sequence, tokens // size].long()
+        for where, what in zip(cache, new):
+            where[pages, tokens % size] = what[sequence]

@@ -1,0 +1,174 @@
+"""The main kernel of the forward over a cache of keys.
+
+It is the forward of training (forward/kernel.py) but for three things. A q tile has the rows of all q heads
+of a kv head, token by token, so that K and V are read once for them. Items come from a table that ``Deal``
+wrote, on the device. And K and V come in pages. What a row computes is the same, operation by operation.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.utils import hopper_helpers
+
+from ..device.copies import copy_of
+from ..device.operands import DTYPES, tile_layout
+from ..device.ring import Ring
+from ..forward.arguments import Layouts, Products, Shared
+from ..forward.config import ROWS
+from ..forward.item import info_words
+from .arguments import Copies, Memory
+from .config import CachedConfig
+from .item import Rings
+from .load import BOX, CachedLoad
+from .mma import CachedMma
+
+LOAD_WARP, Q_WARP, FIRST_MMA_WARP = 0, 1, 4
+
+
+@cute.jit
+def rows_of_groups(tensor, group: Int32):
+    """(B, S, H, D) as (B, (group, S), H / group, D): rows are those of all q heads of a kv head."""
+    batch, tokens, heads, columns = tensor.shape
+    of_batch, of_token, of_head, of_column = tensor.stride
+    shape = (batch, (group, tokens), heads // group, columns)
+    stride = (of_batch, (of_head, of_token), of_head * group, of_column)
+    return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
+
+
+@cute.jit
+def as_packed(tensor):
+    """(pages, rows, H, D) as rows of one batch. A page begins at a row: the launcher sees to that.
+
+    Not as `plan_view.tma_used_rows` has it: that view begins before the tensor. Where all rows of a copy lie
+    beyond the extent, the GPU may look up the first address of a view, which must exist then.
+    """
+    pages, rows, heads, columns = tensor.shape
+    _, of_row, of_head, of_column = tensor.stride
+    layout = cute.make_layout((1, pages * rows, heads, columns), stride=(of_row, of_row, of_head, of_column))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+@cute.jit
+def statistics_of_groups(lse, group: Int32):
+    """(B, H, S) as (B, H / group, (group, S))."""
+    batch, heads, tokens = lse.shape
+    of_batch, of_head, of_token = lse.stride
+    shape = (batch, heads // group, (group, tokens))
+    stride = (of_batch, of_head * group, (of_head, of_token))
+    return cute.make_tensor(lse.iterator, cute.make_layout(shape, stride=stride))
+
+
+class Cached:
+    def __init__(self, config: CachedConfig):
+        self.config = config
+        self.dtype = DTYPES[config.dtype]
+        self.load_role, self.mma_role = CachedLoad(config, self.dtype), CachedMma(config, self.dtype)
+
+    def _tiled_mmas(self) -> Products:
+        c = self.config
+        major, source = cute.nvgpu.OperandMajorMode, warpgroup.OperandSource
+        make = hopper_helpers.make_trivial_tiled_mma
+        types = self.dtype, self.dtype, major.K
+        scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM)
+        out = make(*types, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim), source.RMEM)
+        return Products(scores, out)
+
+    def _storage(self):
+        c, dtype = self.config, self.dtype
+
+        def tile(rows, columns, stages):
+            return cute.struct.Align[cute.struct.MemRange[dtype, rows * columns * stages], 1024]
+
+        @cute.struct
+        class Storage:
+            item_full: cute.struct.MemRange[Int64, c.q_stages]
+            q_full: cute.struct.MemRange[Int64, c.q_stages]
+            q_empty: cute.struct.MemRange[Int64, c.q_stages]
+            k_full: cute.struct.MemRange[Int64, c.kv_stages]
+            k_empty: cute.struct.MemRange[Int64, c.kv_stages]
+            v_full: cute.struct.MemRange[Int64, c.kv_stages]
+            v_empty: cute.struct.MemRange[Int64, c.kv_stages]
+            item: cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16]
+            q: tile(ROWS, c.head_dim, c.q_stages * c.warpgroups)
+            k: tile(c.tile_n, c.head_dim, c.kv_stages)
+            v: tile(c.tile_n, c.head_dim, c.kv_stages)
+
+        return Storage
+
+    def _barrier_counts(self):
+        c = self.config
+        warps = 4 * c.warpgroups
+        return {
+            "item_full": (c.q_stages, 1), "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, warps),
+            "k_full": (c.kv_stages, 1), "k_empty": (c.kv_stages, warps),
+            "v_full": (c.kv_stages, 1), "v_empty": (c.kv_stages, warps),
+        }  # fmt: skip
+
+    @cute.jit
+    def __call__(self, tensors, memory: Memory, launch, stream):
+        c = self.config
+        layouts = Layouts(
+            q=tile_layout(self.dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
+            kv=tile_layout(self.dtype, c.tile_n, c.head_dim, c.kv_stages),
+        )
+        piece, fetch = tile_layout(self.dtype, c.piece, BOX, 1), cpasync.CopyBulkTensorTileG2SOp()
+        copies = Copies(
+            k=copy_of(fetch, as_packed(tensors.k), piece, c.piece),
+            v=copy_of(fetch, as_packed(tensors.v), piece, c.piece),
+        )
+        kv_heads = tensors.k.shape[2]
+        numbers = (
+            launch.scale, launch.left, launch.right, tensors.q.shape[2] // kv_heads, kv_heads,
+            tensors.k.shape[0], tensors.k.shape[1], launch.most_pages,
+            *(Int32(x.stride[0] // x.stride[1]) for x in (tensors.k, tensors.v)),
+        )  # fmt: skip
+        self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
+            grid=(launch.grid, 1, 1),
+            block=(c.threads, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers) -> None:
+        c = self.config
+        scale, *others = numbers
+        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp_idx == LOAD_WARP:
+            for each in copies:
+                cpasync.prefetch_descriptor(each.atom)
+        storage = SmemAllocator().allocate(self._storage())
+        barriers = {name: getattr(storage, name).data_ptr() for name in self._barrier_counts()}
+        rings = Rings(
+            q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
+            k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
+            v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
+            item=barriers["item_full"],
+        )
+        shared = Shared(
+            q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
+            k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
+        )
+        if warp_idx == LOAD_WARP:
+            with cute.arch.elect_one():
+                for name, (stages, count) in self._barrier_counts().items():
+                    for stage in range(stages):
+                        cute.arch.mbarrier_init(barriers[name] + stage, count)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        if warp_idx < FIRST_MMA_WARP:
+            if const_expr(c.warpgroups > 1):
+                cute.arch.setmaxregister_decrease(c.registers[1])
+            if warp_idx == LOAD_WARP:
+                self.load_role.run(copies, memory, shared, rings, tuple(others))
+            elif warp_idx == Q_WARP:
+                self.load_role.copy_queries(memory, shared, rings)
+        else:
+            if const_expr(c.warpgroups > 1):
+                cute.arch.setmaxregister_increase(c.registers[0])
+            self.mma_role.run(products, memory, shared, rings, scale)

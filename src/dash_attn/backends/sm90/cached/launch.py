@@ -1,0 +1,130 @@
+"""Launching the forward over a cache of keys on PyTorch tensors. Everything follows from shapes."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ....errors import InputError
+from ....schedule import ForwardNumerics
+from ....schedule.forward_plan import MOST_PARTS
+from ....scores import Scores
+from ...base import NO_AUX, AuxTensors
+from ...cached import CachedProblem, CachedTensors, PreparedCached
+from ...cuda.multiprocessors import multiprocessors
+from ...cuda.upload import loadable
+from ..compile import program
+from ..forward.config import ROWS
+from ..forward.launch import allocate, why_no_scale
+from ..launch import DTYPES
+from ..tiles import kernel_of
+from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
+from .config import CachedConfig, cached_config
+
+__all__ = ["Cached", "config_of"]
+
+EAGER = {True: 4, False: 1}
+"""A tile is split if it is longer than a block's share, divided by this. Few rows leave little behind."""
+
+
+def config_of(problem: CachedProblem) -> CachedConfig:
+    """What a problem runs with. Which one decides no bit."""
+    head_dim, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+    rows = problem.longest_q
+    if problem.packed and rows == problem.total_q:  # nobody said how many rows the longest one has
+        rows = -(-problem.total_q // max(problem.batch, 1))
+    few = rows * problem.group <= ROWS
+    whole = problem.most_pages == 1 or problem.page_size % 128 == 0
+    return cached_config(head_dim, DTYPES[problem.dtype], few, 128 if whole else 16)
+
+
+class Cached(PreparedCached):
+    """The forward of a problem on a Hopper GPU.
+
+    Args:
+        problem: what to compute.
+        device: the GPU.
+        blocks: thread blocks to launch, by default one per SM. Any number ends, and none changes a bit.
+        config: another configuration than the problem's, for tests.
+    """
+
+    def __init__(
+        self,
+        problem: CachedProblem,
+        device: torch.device,
+        *,
+        blocks: int | None = None,
+        config: CachedConfig | None = None,
+    ) -> None:
+        self.problem, self.device = problem, device
+        self.config = config_of(problem) if config is None else config
+        self._blocks = blocks
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return ForwardNumerics.of(self.problem.problem()).fingerprint
+
+    @cached_property
+    def _numbers(self) -> tuple[list[int], tuple[int, ...]]:
+        """Words of the workspace, and what a launch is given besides the scale."""
+        p, c = self.problem, self.config
+        blocks = multiprocessors(self.device) if self._blocks is None else self._blocks
+        tiles, segments = p.q_tiles(c.tile_m), -(-p.keys // c.segment)
+        share, folds, places = blocks * EAGER[c.warpgroups == 1], 0, 0
+        if segments > 1:
+            folds = min(share // p.kv_heads + 2, tiles)
+            places = min(folds * segments, max(MOST_PARTS // p.kv_heads, 1))
+        grid = max(1, min(blocks, (tiles + places) * p.kv_heads))
+        table = HEADER_WORDS + (tiles + places + folds) * RECORD_WORDS + tiles
+        partial = places * p.kv_heads * c.warpgroups * c.partial_words
+        state = grid * c.state_words if segments > 1 else 0
+        words = [-(-max(n, 1) // 32) * 32 for n in (table, 1, state, partial)]
+        numbers = (p.batch, tiles, p.seqlen_q, p.most_pages, share, places, folds, grid, *p.sides)
+        return words, numbers
+
+    @cached_property
+    def _program(self) -> object:
+        return program(self.config)
+
+    def forward(
+        self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX
+    ) -> tuple[Tensor, Tensor]:
+        if reason := why_no_scale(scores.softmax_scale):
+            raise InputError(reason)
+        q, k, v, lengths, table, bounds = tensors
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        packed = q.ndim == 3
+        shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        sink = self._sink(aux)
+        if not q.numel() or not k.numel() or not self.problem.keys:
+            lse.copy_(sink[:, None].expand(lse.shape))
+            return out.zero_(), lse.squeeze(0) if packed else lse
+        four = [loadable(q), _with_rows(k), _with_rows(v), out]
+        four = [x.unsqueeze(0) if x.ndim == 3 else x for x in four]
+        words, numbers = self._numbers
+        memory = [*allocate(words, q.device)]
+        memory[:2] = (x.view(torch.int32) for x in memory[:2])
+        self._program(  # type: ignore[operator]
+            *Tensors._make([*four, lse]),
+            *Places(lengths, table.view(-1), lengths if bounds is None else bounds, sink),
+            *Workspace._make(memory),
+            *Launch(scores.softmax_scale, *numbers),
+        )
+        return out, lse.squeeze(0) if packed else lse
+
+    def _sink(self, aux: AuxTensors) -> Tensor:
+        """(heads,) fp32; -inf where there is no sink."""
+        if aux.learnable_sink is not None:
+            return aux.learnable_sink.detach().float().contiguous()
+        return torch.full((self.problem.heads,), -torch.inf, device=self.device)
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Pages that the copy engine can load, and that begin a whole number of rows apart; copied otherwise."""
+    x = loadable(x)
+    if x.shape[0] == 1 or x.stride(0) % x.stride(1) == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

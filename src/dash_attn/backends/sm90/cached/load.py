@@ -1,0 +1,181 @@
+"""The warps that load: one claims items, and loads K and V page by page; the other one copies rows of Q."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ..device import plan_view, ptx
+from ..device.copies import partitions
+from ..forward.config import ROWS
+from ..forward.item import Info
+from .arguments import HEADER_WORDS, RECORD_WORDS
+from .config import CachedConfig
+
+# The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
+CLAIM_BEFORE, READ_BEFORE = 4, 2
+BOX = 64
+"""Columns of a copy: 128 bytes."""
+
+
+class CachedLoad:
+    def __init__(self, config: CachedConfig, dtype):
+        self.config, self.dtype = config, dtype
+
+    @cute.jit
+    def run(self, copies, memory, shared, rings, numbers) -> None:
+        c = self.config
+        left, right, group, kv_heads, *of_pages = numbers
+        table = memory.table
+        section, items = table[2], table[0] * kv_heads
+        in_section, blocks = table[0] * section, Int32(cute.arch.grid_dim()[0])
+        n_item, n_kv, index = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
+        per_segment = c.segment // c.tile_n
+        record = self._read(table, section, items, index)
+        while index < items:
+            head = index // in_section * section + index % in_section % section
+            sequence, q_tile, segment, place, rows, seqlen_k, first, shift = record
+            low = shift - left if left >= 0 else Int32(-plan_view.UNBOUNDED)
+            high = shift + right if right >= 0 else Int32(plan_view.UNBOUNDED)
+            top = q_tile * c.tile_m
+            bottom = cutlass.min(top + c.tile_m, rows) - 1
+            kv_first = cutlass.max(top // group + low, 0) // c.tile_n
+            last = cutlass.min(bottom // group + high, seqlen_k - 1)
+            kv_last = last // c.tile_n if last >= 0 else Int32(-1)
+            partial = Int32(-1)
+            if segment >= 0:
+                kv_first = cutlass.max(kv_first, segment * per_segment)
+                kv_last = cutlass.min(kv_last, (segment + 1) * per_segment - 1)
+                partial = place * kv_heads + head
+            batch = Int32(0) if cute.size(memory.q, mode=[0]) == 1 else sequence
+            stage = rings.q.stage(n_item)
+            rings.q.wait_empty(n_item)
+            with cute.arch.elect_one():
+                words = (
+                    Int32(1), head, kv_first, kv_last, low, high, seqlen_k, rows, top,
+                    group, Int32(0), Int32(0), batch, first * group, partial,
+                )  # fmt: skip
+                for i, value in enumerate(words):
+                    shared.item[i, stage] = value
+                cute.arch.mbarrier_arrive(rings.item + stage)
+            kv_tiles = cutlass.max(kv_last - kv_first + 1, 0)
+            begin, to_load, claimed = kv_first, kv_tiles, items - blocks
+            while begin <= kv_last:
+                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+                for i in cutlass.range(end - begin + 1, unroll=1):
+                    if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
+                        claimed = self._claim(memory.claimed)
+                    where = self._where(memory.pages, of_pages, sequence, (end - i) * c.tile_n, seqlen_k)
+                    for ring, copy, tiles, rows_of_page in (
+                        (rings.k, copies.k, shared.k, of_pages[3]),
+                        (rings.v, copies.v, shared.v, of_pages[4]),
+                    ):
+                        kv_stage = ring.stage(n_kv)
+                        ring.wait_empty(n_kv)
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+                            )
+                        self._load(
+                            copy, tiles[None, None, kv_stage], where, rows_of_page, head, ring.full + kv_stage
+                        )
+                    n_kv += 1
+                    to_load -= 1
+                    if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
+                        index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                        record = self._read(table, section, items, index)
+                begin = end + 1
+            if kv_tiles == 0:
+                if blocks < items:
+                    claimed = self._claim(memory.claimed)
+                index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                record = self._read(table, section, items, index)
+            n_item += 1
+        rings.q.wait_empty(n_item)
+        with cute.arch.elect_one():
+            shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
+            cute.arch.mbarrier_arrive(rings.item + rings.q.stage(n_item))
+
+    @cute.jit
+    def copy_queries(self, memory, shared, rings) -> None:
+        """The other warp: copy Q of every item, and let those who multiply have it with the item's words."""
+        n_item, go_on = Int32(0), Int32(1)
+        while go_on == 1:
+            stage = rings.q.stage(n_item)
+            cute.arch.mbarrier_wait(rings.item + stage, rings.q.phase(n_item))
+            words = shared.item[None, stage]
+            go_on = words[Info.valid]
+            if go_on == 1:
+                top, rows = words[Info.row], words[Info.seqlen_q]
+                place = (words[Info.batch], words[Info.row_first] + top, words[Info.q_head])
+                self._copy_rows(memory.q, shared.q, place, rows - top, stage)
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(rings.q.full + stage)
+            n_item += 1
+
+    @cute.jit
+    def _copy_rows(self, mQ, sQ, place, exist: Int32, stage) -> None:
+        """Start to copy rows of Q, 16 bytes at a time; those that do not exist are zeros."""
+        c, (batch, first, head) = self.config, place
+        lane, vectors = cute.arch.lane_idx(), c.head_dim // 8
+        column, own = lane % vectors, lane // vectors
+        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
+        zeros = cute.make_rmem_tensor(8, self.dtype)
+        zeros.fill(0.0)
+        step = 32 // vectors
+        for i in cutlass.range(c.tile_m // step, unroll=1):
+            row = i * step + own
+            tile = sQ[None, None, stage * c.warpgroups + row // ROWS]
+            target = cute.local_tile(tile[row % ROWS, None], (8,), (column,))
+            if (row < exist) & (8 * column < cute.size(mQ, mode=[3])):
+                source = cute.local_tile(mQ[batch, first + row, head, None], (8,), (column,))
+                cute.copy(copy, source, target)
+            else:
+                cute.autovec_copy(zeros, target)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _where(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
+        """(row of the view, page, used tokens of the page) of the pieces of a kv tile: lane i has piece i. Of
+        a page that has none of the used tokens, rows are zeros, whatever its number is."""
+        c, (number, size, most, *_) = self.config, of_pages
+        token += cute.arch.lane_idx() * c.piece
+        column = token // size
+        page = pages[sequence * most + cutlass.min(column, most - 1)]
+        page = cutlass.min(cutlass.max(page, 0), number - 1)
+        used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
+        return plan_view.PACKED_ROWS - used + token % size, page, used
+
+    @cute.jit
+    def _load(self, copy, tile, where, rows_of_page: Int32, head: Int32, barrier) -> None:
+        """Start to load a tile of K or V, piece by piece. Pages lie among rows as sequences do in packed
+        tensors (`plan_view.tma_rows`): each ends where its used tokens end."""
+        c, (row, page, used) = self.config, where
+        pieces = cute.flat_divide(tile, (c.piece, BOX))
+        shift = page * rows_of_page + used
+        for i in cutlass.range_constexpr(c.tile_n // c.piece):
+            place = (
+                cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
+            )  # fmt: skip
+            for j in cutlass.range_constexpr(c.head_dim // BOX):
+                target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
+                cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)
+
+    @cute.jit
+    def _read(self, table, section: Int32, items: Int32, index: Int32):
+        """The words of an item; of the last one where there is none."""
+        index = cutlass.max(cutlass.min(index, items - 1), 0)
+        in_section = cutlass.max(table[0] * section, 1)
+        first = HEADER_WORDS + index % in_section // section * RECORD_WORDS
+        return tuple(table[first + i] for i in range(RECORD_WORDS))
+
+    @cute.jit
+    def _claim(self, claimed) -> Int32:
+        """Claim the next item; lane 0 knows which. Nobody waits for the answer here."""
+        number = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            number = ptx.add(claimed.iterator)
+        return number

@@ -1,0 +1,98 @@
+"""``paged|dash``: attention for the continuous batching of transformers (``generate_batch``).
+
+Rows of all requests are one packed batch, and keys lie in the cache of transformers. Where it gives a block
+table, every request has one new token, which :func:`.kvcache.flash_attn_with_kvcache` appends. Otherwise
+transformers gathers the keys; the lengths are then read on the host, so a CUDA graph cannot be captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import flash_attn_varlen_func, flash_attn_with_kvcache
+from ..errors import InputError
+from ..ops.spread import current_spread
+from .spread_rows import INSIDE
+
+__all__ = ["paged_attention_forward"]
+
+
+@torch.no_grad()
+def paged_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cache: Any = None,
+    scaling: float | None = None,
+    block_table: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **lengths: Any,
+) -> tuple[Tensor, None]:
+    """Attention in the signature that continuous batching calls.
+
+    Args:
+        module: with ``layer_idx``, and ``sliding_window`` if it has one.
+        query, key, value: (1, heads, rows, head_dim): the new tokens of all requests.
+        attention_mask: None; what a row sees follows from the lengths.
+        cache: the paged cache of transformers.
+        scaling, softcap, s_aux: as in :func:`.transformers.attention_forward`.
+        block_table: (groups, batch, most_pages) int32, or None.
+        lengths: ``cu_seq_lens_q``, ``cu_seq_lens_k``, and where the cache reads and writes.
+
+    Returns:
+        out: (1, rows, heads, head_dim of value), and None for the weights.
+
+    Raises:
+        InputError: there is no cache, or a mask; or rows are spread over ranks.
+    """
+    if current_spread() is not None:
+        raise InputError(f"paged attention is not supported {INSIDE}: a cache cannot be shared by ranks")
+    if cache is None or attention_mask is not None:
+        what = "no cache" if cache is None else f"a mask of shape {tuple(attention_mask.shape)}"  # type: ignore[union-attr]
+        raise InputError(f"paged attention is for continuous batching, got {what}")
+    window = getattr(module, "sliding_window", None)
+    sides = (int(window) - 1, 0) if window else (-1, -1)
+    how: dict[str, Any] = {"softmax_scale": scaling, "causal": True, "window_size": sides}
+    how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux}
+    ends = lengths["cu_seq_lens_k"]
+    if isinstance(ends, dict):
+        ends = ends["sliding_attention" if window else "full_attention"]
+    if block_table is not None:
+        return _one_token_each((query, key, value), cache, module, ends, block_table, how), None
+    where = {name: lengths[name] for name in ("read_index", "write_index")}
+    k, v = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **where)
+    ends_q, total = lengths["cu_seq_lens_q"].int(), int(ends[-1])
+    q = query[0].transpose(0, 1)
+    rows = int(ends_q[-1])  # the others fill up the batch
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    found = flash_attn_varlen_func(q[:rows], k[:total], v[:total], ends_q, ends.int().clone(), **how)
+    assert isinstance(found, Tensor)
+    out[:rows] = found
+    return out[None], None
+
+
+def _one_token_each(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cache: Any,
+    module: Any,
+    ends: Tensor,
+    block_table: Tensor,
+    how: dict[str, Any],
+) -> Tensor:
+    group, layer = cache.layer_index_to_group_indices[module.layer_idx]
+    shape = (-1, cache.block_size, cache.num_key_value_heads, cache.head_dim)
+    pages = [x[layer].view(shape) for x in (cache.key_cache, cache.value_cache)]
+    q, k, v = (x.permute(2, 0, 1, 3).contiguous() for x in qkv)
+    before = (ends.diff()[: len(q)] - 1).int()
+    out = flash_attn_with_kvcache(
+        q, *pages, k, v, cache_seqlens=before, page_table=block_table[group].contiguous(), **how
+    )
+    assert isinstance(out, Tensor)
+    return out.transpose(0, 1)

@@ -1,0 +1,152 @@
+"""Calls over a cache of keys: from shapes to a prepared forward, and tokens that are appended."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import NO_AUX, AuxTensors, Backend, as_current, backends_for
+from ..backends.cached import CachedProblem, CachedTensors, PreparedCached
+from ..errors import InputError, ProblemError
+from ..scores import Scores
+from ..spec import AttentionSpec
+from .calls import DTYPE_NAMES
+from .policies import forget_with
+
+__all__ = ["CachedCall", "append", "cached_call", "check_rows_of_q", "check_tokens"]
+
+
+class CachedCall:
+    """What shapes, dtypes, device and spec decide of a forward over a cache of keys.
+
+    Raises:
+        InputError: no backend covers it, or the one that is asked for does not.
+    """
+
+    def __init__(self, spec: AttentionSpec, problem: CachedProblem, device: torch.device) -> None:
+        self.scores: Scores = spec.scores
+        self.problem, self.device = problem, device
+        self.backend = _first(spec.backend, problem, device, self.scores)
+        self.prepared: PreparedCached = self.backend.prepare_cached(problem, device)
+
+    def forward(self, tensors: CachedTensors, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
+        """(out, lse)."""
+        with as_current(self.device):
+            return self.prepared.forward(tensors, self.scores, aux)
+
+
+def _first(asked: str, problem: CachedProblem, device: torch.device, scores: Scores) -> Backend:
+    reasons = {}
+    for backend in backends_for(device, asked):
+        try:
+            reason = backend.why_not_cached(problem, device, scores)
+        except ProblemError as error:
+            raise InputError(str(error)) from error
+        if not reason:
+            return backend
+        reasons[backend.name] = reason
+    if len(reasons) == 1:
+        raise InputError(*reasons.values())
+    raise InputError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+
+
+def cached_call(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1) -> CachedCall:
+    """The call of some tensors, whose values are not read here.
+
+    ``longest_q``: no sequence of packed q has more rows; -1: unknown.
+
+    Raises:
+        InputError: no backend covers it, or a size is out of range.
+    """
+    q, k, v, _, table, cu_seqlens_q = tensors
+    if cu_seqlens_q is None:
+        batch, seqlen_q = q.shape[:2]
+        of_q = (seqlen_q, batch * seqlen_q, seqlen_q)
+    else:
+        batch, total = cu_seqlens_q.shape[0] - 1, q.shape[0]
+        of_q = (-1, total, total if longest_q < 0 else min(longest_q, total))
+    sizes = (q.shape[-2], k.shape[2], q.shape[-1], v.shape[3], DTYPE_NAMES[q.dtype])
+    pages = (k.shape[1], k.shape[0], table.shape[1])
+    problem = CachedProblem(batch, *sizes, (spec.left, spec.right), *of_q, *pages)
+    return _call(spec, problem, q.device)
+
+
+@lru_cache(256)
+def _call(spec: AttentionSpec, problem: CachedProblem, device: torch.device) -> CachedCall:
+    return CachedCall(spec, problem, device)
+
+
+def check_tokens(
+    name: str, lengths: Tensor, more: int, table: Tensor, cache: Tensor, *, contiguous: bool
+) -> None:
+    """Lengths and page numbers on the CPU must be in range. Others are not looked at.
+
+    ``more``: tokens that are to be appended.
+
+    Raises:
+        InputError: one is not; the message names it.
+    """
+    if lengths.device.type != "cpu":
+        return
+    pages, size = cache.shape[:2]
+    room, found = size * table.shape[1], lengths.tolist()
+    for at, length in enumerate(found):
+        if length < 0:
+            raise InputError(f"{name} must not be negative, got {length} at {at}")
+        if length + more > room:
+            new = f" and {more} new ones" if more else ""
+            raise InputError(f"{name} has {length} at {at}{new}, but sequence {at} has room for {room} keys")
+    if table.device.type != "cpu":
+        return
+    what = "cache_batch_idx" if contiguous else "page_table"
+    for at, (row, length) in enumerate(zip(table.tolist(), found)):
+        for column, page in enumerate(row[: -(-(length + more) // size) if size else 0]):
+            if not 0 <= page < pages:
+                where = f"{at}" if contiguous else f"({at}, {column})"
+                raise InputError(f"{what} has {page} at {where}, k_cache has {pages}")
+
+
+def check_rows_of_q(cu_seqlens_q: Tensor, q: Tensor, longest_q: int) -> None:
+    """Bounds of rows on the CPU must fit q. Others are not looked at.
+
+    Raises:
+        InputError: they do not.
+    """
+    if cu_seqlens_q.device.type != "cpu":
+        return
+    from .lengths import host_lengths
+
+    lengths = host_lengths("cu_seqlens_q", cu_seqlens_q)
+    if lengths.total != q.shape[0]:
+        raise InputError(f"cu_seqlens_q ends at {lengths.total}, q has {q.shape[0]} rows")
+    if 0 <= longest_q < lengths.longest:
+        raise InputError(f"max_seqlen_q is {longest_q}, the longest sequence has {lengths.longest}")
+
+
+def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:
+    """Write new keys and values behind the first ``at`` tokens of every sequence, in place.
+
+    On a GPU, tokens for which there is no room, or no page, are not written.
+
+    Args:
+        cache: (pages, page_size, kv_heads, head_dim) each.
+        new: (batch, rows, kv_heads, head_dim) each.
+        at: (batch,) int32.
+        table: (batch, most_pages) int32.
+    """
+    if not new[0].numel() and not new[1].numel():
+        return
+    for name, x in zip(("k_cache", "v_cache"), cache):
+        if x.stride(-1) != 1:
+            raise InputError(f"{name} must have a last dimension of stride 1, got strides {x.stride()}")
+    where = "cpu.cached" if cache[0].device.type == "cpu" else "triton.append"
+    module: Any = import_module(f"..backends.{where}", __package__)
+    with as_current(cache[0].device):
+        module.append(cache, new, at, table)
+
+
+forget_with(_call.cache_clear)

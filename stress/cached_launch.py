@@ -1,0 +1,54 @@
+"""Small launches of the forward over a cache of keys, for the sanitizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dash_attn.backends.cached import CachedProblem, CachedTensors
+from dash_attn.backends.sm90.cached.config import CachedConfig
+from dash_attn.backends.sm90.cached.launch import Cached
+from dash_attn.schedule.constants import FORWARD_SEGMENT
+from dash_attn.scores import Scores
+
+__all__ = ["cached_problems", "launch_cached"]
+
+LENGTHS = (300, 0, 17)
+BOUNDS = (0, 5, 6, 80)
+"""Of packed rows; the longest sequence has more than a tile."""
+
+
+def cached_problems(config: CachedConfig, head_dim: int) -> Iterator[tuple[str, CachedProblem, int | None]]:
+    """What a variant is launched with, and on how many blocks (None: on all)."""
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.dtype]
+    size = 2 * config.piece  # of a page
+    most = -(-max(LENGTHS) // size) + 1
+    sizes = (4, 2, head_dim, head_dim, dtype, (-1, 0))
+    yield "packed", CachedProblem(3, *sizes, -1, BOUNDS[-1], 74, size, 3 * most, most), 2
+    long = -(-(FORWARD_SEGMENT + 400) // size)
+    yield "a fold", CachedProblem(3, *sizes, 1, 3, 1, size, 3 * long, long), None
+
+
+def launch_cached(config: CachedConfig, problem: CachedProblem, blocks: int | None) -> None:
+    """One forward, waited for. Pages hold NaN behind the used keys, and page numbers there are wild."""
+    device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype)
+    lengths = list(LENGTHS) if problem.packed else [FORWARD_SEGMENT + 300, *LENGTHS[1:]]
+    shape = (problem.pages, problem.page_size, problem.kv_heads, problem.head_dim)
+    k, v = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+    table = torch.full((problem.batch, problem.most_pages), -5, dtype=torch.int32)
+    for at, length in enumerate(lengths):
+        count = -(-length // problem.page_size)
+        table[at, :count] = torch.arange(count) * problem.batch + at
+        for x in (k, v):
+            rows = torch.randn(count * problem.page_size, *shape[2:], device=device).to(dtype)
+            rows[length:] = torch.nan
+            x[table[at, :count].long().to(device)] = rows.view(count, *shape[1:])
+    rows_of_q = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
+    q = torch.randn(*rows_of_q, problem.heads, problem.head_dim, device=device).to(dtype)
+    bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=device) if problem.packed else None
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
+    tensors = CachedTensors(q, k, v, used, table.to(device), bounds)
+    out, lse = Cached(problem, device, blocks=blocks, config=config).forward(tensors, Scores(0.1))
+    if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
+        raise RuntimeError("out or lse is not a number")

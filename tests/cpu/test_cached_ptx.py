@@ -1,0 +1,130 @@
+"""The protocol of the forward over a cache: it ends, and loads the pages of each item in their order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from cached_machine import (
+    Batch,
+    CachedMachine,
+    CachedProgram,
+    DealMachine,
+    DealProgram,
+    Record,
+    cached_ptx,
+)
+from ptx_machine import DeadlockError
+
+from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
+from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
+
+pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
+pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
+
+PACKED = 1 << 30
+BATCHES = {
+    "steps": Batch(((1, 700), (1, 3), (1, 0), (2, 129)), 4, 2, 64, 12),
+    "chunks": Batch(((130, 300), (0, 50), (1, 640), (70, 70)), 3, 2, 128, 5),
+    "window": Batch(((40, 600), (9, 90)), 2, 1, 32, 20, (100, 0)),
+}
+
+
+def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> list[tuple[int, ...]]:
+    """(column, row, head, batch, shift) of the copies of K of an item, in order."""
+    sequence, keys, per = record[0], record[5], config.segment // config.tile_n
+    found = []
+    for tile in sorted(_tiles_of(batch, config, record), key=lambda t: (t // per, -t)):
+        for token in range(tile * config.tile_n, (tile + 1) * config.tile_n, config.piece):
+            column = token // batch.page_size
+            page = batch.page(sequence, min(column, batch.most_pages - 1))
+            used = min(max(keys - column * batch.page_size, 0), batch.page_size)
+            row = PACKED - used + token % batch.page_size
+            place = (row, head, PACKED, page * batch.page_size + used)
+            found += [(chunk, *place) for chunk in range(0, config.head_dim, 64)]
+    return found
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    ("head_dim", "few", "piece"),
+    [(64, True, 16), (128, False, 16), pytest.param(64, False, 16, marks=pytest.mark.slow)],
+)
+def test_it_ends_and_loads_what_it_should(head_dim: int, few: bool, piece: int, name: str) -> None:
+    batch = BATCHES[name]
+    config = replace(cached_config(head_dim, "bf16", few, piece), segment=256)
+    program = CachedProgram(cached_ptx(config))
+    for blocks, seed, split, section in ((1, 0, False, 1), (3, 1, True, batch.kv_heads), (40, 2, True, 1)):
+        entries = batch.entries(config, split)
+        machine = CachedMachine(config, program, batch, entries, section, blocks, seed)
+        machine.run()
+        heads = [range(i, i + section) for i in range(0, batch.kv_heads, section)]
+        items = [(record, head) for each in heads for record in entries for head in each]
+        wanted = [loads_of(batch, config, record, head) for record, head in items]
+        left = [each for each in wanted if each]
+        for block in machine.blocks:
+            k, v = ([where for which, where in block.loads if which == tensor] for tensor in (0, 2))
+            assert k == v
+            while k:  # items follow one another, each one as a whole
+                mine = next(each for each in left if k[: len(each)] == each)
+                left.remove(mine)
+                k = k[len(mine) :]
+        assert not left
+
+
+@pytest.mark.parametrize("places", [0, 3, 40])
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_is_dealt_out(name: str, places: int) -> None:
+    """Every tile once, whole or in all of its segments, the longest first; folds find their places."""
+    batch = BATCHES[name]
+    config = replace(cached_config(64, "bf16", True, 16), segment=256)
+    rows = sum(rows for rows, _ in batch.sequences)
+    tiles = rows * batch.group // config.tile_m + len(batch.sequences)
+    machine = DealMachine(config, DealProgram(cached_ptx(config)), batch, (tiles, places, places), places)
+    machine.run()
+    (count, folds), (section,) = machine.counts, machine.words(2, 1)
+    assert section == batch.kv_heads
+    entries = [machine.words(HEADER_WORDS + 8 * i, 8) for i in range(count)]
+    whole = {record[:2]: record[4:] for record in batch.entries(config, False)}
+    parts = [record for record in batch.entries(config, True) if record[2] >= 0]
+    folded = [machine.words(HEADER_WORDS + 8 * (tiles + places + i), 8) for i in range(folds)]
+    taken: list[int] = []
+    for record in folded:
+        first, segments = record[2:4]
+        mine = sorted(each for each in entries if each[:2] == record[:2])
+        assert [each[2] for each in mine] == sorted(each[2] for each in parts if each[:2] == record[:2])
+        assert [each[3] for each in mine] == list(range(first, first + segments))
+        assert record[4:7] == whole[record[:2]][:3]
+        taken += range(first, first + segments)
+    assert len(taken) == len(set(taken)) <= places
+    assert {record[:2] for record in entries} == set(whole)
+    assert sorted(each[:2] for each in entries if each[2] < 0) == sorted(
+        set(whole) - {record[:2] for record in folded}
+    )
+    assert all(record[4:] == whole[record[:2]] for record in entries)
+    if places == 40:
+        assert {record[:2] for record in folded} == {record[:2] for record in parts}
+    assert places or not folds
+    lengths = [max(len(_tiles_of(batch, config, record)), 1).bit_length() for record in entries]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def _tiles_of(batch: Batch, config: CachedConfig, record: Record) -> list[int]:
+    sequence, q_tile, segment = record[:3]
+    per = config.segment // config.tile_n
+    return [t for t in batch.kv_tiles(config, sequence, q_tile) if segment in (-1, t // per)]
+
+
+def test_a_kernel_that_forgets_the_queries_hangs() -> None:
+    """The machine can fail: nobody multiplies where Q never comes."""
+    config = replace(cached_config(64, "bf16", True, 16), segment=256)
+    program = CachedProgram(cached_ptx(config))
+    batch = BATCHES["steps"]
+    for at, instruction in enumerate(program.instructions):
+        if instruction.form[0] == "cp" and "commit_group" in instruction.operation:
+            rest = range(at, len(program.instructions))
+            arrive = next(i for i in rest if program.instructions[i].operation.startswith("mbarrier.arrive"))
+            program.instructions[arrive] = program.instructions[arrive]._replace(predicate="%p0", wanted=True)
+    machine = CachedMachine(config, program, batch, batch.entries(config, False), 2, 1, 0)
+    with pytest.raises(DeadlockError):
+        machine.run()

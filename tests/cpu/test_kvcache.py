@@ -1,0 +1,263 @@
+"""Caches of keys, contiguous and in pages: serving histories have the bytes of one forward."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn.backends.base import NO_AUX
+from dash_attn.backends.cached import PAGE_SIZES, CachedProblem
+from dash_attn.backends.cpu import forward as reference
+from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
+from dash_attn.backends.sm90.cached.launch import config_of
+from dash_attn.errors import InputError
+from dash_attn.ops.operators import APPEND, CACHED
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import ForwardNumerics
+from dash_attn.spec import AttentionSpec
+from dash_attn.testing import assert_same_bytes, same_bytes
+from kvcache_cases import History, random_history
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_histories(number: int) -> None:
+    """Chunks, steps, changing batches, pages, shared prefixes; NaN or infinity behind the used keys."""
+    dtype = (torch.float32, torch.bfloat16, torch.float64)[number % 3]
+    assert random_history(number, "cpu", dtype, 300, head_dims=(8, 16), backend="cpu").run()
+
+
+@pytest.mark.parametrize("page_size", [0, *PAGE_SIZES])
+def test_masks_sinks_and_caps(page_size: int) -> None:
+    for at, how in enumerate(({}, {"window_size": (40, 9)}, {"window_size": (-1, 3), "softcap": 2.0})):
+        causal = {**how, "causal": at != 1, "softmax_scale": 0.3}
+        if not causal["causal"]:  # a row must see no key that comes after it, or chunks would differ
+            causal["window_size"] = (40, 0)
+        sink = {"learnable_sink": torch.linspace(-1, 1, 4)}
+        rng = random.Random(page_size + at)
+        History(rng, "cpu", torch.float32, [150, 300, 7], (4, 2), 16, page_size, {**causal, **sink}).run()
+
+
+def test_several_segments_and_a_negative_control() -> None:
+    """A row behind 8,192 keys has two segments. Other segments, as a split by load makes them, differ."""
+    length = 8300
+    q, k, v = draw(1, 1, 1, 8), draw(1, length, 1, 8, seed=1), draw(1, length, 1, 8, seed=2)
+    out, lse = flash_attn_with_kvcache(q, k, v, causal=True, return_lse=True)
+    wanted = flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert_same_bytes(out, wanted[0])
+    assert_same_bytes(lse, wanted[1])
+    problem = Problem(((1, length),), 1, 1, 8, Mask.causal(), "float32")
+    tensors = [x[0] for x in (q, k, v)]
+    for segment in (2048, 4224):
+        numerics = replace(ForwardNumerics.of(problem), segment=segment)
+        other, _ = reference(problem, *tensors, 1 / math.sqrt(8), numerics=numerics)
+        assert not same_bytes(other, out[0])
+
+
+def test_new_keys_are_written_in_place_and_nothing_else_is() -> None:
+    cache = torch.full((3, 20, 2, 8), torch.nan)
+    k, v = draw(2, 4, 2, 8), draw(2, 4, 2, 8, seed=1)
+    caches = cache.clone(), cache.clone()
+    where = {"cache_seqlens": int32(0, 16), "cache_batch_idx": int32(2, 0)}
+    flash_attn_with_kvcache(draw(2, 4, 4, 8), *caches, k, v, **where)
+    for found, new in zip(caches, (k, v)):
+        wanted = cache.clone()
+        wanted[2, :4], wanted[0, 16:] = new[0], new[1]
+        assert_same_bytes(found, wanted)
+
+
+def test_one_number_for_all_and_none() -> None:
+    q, k, v = draw(2, 3, 4, 8), draw(2, 9, 2, 8, seed=1), draw(2, 9, 2, 8, seed=2)
+    full = flash_attn_with_kvcache(q, k, v, causal=True)
+    assert_same_bytes(full, flash_attn_func(q, k, v, causal=True))
+    some = flash_attn_with_kvcache(q, k, v, cache_seqlens=5, return_softmax_lse=True)
+    for a, b in zip(some, flash_attn_func(q, k[:, :5], v[:, :5], return_lse=True)):
+        assert_same_bytes(a, b)
+    assert not flash_attn_with_kvcache(q, k, v, cache_seqlens=0).any()
+
+
+def test_no_sequence() -> None:
+    out, lse = flash_attn_with_kvcache(Q[:0], CACHE[:0], CACHE[:0], return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 3, 4, 8), (0, 4, 3))
+
+
+def test_names_of_other_versions() -> None:
+    """FlashAttention-2 says block_table, FlashAttention-3 page_table; what asks for nothing is accepted."""
+    k, table = draw(4, 16, 2, 8, seed=1), int32(3, 1, 0, 2).view(2, 2)
+    q, used = draw(2, 3, 4, 8), int32(20, 32)
+    wanted = flash_attn_with_kvcache(q, k, k, cache_seqlens=used, page_table=table)
+    plain = {"rotary_cos": None, "rotary_interleaved": True, "num_splits": 0, "cache_leftpad": None}
+    found = flash_attn_with_kvcache(q, k, k, cache_seqlens=used, block_table=table, **plain)
+    assert_same_bytes(found, wanted)
+    packed = flash_attn_varlen_func(
+        q.flatten(0, 1), k, k, int32(0, 3, 6), None, 3, 32, seqused_k=used, block_table=table
+    )
+    assert_same_bytes(packed, wanted.flatten(0, 1))
+    dense = flash_attn_varlen_func(q, k, k, seqused_k=used, page_table=table)
+    assert_same_bytes(dense, wanted)
+
+
+# What is refused
+
+Q, CACHE, PAGES = draw(2, 3, 4, 8), draw(2, 32, 2, 8, seed=1), draw(4, 16, 2, 8, seed=2)
+NEW, TABLE, USED = draw(2, 3, 2, 8, seed=3), int32(3, 1, 0, 2).view(2, 2), int32(3, 29)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "rotary": ({"rotary_cos": Q}, "rotary_cos is not supported: rotate q and k before the call"),
+    "k alone": ({"k": NEW}, "give k and v, or neither; got only one"),
+    "no place": ({"k": NEW, "v": NEW}, "k and v need cache_seqlens, which says where they go; got None"),
+    "new rows": (
+        {"k": NEW, "v": NEW[:, :2], "cache_seqlens": 0},
+        "v has 2 new tokens, k has 3",
+    ),
+    "new shape": (
+        {"k": NEW[:1], "v": NEW, "cache_seqlens": 0},
+        r"k must have shape \(2, seqlen_new, 2, 8\), got \(1, 3, 2, 8\)",
+    ),
+    "new dtype": ({"k": NEW.half(), "v": NEW, "cache_seqlens": 0}, "k is torch.float16 on cpu, q is"),
+    "too many": (
+        {"cache_seqlens": int32(3, 33)},
+        "cache_seqlens has 33 at 1, but sequence 1 has room for 32",
+    ),
+    "too many with new ones": (
+        {"k": NEW, "v": NEW, "cache_seqlens": int32(30, 2)},
+        "cache_seqlens has 30 at 0 and 3 new ones, but sequence 0 has room for 32 keys",
+    ),
+    "negative": ({"cache_seqlens": int32(3, -1)}, "cache_seqlens must not be negative, got -1 at 1"),
+    "number": ({"cache_seqlens": 33}, "cache_seqlens is 33, a sequence has room for 0 to 32 keys"),
+    "flag": ({"cache_seqlens": True}, "cache_seqlens must be None, an integer or a tensor, got True"),
+    "int64": ({"cache_seqlens": USED.long()}, "cache_seqlens must be torch.int32, got torch.int64"),
+    "shape": ({"cache_seqlens": int32(3)}, r"cache_seqlens must have shape \(2,\), got \(1,\)"),
+    "batch": ({"k_cache": CACHE[:1], "v_cache": CACHE[:1]}, "k_cache has batch 1, q has 2: give cache_batch"),
+    "place": (
+        {"cache_batch_idx": int32(0, 2), "cache_seqlens": 3},
+        "cache_batch_idx has 2 at 1, k_cache has 2",
+    ),
+    "page": (
+        {"k_cache": PAGES, "v_cache": PAGES, "page_table": TABLE + 2, "cache_seqlens": USED},
+        r"page_table has 5 at \(0, 0\), k_cache has 4",
+    ),
+    "page size": (
+        {"page_table": TABLE, "k_cache": CACHE[:, :24], "v_cache": CACHE[:, :24]},
+        "pages must have 16, 32, 64, 128, 256 tokens, got k_cache of shape",
+    ),
+    "table": (
+        {"k_cache": PAGES, "v_cache": PAGES, "page_table": TABLE[0]},
+        r"page_table must have shape \(2, any\), got \(2,\)",
+    ),
+    "two places": (
+        {"k_cache": PAGES, "v_cache": PAGES, "page_table": TABLE, "cache_batch_idx": USED},
+        "cache_batch_idx is not supported with page_table",
+    ),
+    "two tables": ({"page_table": TABLE, "block_table": TABLE}, "give page_table or block_table, got both"),
+    "v": ({"v_cache": CACHE[:, :9]}, r"k_cache has shape \(2, 32, 2, 8\), v_cache has \(2, 9, 2, 8\)"),
+    "head_dim": ({"k_cache": CACHE[..., :4], "v_cache": CACHE}, "k_cache has head_dim 4, q has 8"),
+    "heads": ({"q": Q[:, :, :3]}, r"heads \(3\) must be a multiple of kv_heads \(2\)"),
+    "dtype": ({"k_cache": CACHE.half()}, "k_cache has dtype torch.float16, q has torch.float32"),
+    "ndim": ({"q": Q[0]}, r"q must have 4 dimensions, got shape \(3, 4, 8\)"),
+    "gradient": ({"q": Q.clone().requires_grad_()}, "a cache of keys has no backward: call it under"),
+    "leftpad": ({"cache_leftpad": USED}, "cache_leftpad=a tensor .* is not supported, only None"),
+    "backend": ({"backend": "sm90"}, "the sm90 backend does not run on cpu"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_calls_name_what_is_wrong(case: str) -> None:
+    changed, message = REFUSED[case]
+    with pytest.raises(InputError, match=message):
+        flash_attn_with_kvcache(**({"q": Q, "k_cache": CACHE, "v_cache": CACHE} | changed))
+
+
+PAGED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths": ({"seqused_k": None}, "page_table needs seqused_k and no cu_seqlens_k, got None and None"),
+    "ends": ({"cu_seqlens_q": int32(0, 3, 7)}, "cu_seqlens_q ends at 7, q has 6 rows"),
+    "batch": ({"cu_seqlens_q": int32(0, 6)}, r"seqused_k must have shape \(1,\), got \(2,\)"),
+    "longest": ({"max_seqlen_q": 2}, "max_seqlen_q is 2, the longest sequence has 3"),
+    "too many": ({"seqused_k": int32(33, 2)}, "seqused_k has 33 at 0, but sequence 0 has room for 32 keys"),
+    "alibi": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is not supported with page_table"),
+    "dropout": ({"dropout_p": 0.5}, "dropout_p 0.5 is not supported with page_table"),
+}
+
+
+@pytest.mark.parametrize("case", PAGED_REFUSED)
+def test_refused_calls_with_pages(case: str) -> None:
+    changed, message = PAGED_REFUSED[case]
+    given = {
+        "q": Q.flatten(0, 1), "k": PAGES, "v": PAGES, "cu_seqlens_q": int32(0, 3, 6), "seqused_k": USED,
+        "page_table": TABLE,
+    }  # fmt: skip
+    flash_attn_varlen_func(**given)
+    with pytest.raises(InputError, match=message):
+        flash_attn_varlen_func(**(given | changed))
+
+
+def test_others_say_who_has_pages() -> None:
+    with pytest.raises(InputError, match="flash_attn_varlen_func and flash_attn_with_kvcache have it"):
+        flash_attn_func(Q, Q, Q, page_table=TABLE)
+
+
+# Operators
+
+
+def test_opcheck() -> None:
+    places = (USED, TABLE, None)
+    opcheck(CACHED, (Q, PAGES, PAGES, *NO_AUX, *places, *AttentionSpec(0.1, -1, 0), -1))
+    packed = (USED, TABLE, int32(0, 3, 6))
+    opcheck(CACHED, (Q.flatten(0, 1), PAGES, PAGES, *NO_AUX, *packed, *AttentionSpec(0.1, -1, 0), -1))
+    opcheck(APPEND, (PAGES.clone(), PAGES.clone(), NEW, NEW, USED, TABLE))
+
+
+def test_compiled_calls_have_the_same_bytes() -> None:
+    def step(q: Tensor, k: Tensor, v: Tensor, at: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(2 * q, k, v, NEW, NEW, cache_seqlens=at, causal=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for at in (int32(3, 29), int32(0, 7)):
+        one, other = ([CACHE.clone(), CACHE.clone()] for _ in range(2))
+        assert_same_bytes(compiled(Q, *one, at), step(Q, *other, at))
+        assert_same_bytes(one[0], other[0])
+
+
+# What a GPU is told
+
+PROBLEM = CachedProblem(3, 32, 8, 128, 128, "bfloat16", (-1, 0), -1, 300, 300, 64, 100, 20)
+
+
+def test_tiles_are_counted_by_maxima() -> None:
+    """Whatever the lengths: tiles of a sequence are numbered from bounds * group // rows + its number on."""
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths = [rng.choice((0, 1, rng.randint(0, 300))) for _ in range(rng.randint(1, 5))]
+        group, rows, total = rng.randint(1, 9), rng.choice((64, 128)), sum(lengths)
+        problem = PROBLEM._replace(batch=len(lengths), heads=8 * group, total_q=total)
+        first = [sum(lengths[:i]) * group // rows + i for i in range(len(lengths) + 1)]
+        first[-1] = problem.q_tiles(rows)
+        for begin, end, length in zip(first, first[1:], lengths):
+            assert begin + -(-length * group // rows) <= end
+    assert PROBLEM._replace(seqlen_q=33).q_tiles(128) == 3 * 2
+
+
+def test_variants() -> None:
+    """Few rows, or many; pages that are whole tiles, or less. None of it decides bits."""
+    assert config_of(PROBLEM) == cached_config(128, "bf16", False, 16)
+    assert config_of(PROBLEM._replace(longest_q=16)) == cached_config(128, "bf16", True, 16)
+    assert config_of(PROBLEM._replace(total_q=3, longest_q=3, page_size=256)).piece == 128
+    assert config_of(PROBLEM._replace(most_pages=1)).piece == 128
+    assert config_of(PROBLEM._replace(head_dim=72, head_dim_v=40)).head_dim == 128
+    for changed in ({"piece": 24}, {"sink": False}, {"trace": True}):
+        with pytest.raises(ValueError, match="piece|sink"):
+            CachedConfig(**({"head_dim": 64} | changed))  # type: ignore[arg-type]
