@@ -62,11 +62,8 @@ def _innermost() -> Spread | None:
 
 
 @contextmanager
-def spread_by(spread: Spread | None) -> Iterator[None]:
+def spread_by(spread: Spread) -> Iterator[None]:
     """Inside, :func:`current_spread` is this one."""
-    if spread is None and not _any:
-        yield
-        return
     _opened(1)
     try:
         token = _SPREAD.set(spread)
