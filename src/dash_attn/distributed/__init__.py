@@ -3,10 +3,13 @@
 >>> from dash_attn.distributed import attention, shard, unshard  # doctest: +SKIP
 >>> q, k, v = (shard(x, group) for x in (q, k, v))               # doctest: +SKIP
 >>> out = attention(q, k, v, group=group, causal=True)           # doctest: +SKIP
+
+:func:`context` makes models of other libraries do so.
 """
 
 from ..schedule.sharing import LAYOUTS
+from .context import context
 from .functional import MODES, attention, attention_varlen
 from .rows import positions, shard, unshard
 
-__all__ = ["LAYOUTS", "MODES", "attention", "attention_varlen", "positions", "shard", "unshard"]
+__all__ = ["LAYOUTS", "MODES", "attention", "attention_varlen", "context", "positions", "shard", "unshard"]

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..api import flash_attn_varlen_func, flash_attn_with_kvcache
 from ..errors import InputError
+from ..ops.spread import current_spread
+from .spread_rows import INSIDE
 
 __all__ = ["paged_attention_forward"]
 
@@ -48,8 +50,10 @@ def paged_attention_forward(
         out: (1, rows, heads, head_dim of value), and None for the weights.
 
     Raises:
-        InputError: there is no cache, or a mask.
+        InputError: there is no cache, or a mask; or rows are spread over ranks.
     """
+    if current_spread() is not None:
+        raise InputError(f"paged attention is not supported {INSIDE}: a cache cannot be shared by ranks")
     if cache is None or attention_mask is not None:
         what = "no cache" if cache is None else f"a mask of shape {tuple(attention_mask.shape)}"  # type: ignore[union-attr]
         raise InputError(f"paged attention is for continuous batching, got {what}")

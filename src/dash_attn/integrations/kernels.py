@@ -8,7 +8,10 @@ from torch import Tensor
 
 from ..arguments import Asked, CheckedCall, Packing, check_call
 from ..backends.base import Gradients, Tensors
+from ..errors import InputError
 from ..ops.operators import DENSE, VARLEN
+from ..ops.spread import current_spread
+from .spread_rows import INSIDE
 
 __all__ = ["Band", "run_backward", "run_forward"]
 
@@ -32,8 +35,11 @@ def run_forward(
     """(out, lse) of a dense batch (batch, seqlen, heads, head_dim), or of a packed one (total, ...).
 
     Raises:
-        InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``.
+        InputError: as :func:`dash_attn.flash_attn_func` and ``flash_attn_varlen_func``; or rows are spread
+            over ranks, where a call without autograd would see those of one rank alone.
     """
+    if current_spread() is not None:
+        raise InputError(f"sdpa.activate() is not supported {INSIDE}: use sdpa.enabled()")
     call = _checked(q, k, v, band, softmax_scale, cu_seqlens)
     return (DENSE if call.packing is None else VARLEN).forward(q, k, v, *call.rest)
 

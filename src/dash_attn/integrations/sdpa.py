@@ -8,7 +8,8 @@ Nothing happens on import. There are two ways in:
     run are ``is_causal`` for equal lengths, PyTorch's ``causal_lower_right``, and tensors that show each key
     to one interval of rows (:mod:`.interval_masks`): causal ones, windows, padding, documents, prefixes,
     trees. The backward is ours wherever and whenever it runs. What runs a forward again in the backward, as
-    activation checkpointing does, calls SDPA again: let such a backward run inside too.
+    activation checkpointing does, calls SDPA again: let such a backward run inside too. Inside
+    ``dash_attn.distributed.context`` the tensors are the rows of this rank; attention runs over the group.
 :func:`activate`, :func:`restore`
     Replace PyTorch's flash backend only, as ``torch.nn.attention.activate_flash_attention_impl("DASH")``
     does, for the whole process, on every thread, on the GPU and on the CPU. PyTorch goes on choosing a
@@ -33,9 +34,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..api import flash_attn_func
 from ..errors import InputError, UnavailableError
+from ..ops.spread import Spread, current_spread, spread_by
 from .aten import in_layout_of, override, upper_left
 from .interval_masks import Intervals, Sizes, intervals_of
 from .kernels import Band
+from .spread_rows import INSIDE, refuse_inside
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -99,7 +102,16 @@ def enabled() -> Iterator[None]:
 
 
 class _Mode(TorchFunctionMode):
-    """Takes this thread's calls of SDPA before PyTorch chooses a backend."""
+    """Takes this thread's calls of SDPA before PyTorch chooses a backend.
+
+    Args:
+        spread: counts where no context is open. A mode goes along when a backward takes other threads, a
+            context does not.
+    """
+
+    def __init__(self, spread: Spread | None = None) -> None:
+        super().__init__()
+        self._spread = spread
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -110,10 +122,13 @@ class _Mode(TorchFunctionMode):
             )
         kwargs = kwargs or {}
         if func in _BACKWARDS:
-            with self:  # a checkpoint's recomputation is inside too
+            with _Mode(current_spread() or self._spread):  # a checkpoint's recomputation is inside too
                 return _BACKWARDS[func](*args, **kwargs)
         if func in _OURS:
-            return _OURS[func](*args, **kwargs)
+            if self._spread is None or current_spread() is not None:
+                return _OURS[func](*args, **kwargs)
+            with spread_by(self._spread):
+                return _OURS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -135,6 +150,10 @@ def _attention(
             )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise InputError(f"query has {query.shape[1]} heads, key {key.shape[1]}, and enable_gqa is False")
+    if (spread := current_spread()) is not None:
+        refuse_inside(attn_mask=attn_mask, dropout_p=dropout_p)
+        shared: Tensor = _spread_attention(spread, (query, key, value), is_causal, scale)
+        return shared
     band, row_starts, row_ends = _shown(query, key, attn_mask, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     how: dict[str, Any] = {"softmax_scale": scale, "dropout_p": dropout_p}
@@ -142,6 +161,23 @@ def _attention(
     out = flash_attn_func(q, k, v, row_starts=row_starts, row_ends=row_ends, **how)
     assert isinstance(out, Tensor)  # no log-sum-exp was asked for
     return in_layout_of(query, out.transpose(1, 2))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _spread_attention(
+    spread: Spread, qkv: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float | None
+) -> Tensor:
+    """Attention over a group; tensors have the rows of this rank, and may be DTensors of all rows."""
+    query, like_query = spread.local(qkv[0], 2)
+    key, value = (spread.local(x, 2)[0] for x in qkv[1:])
+    if query.shape[2] != key.shape[2]:
+        raise InputError(
+            f"query has {query.shape[2]} rows and key {key.shape[2]}: only self-attention can be shared by "
+            f"ranks, {INSIDE}"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = spread.attend(q, k, v, causal=is_causal, softmax_scale=scale)
+    return like_query(in_layout_of(query, out.transpose(1, 2)))
 
 
 def _shown(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Intervals:
@@ -216,7 +252,8 @@ def _without_weights(*args: Any, **kwargs: Any) -> Any:
 
 
 _OURS = {
-    F.scaled_dot_product_attention: _attention,
+    # as F has it, unless another library has put its own one there, which calls this one
+    torch._C._nn.scaled_dot_product_attention: _attention,
     torch.ops.aten.scaled_dot_product_attention: _attention,
     torch.ops.aten.scaled_dot_product_attention.default: _attention,
     F.multi_head_attention_forward: _without_weights,

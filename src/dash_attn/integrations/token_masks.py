@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..ops.spread import Spread, current_spread
 from .padding import Packing, packing_of
 from .positions import Sizes, separate
+from .spread_rows import Read, check_read
 
 __all__ = ["NotATensorError", "TokenMask", "isolate", "token_mask"]
 
@@ -60,6 +62,8 @@ class TokenMask:
         packing: rows and bounds without padding; None if every row is one sequence without any.
         numbers: (batch, kv_length) integers on the device of the mask, 0 for padding, otherwise the number of
             the key's sequence; None where ``packing`` is.
+        spread: rows are those of one rank, as the context of ``dash_attn.distributed`` said when the mask was
+            made; sizes are those of its rows, ``window`` is that of the whole sequences. None: they are all.
     """
 
     batch: int
@@ -72,6 +76,7 @@ class TokenMask:
     padded: bool
     packing: Packing | None
     numbers: Tensor | None = None
+    spread: Spread | None = None
 
     @property
     def ndim(self) -> int:
@@ -166,6 +171,13 @@ def token_mask(
         seen = _Columns(*at, kv_length, torch.device(device))
         band, sequences = seen.found(local_size)
     tokens = _tokens(attention_mask, batch_size, kv_offset, kv_length)
+    if (spread := current_spread()) is not None:
+        passed = Sizes(batch_size, q_length, places)
+        config = other.get("config")
+        window = check_read(
+            spread, Read(passed, sequences, tokens is not None, local_size, band.causal, config)
+        )
+        return TokenMask(*passed, places, band.causal, window, local_size, False, None, spread=spread)
     numbers = tokens if sequences is None else sequences if tokens is None else sequences * tokens
     packing = None
     if numbers is not None:

@@ -16,6 +16,12 @@ Packed sequences are kept apart with a key cache and without. With a cache, the 
 cache that holds several sequences per row cannot be continued: which key belongs to which sequence is not
 stored. A call that shows it by its ``position_ids`` raises.
 
+Inside ``dash_attn.distributed.context`` the tokens are the rows of this rank: causal, sliding-window and
+bidirectional masks work, all else raises. Call the model with
+``position_ids=distributed.positions(...)[None]``; other ones raise where the model hands them to its
+attention. A mask that was made inside stays what it is: a layer that is run again by activation checkpointing
+is shared wherever that happens.
+
 ``attn_implementation="paged|dash"`` is for continuous batching (``generate_batch``), without CUDA graphs.
 
 Under ``torch.compile`` there is a graph break where the mask is made: plans are made from lengths, which
@@ -35,10 +41,12 @@ from ..api import flash_attn_func, flash_attn_varlen_func
 from ..errors import InputError, UnavailableError
 from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
+from ..ops.spread import Spread, current_spread
 from . import OLDEST_TRANSFORMERS
 from .continuous import paged_attention_forward
 from .padding import Packing, packing_of
 from .positions import Sizes, assert_separate, separate
+from .spread_rows import INSIDE, Layer, attend_spread, refuse_inside
 from .token_masks import TokenMask, isolate, token_mask
 
 __all__ = ["NAME", "attention_forward", "register"]
@@ -121,6 +129,15 @@ def attention_forward(
     _refuse(attention_mask, other)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
+    if (spread := _spread_of(attention_mask)) is not None:
+        refuse_inside(dropout=dropout, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+        causal, mask = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
+        if isinstance(attention_mask, TokenMask):
+            _check_sizes(attention_mask, sizes)
+            mask = attention_mask.causal, attention_mask.local_size
+        how: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+        layer = Layer(mask, causal, sliding_window, position_ids, how)
+        return attend_spread(spread, q, k, v, layer), None
     if isinstance(attention_mask, TokenMask):
         _check_sizes(attention_mask, sizes)
         k, v = (x[:, : attention_mask.kv_length] for x in (k, v))  # a view: nothing is copied
@@ -138,7 +155,7 @@ def attention_forward(
         packing = None
         if numbers is not None:
             packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
-    how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
+    how = {"softmax_scale": scaling, "causal": causal, "window_size": window}
     how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux, "dropout_p": dropout}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
@@ -160,6 +177,18 @@ def attention_forward(
     if packing.used_k is not None and _forward_only(q, k, v, s_aux):
         return _of_packed(flash_attn_varlen_func(q, k, v, seqused_k=packing.used_k, **how)), None
     return _unpadded(q, k, v, packing, how), None
+
+
+def _spread_of(mask: TokenMask | Tensor | None) -> Spread | None:
+    """How rows are spread: a mask knows it wherever it is used, without one the context says it."""
+    inside = current_spread()
+    if isinstance(mask, TokenMask):
+        if inside is not None and mask.spread is not inside:
+            raise InputError(f"attention_mask was made outside of the context, but is used {INSIDE}")
+        return mask.spread
+    if inside is not None:
+        refuse_inside(attention_mask=mask)
+    return inside
 
 
 def _check_sizes(mask: TokenMask, given: Sizes) -> None:

@@ -1,0 +1,82 @@
+"""Whether the tensors of attention calls are spread over ranks: what ``dash_attn.distributed.context`` says.
+
+It stands below :mod:`dash_attn.distributed`, so that those who ask need not import torch.distributed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Spread", "current_spread", "spread_by"]
+
+
+class Spread(Protocol):
+    """How sequences are spread over the ranks of a group.
+
+    Attributes:
+        ranks: how many there are.
+    """
+
+    @property
+    def ranks(self) -> int: ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        """:func:`dash_attn.distributed.attention` over the group; ``how`` names its other arguments."""
+
+    def positions(self, rows: int) -> Tensor:
+        """(rows,) int64 on the CPU: the positions of the rows of this rank, which has so many."""
+
+    def local(self, x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The rows of this rank as a plain tensor, and what makes of another such tensor one like x.
+
+        Raises:
+            InputError: x is a DTensor that is not sharded in dimension ``dim`` over this group.
+        """
+
+
+_SPREAD: ContextVar[Spread | None] = ContextVar("dash_attn_spread", default=None)
+_LOCK = threading.Lock()
+_count = 0
+_any = False
+"""Whether a context is open anywhere. Compiled code is guarded by it, which it cannot be by a ContextVar."""
+
+
+def current_spread() -> Spread | None:
+    """What the innermost context of this thread, or of this asynchronous task, says; None without one."""
+    if not _any:
+        return None
+    found: Spread | None = _innermost()
+    return found
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _innermost() -> Spread | None:
+    return _SPREAD.get()
+
+
+@contextmanager
+def spread_by(spread: Spread) -> Iterator[None]:
+    """Inside, :func:`current_spread` is this one."""
+    _opened(1)
+    try:
+        token = _SPREAD.set(spread)
+        try:
+            yield
+        finally:
+            _SPREAD.reset(token)
+    finally:
+        _opened(-1)
+
+
+def _opened(step: int) -> None:
+    global _count, _any
+    with _LOCK:
+        _count += step
+        _any = _count > 0
