@@ -212,6 +212,7 @@ def _probabilities(q: Tensor, k: Tensor) -> Any:
 
 def _in_ring_order(partial: Tensor) -> Tensor:
     """The sum over ranks of the rows that lie on this rank, from the next rank round to this one."""
+    partial = partial.contiguous()
     parts = [torch.empty_like(partial) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, partial)
     start = dist.get_rank() + 1

@@ -85,15 +85,17 @@ class Moving:
         self._into.sort(key=lambda move: move.source)
         self._work = None
         if any(move.source != move.target for move in moves):
-            sent = [move.take().reshape(-1) for move in out]
-            sent = [torch.cat(sent) if sent else like.new_empty(0)]
             sizes_out = _sizes(out, "target", team.size)
             sizes_in = _sizes(self._into, "source", team.size)
-            self._received = like.new_empty(sum(sizes_in))
-            self._sent = sent  # until it has left
+            self._received, self._sent = like.new_empty(sum(sizes_in)), like.new_empty(sum(sizes_out))
+            at = 0
+            for move in out:
+                size = _size(move)
+                self._sent[at : at + size].view(move.shape).copy_(move.take())
+                at += size
             with errors_of(team):
                 self._work = dist.all_to_all_single(
-                    self._received, sent[0], sizes_in, sizes_out, group=team.group, async_op=True
+                    self._received, self._sent, sizes_in, sizes_out, group=team.group, async_op=True
                 )
         for move in within:
             move.put(move.take())
@@ -109,6 +111,7 @@ class Moving:
             size = _size(move)
             move.put(self._received[at : at + size].view(move.shape))
             at += size
+        self._into.clear()
         del self._sent, self._received
 
 

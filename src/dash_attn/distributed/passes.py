@@ -24,7 +24,10 @@ __all__ = ["Saved", "backward", "forward"]
 
 
 class Saved(NamedTuple):
-    """What the backward needs: q, out and lse of the rows that this rank computed, k and v that lie on it."""
+    """What the backward needs: q, out and lse of the rows that this rank computed, and k and v.
+
+    These are the ones that lie on this rank, or with :meth:`.shared.Shared.keeps_keys` all that it needed.
+    """
 
     q: Tensor
     k: Tensor
@@ -57,6 +60,8 @@ def forward(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) ->
         outs.append(out)
         lses.append(lse)
     out, lse = _joined(outs, 2), _joined(lses, 1)
+    if shared.keeps_keys:
+        k, v = keys, values
     home = shared.returned(lse.transpose(1, 2).unsqueeze(3)).squeeze(3).transpose(1, 2)
     return shared.returned(out), home.contiguous(), Saved(mine, k, v, out, lse)
 
@@ -99,16 +104,18 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
     (dout,) = shared.gathered(dout)
     aux = _with_all_keys(shared, aux)
     q, k, v, out, lse = saved
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+    local = dout.shape[0], shared.layout.local_rows, shared.given.kv_heads
+    grads = [x.new_empty((*local, x.shape[3])) for x in (k, v)]
     sink = aux.learnable_sink
     dsink = None if sink is None else torch.zeros_like(sink)
     dqs: list[Tensor] = []
-    leaving: list[_Leaving] = []
+    leaving: _Leaving | None = None
     steps = shared.steps(shared.team.rank)
-    coming = shared.begin_keys(k, v, 0)
+    coming = (None, k, v) if shared.keeps_keys else shared.begin_keys(k, v, 0)
     for step, heads in enumerate(steps):
         moving, keys, values = coming
-        moving.end()
+        if moving is not None:
+            moving.end()
         if step + 1 < len(steps):
             coming = shared.begin_keys(k, v, step + 1)
         of_q = _q_heads(shared, heads)
@@ -117,11 +124,12 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
         dqs.append(made.dq)
         if dsink is not None and made.dsink is not None:
             dsink[heads[0] * shared.group : heads[1] * shared.group] = made.dsink.to(dsink.dtype)
-        leaving.append(_Leaving(shared, step, made, grads))
-        if len(leaving) > 1:
-            leaving.pop(0).end()
-    for last in leaving:
-        last.end()
+        if leaving is not None:  # what it moves has moved while this step was computed
+            leaving.end()
+        leaving = _Leaving(shared, step, made, grads)
+        del made
+    assert leaving is not None
+    leaving.end()
     return Gradients(shared.returned(_joined(dqs, 2)), grads[0], grads[1], dsink)
 
 
@@ -238,6 +246,9 @@ class _Leaving:
             rows, offset = shared.layout.chunks[rank][number]
             with as_current(shared.device):
                 self._finish(rows, offset, heads, sorted(parts, key=lambda part: part[0]))
+        # Moves know this object, and it knows them: without this their memory would wait for the collector.
+        self._moving.clear()
+        self._arrived.clear()
 
     def _finish(self, rows: Rows, offset: int, heads: Heads, parts: list[tuple[int, int, Tensor]]) -> None:
         """Add up the sums of all segments, in ascending order, and make dK and dV of a chunk of keys."""

@@ -110,6 +110,12 @@ class Shared:
         """Whether every rank has all rows of all sequences, for some heads."""
         return self.given.head_ranks == self.team.size
 
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether the backward finds k and v where the forward had them: they take no more memory there than
+        where they lie."""
+        return self.whole and not self.given.in_turns
+
     @cached_property
     def in_place(self) -> bool:
         """Whether every rank works on the rows that lie on it, in their order, with all heads."""

@@ -141,9 +141,10 @@ class _Plan:
         q, keys, sums = self._bytes(rank)
         link, local = links.gb_per_s * 1e6, links.memory_gb_per_s * 1e6
         exchange = links.exchange_us / 1e3
-        moving = 2 * q / link + (2 * keys + sums) / steps / link + (4 + 3 * steps) * exchange
-        copying = 2 * (2 * q + 2 * keys + 2 * sums) / local
-        hidden = (2 * keys + sums) * (steps - 1) / steps / link
+        passes = 1 if self.head_ranks == self.ranks and not self.in_turns else 2  # that bring k and v
+        moving = 2 * q / link + (passes * keys + sums) / steps / link + (4 + 3 * steps) * exchange
+        copying = 2 * (2 * q + passes * keys + 2 * sums) / local
+        hidden = (passes * keys + sums) * (steps - 1) / steps / link
         late = max(0.0, hidden - forward - backward)
         total = forward + backward + moving + copying + late
         return Prediction(total, forward, backward, moving + copying + late)
@@ -180,7 +181,8 @@ class _Plan:
         if not self._in_place(rank):  # q and dout here; out, lse and dq where they lie
             found += of_q * 2 * both + local * p.heads * (2 * both + 4)
         found += local * p.kv_heads * 2 * both  # dk, dv
-        found += keys * step * 2 * both * (3 if self.in_turns else 2)  # k and v, dk and dv
+        if self.ranks > 1:  # k and v, dk and dv
+            found += keys * step * 2 * both * (3 if self.in_turns else 2)
         segment = min(max((s.rows[1] - s.rows[0] for s in self._segments(rank)), default=0), rows)
         found += segment * step * p.group * (4 * p.head_dim + 8)
         wide = 4 * step * self.groups * both
@@ -190,7 +192,8 @@ class _Plan:
         own = sum(s.keys[1] - s.keys[0] for s in self._segments(rank))
         into = sum(self._here(s, rank) for other in range(self.ranks) for s in self._segments(other))
         away = 1 - 1 / self.ranks
-        return batch * (found + wide * (own * (1 + away) + into * away + local))
+        before = own if self.in_turns else 0  # of the head before, still leaving
+        return batch * (found + wide * (own + before + into * away + max(own * away, local)))
 
     def _here(self, segment: Segment, rank: int) -> int:
         """Keys of a segment that lie on a rank."""
