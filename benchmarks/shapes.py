@@ -6,7 +6,7 @@ tiny problems, fp16. Timing is sustained, as in forward.py.
     python benchmarks/shapes.py --output benchmarks/results/h200-shapes.json
     python benchmarks/shapes.py --only groups window
     python benchmarks/shapes.py --head-dims --output benchmarks/results/h200-head-dims.json
-    python benchmarks/shapes.py --segments --output benchmarks/results/h200-segments.json
+    python benchmarks/shapes.py --segments --alone --output benchmarks/results/h200-segments.json
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ROUNDS = 5
 ORDERED: Kind = ("backward", OURS, True)
 
 
-def contenders(x: Inputs, plan: Plan) -> dict[Kind, Call]:
+def contenders(x: Inputs, plan: Plan, peers: bool) -> dict[Kind, Call]:
     """What is timed of a case. A peer that cannot do it is left out, with a line."""
     ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
     whole = call_of(plan, x, ordered=True)()
@@ -52,7 +52,8 @@ def contenders(x: Inputs, plan: Plan) -> dict[Kind, Call]:
     }
     if cut := cut_backward(x):
         calls |= {ORDERED: cut, ("backward", f"{OURS} whole", True): whole}
-    if not (why := fa4.why_not()):
+    why = fa4.why_not() if peers else "--alone"
+    if not why:
         mask, lengths = x.problem.mask, x.lengths
         calls["forward", "fa4", True] = lambda: fa4.forward(x.q, x.k, x.v, x.scale, mask, lengths)
         calls["backward", "fa4", True] = fa4.backward(x, deterministic=True)
@@ -72,11 +73,11 @@ def cut_backward(x: Inputs) -> Call | None:
     return (lambda: call.backward(tensors)) if call.parts else None
 
 
-def rows(name: str, point: Point, rounds: int) -> list[Row]:
+def rows(name: str, point: Point, rounds: int, peers: bool) -> list[Row]:
     """Of one case."""
     torch.manual_seed(0)
     plan = build_plan(point.problem, choose_policy(point.problem))
-    calls = contenders(inputs(point, torch.device("cuda")), plan)
+    calls = contenders(inputs(point, torch.device("cuda")), plan, peers)
     found = []
     for kind, all_ms in timed(calls, rounds, with_single=False)["sustained"].items():
         ms = statistics.median(all_ms)
@@ -103,6 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write header and rows as JSON")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
     parser.add_argument("--head-dims", action="store_true", help="other head dims than 64 and 128 instead")
+    parser.add_argument("--alone", action="store_true", help="without FlashAttention-4")
     parser.add_argument("--segments", action="store_true", help="sequences that are cut instead")
     parser.add_argument("--share", default="0/1", metavar="I/N", help="every Nth case only, from I on")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
@@ -117,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     all_cases = cases(dense, ()) if dense else cases()
     chosen = [(name, point) for name, point in all_cases if any(only in name for only in args.only)]
     for name, point in chosen[first::of]:
-        new = rows(name, point, args.rounds)
+        new = rows(name, point, args.rounds, not args.alone)
         found += new
         (ms,) = times(new).values()
         said = "  ".join(f"{what} {x:.2f}" for what in RATIOS if (x := ratio(ms, what)))

@@ -41,9 +41,7 @@ def _all_modes(rank: int, ranks: int) -> None:
     compared(Case((4, 2), "causal", "gather", "zigzag", rows, q_segment=None))
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
 def test_any_number_of_ranks_has_the_bytes_of_one(ranks: int) -> None:
     spawn(_all_modes, ranks, ranks)
 

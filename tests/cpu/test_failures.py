@@ -187,13 +187,13 @@ def test_a_wait_that_gave_up_is_named_and_its_trace_is_kept() -> None:
     errors = torch.tensor([1, 2, 3, 4, 5, 6, 1, 0], dtype=torch.int32)
     what = "sequence 2, q head 3, kv tile 4, q tile 5: waited for ticket 6, the counter stayed at 1"
     with pytest.raises(HandOverError) as caught:
-        launch._check_hand_overs(errors, None)
+        launch.check_hand_overs(errors, None)
     assert str(caught.value) == what
     trace = torch.zeros(3, 2, 4, dtype=torch.int64)
     trace[0, :, 2] = 7
     with pytest.raises(HandOverError, match=f"{what}; 2 contributions were made until then") as caught:
-        launch._check_hand_overs(errors, trace)
+        launch.check_hand_overs(errors, trace)
     path = Path(str(caught.value).rpartition(" is in ")[2])
     assert np.array_equal(np.load(path), trace.numpy())
     path.unlink()
-    launch._check_hand_overs(torch.zeros(8, dtype=torch.int32), trace)
+    launch.check_hand_overs(torch.zeros(8, dtype=torch.int32), trace)
