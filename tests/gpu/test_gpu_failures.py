@@ -142,7 +142,7 @@ def test_streams_that_get_a_third_of_the_sms_each(monkeypatch, priorities):
     assert plan.min_workers == 64
     errors = []
     monkeypatch.setattr(
-        launcher, "_check_hand_overs", lambda found, trace: errors.append(found)
+        launcher, "check_hand_overs", lambda found, trace: errors.append(found)
     )  # read at the end: nobody waits
     monkeypatch.setattr(launcher, "SPIN_LIMIT", 100_000)
     how = {"debug": Debug(bounded=True)}
