@@ -137,7 +137,6 @@ SEGMENTS = (
     _square("segments", 1, 65_536, 16, 4, 64),
     _square("segments", 1, 32_768, 16, 16, 128, FULL),
     _square("segments", 1, 65_536, 16, 4, 64, FULL),
-    _window(4096, 1, 65_536, 16, 4, 128),
 )
 """Sequences that the backward cuts into segments of q rows."""
 

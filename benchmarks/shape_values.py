@@ -29,6 +29,7 @@ def shape_values(file: str) -> Iterator[tuple[str, Value]]:
     for name in RATIOS:
         for statistic in STATISTICS:
             yield f"{name}-{statistic}", partial(_shape_statistic, file, name, statistic)
+    yield "cut-table", partial(cut_table, file)
     yield "summary", partial(summary_table, file)
     yield "table", partial(shape_table, file)
 
@@ -63,6 +64,22 @@ def ratio(ms: Mapping[Kind, float], name: str) -> float:
 def _shape_statistic(file: str, name: str, statistic: str) -> str:
     found = [x for ms in times(read(file)).values() if (x := ratio(ms, name))]
     return STATISTICS[statistic](found) if found else "-"
+
+
+def cut_table(file: str) -> str:
+    """Milliseconds of the backward in segments, beside whole sequences and beside no order."""
+    lines = []
+    for case, ms in times(read(file)).items():
+        ratios = (ratio(ms, "whole"), ratio(ms, "order"))
+        if ratios[0]:
+            lines.append(
+                [
+                    case.partition(": ")[2],
+                    f"{ms['backward', 'dash_attn', True]:.2f}",
+                    *map("{:.2f}".format, ratios),
+                ]
+            )
+    return table_of(["case", "in segments, ms", "/ whole", "/ no order"], lines) if lines else "-"
 
 
 def shape_table(file: str) -> str:

@@ -136,7 +136,8 @@ def attention(
         q_segment: rows per segment, a multiple of 128. The backward of a longer sequence is cut into segments
             of so many q rows, and their sums of dK and dV are added in order. Several GPUs can share
             such a sequence without another bit (:mod:`dash_attn.distributed`). It decides bits of longer
-            sequences. None: 16,384 where ``policy`` is "auto", else no segments. Masks that end elsewhere
+            sequences. None: 16,384 where ``policy`` is "auto" and there is no window on the left, else no
+            segments. Masks that end elsewhere
             than at the diagonal or at the last key, ``alibi_slopes``, ``dropout_p`` and intervals of rows
             are not cut.
         softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.

@@ -55,11 +55,12 @@ class AttentionSpec(NamedTuple):
         """Rows per segment of q, 0 where sequences stay whole.
 
         They do under a policy that is named, unless ``q_segment`` is too: not every policy has plans for
-        segments. What counts rows from the first one of a sequence leaves them whole as well.
+        segments. They do under a window likewise, for their items would be short. What counts rows from the
+        first one of a sequence leaves them whole as well.
         """
         if self.alibi or self.dropout_p or self.row_intervals:
             return 0
-        return self.q_segment or (Q_SEGMENT if self.policy == "auto" else 0)
+        return self.q_segment or (Q_SEGMENT if self.policy == "auto" and self.left < 0 else 0)
 
     @property
     def mask(self) -> Mask:

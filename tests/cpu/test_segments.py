@@ -184,10 +184,13 @@ def test_under_the_operators_and_torch_compile() -> None:
 
 
 def test_what_is_not_cut() -> None:
-    """A policy that is named, unless the segment is too; ALiBi, dropout and intervals, which count rows."""
+    """Named policies and windows, unless the segment is named too; ALiBi, dropout and intervals, which count
+    rows."""
     spec = AttentionSpec(1.0, right=0)
     assert spec.rows_per_segment == 16384
     assert spec._replace(policy="spt").rows_per_segment == 0
+    assert spec._replace(left=4096).rows_per_segment == 0
+    assert spec._replace(left=4096, q_segment=256).rows_per_segment == 256
     assert spec._replace(policy="spt", q_segment=256).rows_per_segment == 256
     for field in ("alibi", "row_intervals"):
         assert spec._replace(**{field: True}).rows_per_segment == 0

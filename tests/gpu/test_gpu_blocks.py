@@ -13,20 +13,20 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[SimpleNamespace]:
+def script() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         yield SimpleNamespace(models=import_module("block_models"), blocks=import_module("blocks"))
 
 
 @pytest.mark.parametrize("name", ["LLaMA3-8B", "SAM-H"])
-def test_rows_of_a_small_block(benchmark, name, capsys):
-    model = benchmark.models.MODELS[name]
+def test_rows_of_a_small_block(script, name, capsys):
+    model = script.models.MODELS[name]
     model = model._replace(
         hidden=4 * model.head_dim, heads=4, kv_heads=4 * model.kv_heads // model.heads, mlp=512
     )
-    case = benchmark.models.Case(name, model, 2, 1024)
-    rows = {(row["impl"], row["deterministic"]): row for row in benchmark.blocks.rows(case, 2)}
+    case = script.models.Case(name, model, 2, 1024)
+    rows = {(row["impl"], row["deterministic"]): row for row in script.blocks.rows(case, 2)}
     assert {("dash_attn", True), ("dash_attn", False), ("fa2", True), ("fa2", False)} <= rows.keys(), (
         capsys.readouterr().err
     )
@@ -37,4 +37,4 @@ def test_rows_of_a_small_block(benchmark, name, capsys):
         forward, backward, products, rest = row["parts_ms"].values()
         assert min(forward, backward, products, rest) > 0, row["parts_ms"]
         assert backward > forward / 2
-    benchmark.blocks.line(list(rows.values()))
+    script.blocks.line(list(rows.values()))
