@@ -48,17 +48,17 @@ def test_any_number_of_ranks_has_the_bytes_of_one(ranks: int) -> None:
 
 def _in_rank_order(rank: int) -> None:
     """Sums of dK and dV that are added as the ranks come, not as the segments: other bytes."""
-    from dash_attn.distributed import passes
+    from dash_attn.distributed import leaving
 
-    right = passes._Leaving._finish
+    right = leaving.Leaving._finish
 
     def by_rank(self: Any, rows: Rows, offset: int, heads: Any, parts: list[Any]) -> None:
         right(self, rows, offset, heads, list(reversed(parts)))
 
     case = Case((4, 2), "full", "gather", "contiguous", 768)
     compared(case)
-    passes.sorted = lambda parts, key: parts  # type: ignore[attr-defined]
-    passes._Leaving._finish = by_rank  # type: ignore[method-assign]
+    leaving.sorted = lambda parts, key: parts  # type: ignore[attr-defined]
+    leaving.Leaving._finish = by_rank  # type: ignore[method-assign]
     differs = torch.zeros(1)
     try:
         compared(case)

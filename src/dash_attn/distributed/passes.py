@@ -8,16 +8,13 @@ Those of each segment come to the rank where the keys lie. It adds them in ascen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients, Tensors, as_current
-from ..ops.segments import CutSequence
-from ..schedule.sharing import Rows
-from .exchange import Move, Moving
+from .leaving import Leaving, Made
 from .shared import Heads, Shared, places
 
 __all__ = ["Saved", "backward", "forward"]
@@ -109,7 +106,7 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
     sink = aux.learnable_sink
     dsink = None if sink is None else torch.zeros_like(sink)
     dqs: list[Tensor] = []
-    leaving: _Leaving | None = None
+    leaving: Leaving | None = None
     steps = shared.steps(shared.team.rank)
     coming = (None, k, v) if shared.keeps_keys else shared.begin_keys(k, v, 0)
     for step, heads in enumerate(steps):
@@ -126,31 +123,14 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
             dsink[heads[0] * shared.group : heads[1] * shared.group] = made.dsink.to(dsink.dtype)
         if leaving is not None:  # what it moves has moved while this step was computed
             leaving.end()
-        leaving = _Leaving(shared, step, made, grads)
+        leaving = Leaving(shared, step, made, grads)
         del made
     assert leaving is not None
     leaving.end()
     return Gradients(shared.returned(_joined(dqs, 2)), grads[0], grads[1], dsink)
 
 
-class _Made(NamedTuple):
-    """What a rank made of a step.
-
-    Attributes:
-        dq: of its rows.
-        dsink: of its heads, None without a sink.
-        dk, dv: of its keys; only those of sequences that it has whole mean something.
-        sums: of the segments of other sequences, by (sequence, number of the segment).
-    """
-
-    dq: Tensor
-    dsink: Tensor | None
-    dk: Tensor
-    dv: Tensor
-    sums: dict[tuple[int, int], Tensor]
-
-
-def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors) -> _Made:
+def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors) -> Made:
     kv_heads = heads[1] - heads[0]
     if shared.whole:
         return _whole(shared, mine, kv_heads, aux)
@@ -184,120 +164,17 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
         for found in dsinks:
             if dsink is not None and found is not None:
                 dsink = dsink + found
-    return _Made(dq, dsink, dk, dv, sums)
+    return Made(dq, dsink, dk, dv, sums)
 
 
-def _whole(shared: Shared, mine: Tensors, kv_heads: int, aux: AuxTensors) -> _Made:
+def _whole(shared: Shared, mine: Tensors, kv_heads: int, aux: AuxTensors) -> Made:
     call = shared.whole_call(kv_heads)
     if not shared.given.packed:
         grads = call.backward(mine, aux)
-        return _Made(grads.dq, grads.dsink, grads.dk, grads.dv, {})
+        return Made(grads.dq, grads.dsink, grads.dk, grads.dv, {})
     grads = call.backward(Tensors(*(x[0] for x in mine)), _packed(aux))
     dq, dk, dv = (x.unsqueeze(0) for x in grads[:3] if x is not None)
-    return _Made(dq, grads.dsink, dk, dv, {})
-
-
-class _Leaving:
-    """dK and dV of a step on their way to the ranks where the keys lie; :meth:`end` finishes them there.
-
-    Args:
-        shared: the call.
-        step: which heads.
-        made: what this rank made.
-        grads: dk and dv of what lies on this rank; they are written.
-    """
-
-    def __init__(self, shared: Shared, step: int, made: _Made, grads: Sequence[Tensor]) -> None:
-        self._shared, self._step, self._made, self._grads = shared, step, made, grads
-        moves: list[Move] = []
-        for flat, x in zip((made.dk, made.dv), grads):
-            moves += shared.keys_home(flat, x, step)
-        self._moving = [Moving(shared.team, moves, grads[0])]
-        self._arrived: dict[tuple[int, Heads], list[tuple[int, int, Tensor]]] = {}
-        if sums := self._sums():
-            like = grads[0].new_empty(0, dtype=shared.wide)
-            self._moving.append(Moving(shared.team, sums, like))
-
-    def _sums(self) -> list[Move]:
-        """Moves of the segments' sums, to every chunk of keys that they have a part in."""
-        shared, moves = self._shared, []
-        tile_n = shared.cut.tile_n
-        for worker, heads in enumerate(shared.of_step(self._step)):
-            for sequence, index in shared.segments(worker):
-                cut = shared.cut_of(sequence, heads[1] - heads[0])
-                first, last = cut.tiles_of(index)
-                for owner, chunks in enumerate(shared.layout.chunks):
-                    for number, chunk in enumerate(chunks):
-                        begin = max(first, chunk.rows.first // tile_n)
-                        end = min(last, -(-chunk.rows.last // tile_n))
-                        if chunk.rows.sequence == sequence and begin < end:
-                            part = _Sums(self, (sequence, index), slice(begin - first, end - first))
-                            goal = _Arriving(self, (number, heads), index, begin)
-                            shape = (end - begin, *_shape(cut))
-                            moves.append(Move(worker, owner, shape, part.take, goal.put))
-        return moves
-
-    def end(self) -> None:
-        """Wait, and write dK and dV."""
-        for moving in self._moving:
-            moving.end()
-        shared, rank = self._shared, self._shared.team.rank
-        for (number, heads), parts in self._arrived.items():
-            rows, offset = shared.layout.chunks[rank][number]
-            with as_current(shared.device):
-                self._finish(rows, offset, heads, sorted(parts, key=lambda part: part[0]))
-        # Moves know this object, and it knows them: without this their memory would wait for the collector.
-        self._moving.clear()
-        self._arrived.clear()
-
-    def _finish(self, rows: Rows, offset: int, heads: Heads, parts: list[tuple[int, int, Tensor]]) -> None:
-        """Add up the sums of all segments, in ascending order, and make dK and dV of a chunk of keys."""
-        cut = self._shared.cut_of(rows.sequence, heads[1] - heads[0])
-        tile_n = self._shared.cut.tile_n
-        first, last = rows.first // tile_n, -(-rows.last // tile_n)
-        total = cut.new_sums(self._grads[0], last - first)
-        for _, begin, part in parts:
-            cut.backend.add_sums(total[begin - first : begin - first + len(part)], part)
-        scores = self._shared.dense_call(1, 1, heads[1] - heads[0]).scores
-        at = slice(None), slice(offset, offset + rows.last - rows.first), slice(*heads)
-        lead = rows.first - first * tile_n
-        targets = [x[at] for x in self._grads]
-        if not lead:
-            cut.backend.finish_keys(total, scores, *targets)
-            return
-        whole = [x.new_empty((x.shape[0], lead + x.shape[1], *x.shape[2:])) for x in targets]
-        cut.backend.finish_keys(total, scores, *whole)
-        for target, x in zip(targets, whole):
-            target.copy_(x[:, lead:])
-
-
-class _Sums(NamedTuple):
-    """Some kv tiles of the sums of a segment, on the rank that made them."""
-
-    leaving: _Leaving
-    segment: tuple[int, int]
-    tiles: slice
-
-    def take(self) -> Tensor:
-        return self.leaving._made.sums[self.segment][self.tiles]
-
-
-class _Arriving(NamedTuple):
-    """Where sums of a segment arrive. goal: number of the chunk of keys, and the heads."""
-
-    leaving: _Leaving
-    goal: tuple[int, Heads]
-    segment: int
-    first_tile: int
-
-    def put(self, value: Tensor) -> None:
-        self.leaving._arrived.setdefault(self.goal, []).append((self.segment, self.first_tile, value))
-
-
-def _shape(cut: CutSequence) -> tuple[int, ...]:
-    """Of sums, per kv tile."""
-    problem = cut.problem
-    return len(problem.sequences), problem.kv_heads, *cut.backend.key_sums(problem, cut.head_groups)
+    return Made(dq, grads.dsink, dk, dv, {})
 
 
 def _keys_at(shared: Shared, sequence: int, keys: tuple[int, int]) -> slice:
