@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dash_attn.distributed import attention, attention_varlen, positions, shard, unshard
 from dash_attn.errors import CommunicationError, InputError
 from dash_attn.problem import Mask
-from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, pieces
+from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, routes
 from sharing_cases import LAYOUTS, MASKS, MODES, Case, compared
 from spawned import spawn
 
@@ -224,18 +224,19 @@ def test_every_row_is_computed_once_and_comes_from_where_it_lies(
         for rows in w.rows:  # whole segments
             ends = {s.rows[1] for s in cut.segments(layout.lengths[rows.sequence])} | {0}
             assert {rows.first, rows.last} <= ends
+    blocks = [w.rows for w in work]
     for worker, w in enumerate(work):
-        found = [p for p in pieces(layout, [w.rows for w in work]) if p.worker == worker]
-        assert sum(p.rows.last - p.rows.first for p in found) == sum(r.last - r.first for r in w.rows)
-        for p in found:
-            assert any(
-                c.rows.sequence == p.rows.sequence
-                and c.rows.first <= p.rows.first
-                and p.rows.last <= c.rows.last
-                and p.local == c.offset + p.rows.first - c.rows.first
-                for c in layout.chunks[p.owner]
-            )
-            assert p.at == p.rows.first - w.rows[p.block].first
+        wanted = [(r.sequence, row) for r in w.rows for row in range(r.first, r.last)]
+        got: dict[int, tuple[int, int]] = {}
+        for route in (r for r in routes(layout, blocks, worker) if r.worker == worker):
+            same = [r for r in routes(layout, blocks, route.owner) if r[:2] == route[:2]]
+            assert [r.at.tolist() for r in same] == [route.at.tolist()]  # as the owner sees it
+            lying = [(c.rows.sequence, row) for c in layout.chunks[route.owner] for row in range(*c.rows[1:])]
+            for local, at in route.runs:
+                for k in range(at.stop - at.start):
+                    got[at.start + k] = lying[local.start + k]
+        assert [got[at] for at in range(len(wanted))] == wanted
+        assert len(got) == len(wanted)
 
 
 def test_under_a_causal_mask_zigzag_gives_all_ranks_the_same_work() -> None:

@@ -67,7 +67,8 @@ class Moving:
 
     Args:
         team: all its ranks begin the same moves, in the same order.
-        moves: of all ranks. Those within a rank are copies.
+        moves: those of this rank, and perhaps others. Between two ranks they have one order on both; those
+            within a rank are copies.
         like: dtype and device of the tensors.
     """
 
@@ -84,7 +85,7 @@ class Moving:
         out.sort(key=lambda move: move.target)
         self._into.sort(key=lambda move: move.source)
         self._work = None
-        if any(move.source != move.target for move in moves):
+        if team.size > 1:
             sizes_out = _sizes(out, "target", team.size)
             sizes_in = _sizes(self._into, "source", team.size)
             self._received, self._sent = like.new_empty(sum(sizes_in)), like.new_empty(sum(sizes_out))

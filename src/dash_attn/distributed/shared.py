@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..ops.calls import Call, shaped_call
 from ..ops.segments import CutSequence
+from ..problem import IntArray
 from ..schedule.constants import FORWARD_SEGMENT
-from ..schedule.sharing import Cut, Layout, Piece, Rows, deal, pieces
+from ..schedule.sharing import Cut, Layout, Route, Rows, deal, in_place, routes
 from ..spec import AttentionSpec
 from .exchange import Move, Moving, Team
 
 __all__ = ["Given", "Heads", "Shared", "places"]
+
+MOST_RUNS = 4
 
 Heads = tuple[int, int]
 """The first head, and the one behind the last."""
@@ -80,8 +85,8 @@ class Shared:
         self.work = deal(self.layout, self.cut, given.kv_heads, given.head_ranks)
         self.rows = self.work[team.rank].rows
         self.keys = [self._keys(work.rows) for work in self.work]
-        self._q_pieces = pieces(self.layout, [work.rows for work in self.work])
-        self.k_pieces = pieces(self.layout, self.keys)
+        self._q_ways = self._ways([work.rows for work in self.work])
+        self._k_ways = self._ways(self.keys)
 
     # What is where
 
@@ -119,11 +124,44 @@ class Shared:
     @cached_property
     def in_place(self) -> bool:
         """Whether every rank works on the rows that lie on it, in their order, with all heads."""
-        starts = [[place.start for place in places(work.rows)] for work in self.work]
-        return self.given.head_ranks == 1 and all(
-            piece.owner == piece.worker and piece.local == starts[piece.worker][piece.block] + piece.at
-            for piece in self._q_pieces
-        )
+        return self.given.head_ranks == 1 and in_place(self.layout, self.work)
+
+    @cached_property
+    def _home_ways(self) -> list[_Way]:
+        """Of the keys of sequences that their worker has whole."""
+        complete = [self.complete(rank) for rank in range(self.team.size)]
+        return self._ways(self.keys, lambda rank, rows: rows.sequence in complete[rank])
+
+    def _ways(
+        self, blocks: Sequence[Sequence[Rows]], wanted: Callable[[int, Rows], bool] | None = None
+    ) -> list[_Way]:
+        """Ways of the rows of these blocks, or of those that are wanted, from and to this rank."""
+        found: list[_Way] = []
+        indices: list[IntArray] = []
+        many: list[Route] = []
+        for route in routes(self.layout, blocks, self.team.rank):
+            if wanted is not None:
+                keep = self._kept(blocks[route.worker], route, wanted)
+                route = route._replace(local=route.local[keep], at=route.at[keep])
+            runs = route.runs if len(route.local) else []
+            if len(runs) > MOST_RUNS:
+                many.append(route)
+                indices += [route.local, route.at]
+            for local, at in runs if len(runs) <= MOST_RUNS else []:
+                found.append(_Way(*route[:2], at.stop - at.start, local, at))
+        if many:
+            sizes = [len(index) for index in indices]
+            there = torch.split(torch.from_numpy(np.concatenate(indices)).to(self.device), sizes)
+            for number, route in enumerate(many):
+                found.append(_Way(*route[:2], len(route.at), *there[2 * number : 2 * number + 2]))
+        return sorted(found, key=lambda way: (way.owner, way.worker))
+
+    def _kept(
+        self, blocks: Sequence[Rows], route: Route, wanted: Callable[[int, Rows], bool]
+    ) -> NDArray[np.bool_]:
+        each = [np.full(rows.last - rows.first, wanted(route.worker, rows)) for rows in blocks]
+        kept: NDArray[np.bool_] = np.concatenate([np.zeros(0, dtype=bool), *each])[route.at]
+        return kept
 
     def complete(self, rank: int) -> set[int]:
         """The sequences all of whose rows a rank computes."""
@@ -179,31 +217,28 @@ class Shared:
     # Moving rows
 
     def _moves(
-        self, x: Tensor, on: Sequence[Piece], blocks: Sequence[Tensor], heads: Sequence[Heads], out: bool
+        self, x: Tensor, ways: Sequence[_Way], flat: Tensor, heads: Sequence[Heads], out: bool
     ) -> list[Move]:
-        """Moves between x, rows as they lie with all heads, and the blocks of the workers.
+        """Moves between x, rows as they lie with all heads, and what workers have of them.
 
         Args:
             x: (batch, local rows, heads, columns).
-            on: which rows.
-            blocks: of this rank as a worker.
+            ways: which rows.
+            flat: of this rank as a worker, (batch, rows, heads, columns).
             heads: of x, those of each worker.
             out: to the workers, not back.
         """
         batch, _, _, columns = x.shape
         moves = []
-        for piece in on:
-            rows, count = piece.rows, piece.rows.last - piece.rows.first
-            first, last = heads[piece.worker]
-            there = _Part(x, (slice(None), slice(piece.local, piece.local + count), slice(first, last)))
-            mine = piece.worker == self.team.rank
-            block = blocks[piece.block] if mine else x
-            here = _Part(block, (slice(None), slice(piece.at, piece.at + count)))
-            shape = (batch, rows.last - rows.first, last - first, columns)
+        for way in ways:
+            first, last = heads[way.worker]
+            there = _Part(x, (slice(None), way.local, slice(first, last)))
+            here = _Part(flat, (slice(None), way.at))
+            shape = (batch, way.size, last - first, columns)
             if out:
-                moves.append(Move(piece.owner, piece.worker, shape, there.take, here.put))
+                moves.append(Move(way.owner, way.worker, shape, there.take, here.put))
             else:
-                moves.append(Move(piece.worker, piece.owner, shape, here.take, there.put))
+                moves.append(Move(way.worker, way.owner, shape, here.take, there.put))
         return moves
 
     def q_heads(self) -> list[Heads]:
@@ -218,10 +253,8 @@ class Shared:
         first, last = heads[self.team.rank]
         found, moves = [], []
         for x in tensors:
-            flat = x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3]))
-            blocks = [flat[:, place] for place in places(self.rows)]
-            moves += self._moves(x, self._q_pieces, blocks, heads, True)
-            found.append(flat)
+            found.append(x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3])))
+            moves += self._moves(x, self._q_ways, found[-1], heads, True)
         Moving(self.team, moves, tensors[0]).end()
         return found
 
@@ -230,8 +263,7 @@ class Shared:
         if self.in_place:
             return flat
         found = flat.new_empty((flat.shape[0], self.layout.local_rows, self.given.heads, flat.shape[3]))
-        blocks = [flat[:, place] for place in places(self.rows)]
-        Moving(self.team, self._moves(found, self._q_pieces, blocks, self.q_heads(), False), flat).end()
+        Moving(self.team, self._moves(found, self._q_ways, flat, self.q_heads(), False), flat).end()
         return found
 
     def begin_keys(self, k: Tensor, v: Tensor, step: int) -> tuple[Moving, Tensor, Tensor]:
@@ -241,32 +273,38 @@ class Shared:
         flat, moves = [], []
         for x in (k, v):
             flat.append(x.new_empty((x.shape[0], _total(mine), last - first, x.shape[3])))
-            blocks = [flat[-1][:, place] for place in places(mine)]
-            moves += self._moves(x, self.k_pieces, blocks, heads, True)
+            moves += self._moves(x, self._k_ways, flat[-1], heads, True)
         return Moving(self.team, moves, k), flat[0], flat[1]
 
     def rows_of_keys(self, x: Tensor) -> Tensor:
         """What stands beside each key, (batch, local rows), of all keys that this rank needs."""
         mine = self.keys[self.team.rank]
         flat = x.new_empty((x.shape[0], _total(mine), 1, 1))
-        blocks = [flat[:, place] for place in places(mine)]
         everywhere = [(0, 1)] * self.team.size
-        Moving(self.team, self._moves(x[..., None, None], self.k_pieces, blocks, everywhere, True), x).end()
+        Moving(self.team, self._moves(x[..., None, None], self._k_ways, flat, everywhere, True), x).end()
         return flat[..., 0, 0]
 
     def keys_home(self, flat: Tensor, x: Tensor, step: int) -> list[Move]:
         """Moves of rows like k, of sequences that their worker has whole, to where they lie in x."""
-        complete = [self.complete(rank) for rank in range(self.team.size)]
-        on = [piece for piece in self.k_pieces if piece.rows.sequence in complete[piece.worker]]
-        blocks = [flat[:, place] for place in places(self.keys[self.team.rank])]
-        return self._moves(x, on, blocks, self.of_step(step), False)
+        return self._moves(x, self._home_ways, flat, self.of_step(step), False)
+
+
+class _Way(NamedTuple):
+    """Rows that go from an owner to a worker, or back: where they are in the tensors of both, as slices or as
+    indices on the device."""
+
+    owner: int
+    worker: int
+    size: int
+    local: slice | Tensor
+    at: slice | Tensor
 
 
 class _Part(NamedTuple):
     """A part of a tensor, looked at when it is needed."""
 
     x: Tensor
-    at: tuple[slice, ...]
+    at: tuple[slice | Tensor, ...]
 
     def take(self) -> Tensor:
         return self.x[self.at]

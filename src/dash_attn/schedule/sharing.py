@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from ..errors import InputError
-from ..problem import Mask
+from ..problem import IntArray, Mask
 from .segments import Segment, segments_of
 
-__all__ = ["LAYOUTS", "Chunk", "Layout", "Piece", "Rows", "Work", "deal", "pieces"]
+__all__ = ["LAYOUTS", "Chunk", "Layout", "Route", "Rows", "Work", "deal", "in_place", "routes"]
 
 LAYOUTS = ("zigzag", "contiguous")
 
@@ -145,6 +148,14 @@ def deal(layout: Layout, cut: Cut, kv_heads: int, head_ranks: int) -> list[Work]
     ]
 
 
+def in_place(layout: Layout, work: Sequence[Work]) -> bool:
+    """Whether every rank computes the rows that lie on it, in their order."""
+    return all(
+        tuple(_joined([chunk.rows for chunk in layout.chunks[rank]])) == mine.rows
+        for rank, mine in enumerate(work)
+    )
+
+
 def _rows_of_team(layout: Layout, ranks: range) -> list[Rows]:
     return _joined([chunk.rows for rank in ranks for chunk in layout.chunks[rank]])
 
@@ -184,37 +195,61 @@ def _dealt(layout: Layout, cut: Cut, teams: int) -> list[list[Rows]]:
     return [_joined(mine) for mine in rows]
 
 
-class Piece(NamedTuple):
+class Route(NamedTuple):
     """Rows that lie on one rank and are needed by another one, or the same.
 
     Attributes:
         owner, worker: ranks.
-        rows: which.
-        local: the first one in the owner's tensors.
-        block, at: the first one in the worker's block of rows.
+        local: (n,) rows of the owner's tensors, ascending.
+        at: (n,) rows of the worker's tensors: its blocks, one after the other.
     """
 
     owner: int
     worker: int
-    rows: Rows
-    local: int
-    block: int
-    at: int
+    local: IntArray
+    at: IntArray
+
+    @property
+    def runs(self) -> list[tuple[slice, slice]]:
+        """Stretches of rows that follow each other on both ranks."""
+        breaks = np.flatnonzero((np.diff(self.local) != 1) | (np.diff(self.at) != 1)) + 1
+        ends = [0, *breaks.tolist(), len(self.local)]
+        found = []
+        for first, last in pairwise(ends):
+            local, at = int(self.local[first]), int(self.at[first])
+            found.append((slice(local, local + last - first), slice(at, at + last - first)))
+        return found
 
 
-def pieces(layout: Layout, blocks: Sequence[Sequence[Rows]]) -> list[Piece]:
-    """Where the rows that every worker needs lie, in one order for all ranks. ``blocks``: of each worker."""
-    of_sequence: dict[int, list[tuple[int, Chunk]]] = {}
-    for owner, chunks in enumerate(layout.chunks):
-        for chunk in chunks:
-            of_sequence.setdefault(chunk.rows.sequence, []).append((owner, chunk))
+def routes(layout: Layout, blocks: Sequence[Sequence[Rows]], rank: int) -> list[Route]:
+    """Where the rows lie that a rank has and others need, and that it needs; without empty ones.
+
+    Args:
+        layout: where rows lie.
+        blocks: the rows that every worker needs, in the order of its tensors.
+        rank: owner or worker of all routes.
+
+    >>> (one, two) = routes(Layout((8,), 2, "zigzag"), [[Rows(0, 0, 8)], []], 0)
+    >>> one.local.tolist(), one.at.tolist(), two.owner, two.local.tolist(), two.at.tolist()
+    ([0, 1, 2, 3], [0, 1, 6, 7], 1, [0, 1, 2, 3], [2, 3, 4, 5])
+    """
+    starts = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
+    held = {owner: _global(starts, [c.rows for c in layout.chunks[owner]]) for owner in range(layout.ranks)}
     found = []
-    for worker, wanted in enumerate(blocks):
-        for block, (sequence, first, last) in enumerate(wanted):
-            for owner, chunk in of_sequence.get(sequence, []):
-                begin, end = max(first, chunk.rows.first), min(last, chunk.rows.last)
-                if begin < end:
-                    local = chunk.offset + begin - chunk.rows.first
-                    rows = Rows(sequence, begin, end)
-                    found.append(Piece(owner, worker, rows, local, block, begin - first))
+    for worker in range(layout.ranks):
+        owners = range(layout.ranks) if worker == rank else [rank]
+        place = np.full(starts[-1], -1, dtype=np.int64)
+        needed = _global(starts, blocks[worker])
+        place[needed] = np.arange(len(needed))
+        for owner in owners:
+            at = place[held[owner]]
+            local = np.flatnonzero(at >= 0)
+            if len(local):
+                found.append(Route(owner, worker, local, at[local]))
     return found
+
+
+def _global(starts: IntArray, rows: Sequence[Rows]) -> IntArray:
+    """Rows counted over all sequences."""
+    parts = [np.arange(starts[r.sequence] + r.first, starts[r.sequence] + r.last) for r in rows]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
