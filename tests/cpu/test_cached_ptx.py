@@ -45,6 +45,7 @@ def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> l
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(
     ("head_dim", "few", "piece"),

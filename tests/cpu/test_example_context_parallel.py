@@ -7,6 +7,7 @@ import pytest
 from example_runs import weights
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_weights_of_one():
     assert weights(2) == weights(1)
 

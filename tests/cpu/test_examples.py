@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_on_policy(capsys: pytest.CaptureFixture[str]) -> None:
     """Ratios are exactly 1, also after the weights have changed; with PyTorch's defaults they are not."""
     main = runpy.run_path(str(EXAMPLES / "on_policy.py"))["main"]

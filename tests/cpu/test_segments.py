@@ -89,8 +89,8 @@ def test_masks_that_cannot_be_cut_leave_sequences_whole() -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["full", "causal", "window"])
-@pytest.mark.parametrize("lengths", [(400, 400), (300, 520), (520, 300)], ids=str)
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("lengths", [(300, 300), (200, 330), (330, 200)], ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
 def test_gradients_are_those_of_whole_sequences(
     mask: dict[str, Any], lengths: tuple[int, int], heads: tuple[int, int]
 ) -> None:
