@@ -292,9 +292,9 @@ class Backend(ABC):
         ``head_groups``: those of the plans.
         """
 
-    @abstractmethod
     def add_sums(self, sums: Tensor, more: Tensor) -> None:
         """Add to sums what another segment has left in sums of its own, as if it had added to these."""
+        sums.add_(more)
 
     @abstractmethod
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:

@@ -94,7 +94,7 @@ class Leaving:
         total = cut.new_sums(self._grads[0], last - first)
         for _, begin, part in parts:
             cut.backend.add_sums(total[begin - first : begin - first + len(part)], part)
-        scores = self._shared.dense_call(1, 1, heads[1] - heads[0]).scores
+        scores = self._shared.scores
         at = slice(None), slice(offset, offset + rows.last - rows.first), slice(*heads)
         lead = rows.first - first * tile_n
         targets = [x[at] for x in self._grads]

@@ -76,18 +76,18 @@ def _forward_step(shared: Shared, given: _QKV, heads: Heads, aux: AuxTensors) ->
             return call.forward(q, k, v, aux)
         out, lse = call.forward(q[0], k[0], v[0], _packed(aux))
         return out.unsqueeze(0), lse.unsqueeze(0)
-    batch, _, q_heads, _ = q.shape
-    outs = [q.new_empty((batch, 0, q_heads, v.shape[3]))]
-    lses = [q.new_empty((batch, q_heads, 0), dtype=shared.wide)]
+    outs, lses = [], []
     for rows, place in zip(shared.rows, places(shared.rows)):
         at = _keys_at(shared, rows.sequence, shared.seen(rows))
         call = shared.dense_call(rows.last - rows.first, at.stop - at.start, kv_heads)
         out, lse = call.forward(q[:, place], k[:, at], v[:, at], _of_keys(aux, at))
         outs.append(out)
         lses.append(lse)
-    return _joined(outs[-1:] if len(outs) == 2 else outs, 1), _joined(
-        lses[-1:] if len(lses) == 2 else lses, 2
-    )
+    if not outs:
+        batch, _, q_heads, _ = q.shape
+        outs = [q.new_empty((batch, 0, q_heads, v.shape[3]))]
+        lses = [q.new_empty((batch, q_heads, 0), dtype=shared.wide)]
+    return _joined(outs, 1), _joined(lses, 2)
 
 
 def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gradients:
@@ -157,10 +157,9 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
                     tensors = _rows(mine, of_rows, _keys_at(shared, rows.sequence, segment.keys))
                     first, last = cut.tiles_of(index)
                     sums[rows.sequence, index] = cut.new_sums(mine.k, last - first)
-                    scores = shared.dense_call(1, 1, kv_heads).scores
                     into = sums[rows.sequence, index], dq[:, of_rows]
                     with as_current(shared.device):
-                        dsinks.append(cut.backward(index, tensors, scores, wide, *into))
+                        dsinks.append(cut.backward(index, tensors, shared.scores, wide, *into))
         for found in dsinks:
             if dsink is not None and found is not None:
                 dsink = dsink + found
@@ -179,11 +178,8 @@ def _whole(shared: Shared, mine: Tensors, kv_heads: int, aux: AuxTensors) -> Mad
 
 def _keys_at(shared: Shared, sequence: int, keys: tuple[int, int]) -> slice:
     """Where keys of a sequence lie among those that this rank has."""
-    mine = shared.keys[shared.team.rank]
-    for rows, place in zip(mine, places(mine)):
-        if rows.sequence == sequence:
-            return slice(place.start + keys[0] - rows.first, place.start + keys[1] - rows.first)
-    raise AssertionError(f"no keys of sequence {sequence}")
+    start = shared.key_starts[sequence]
+    return slice(start + keys[0], start + keys[1])
 
 
 def _rows(x: Tensors, rows: slice, keys: slice) -> Tensors:

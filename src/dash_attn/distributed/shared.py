@@ -22,6 +22,7 @@ from .exchange import Move, Moving, Team
 __all__ = ["Given", "Heads", "Shared", "places"]
 
 MOST_RUNS = 4
+"""Stretches of rows between two ranks that are copied one by one. More are copied at once, by indices."""
 
 Heads = tuple[int, int]
 """The first head, and the one behind the last."""
@@ -74,11 +75,13 @@ class Shared:
         rows: those that this rank computes.
         keys: those that each rank needs, a stretch per sequence.
         cut: how sequences are cut.
+        scores: what becomes of them.
+        group: q heads that share one kv head.
     """
 
     def __init__(self, given: Given, spec: AttentionSpec, team: Team, device: torch.device) -> None:
         self.given, self.spec, self.team, self.device = given, spec, team, device
-        self.group = given.heads // given.kv_heads
+        self.scores, self.group = spec.scores, given.heads // given.kv_heads
         self.layout = Layout(given.lengths, team.size, given.layout)
         one = self.dense_call(1, 1, 1)
         self.cut = Cut(spec.mask, one.problem.tile_n, spec.rows_per_segment)
@@ -109,6 +112,12 @@ class Shared:
     def wide(self) -> torch.dtype:
         """Of lse, and of sums."""
         return torch.float64 if self.given.dtype == torch.float64 else torch.float32
+
+    @cached_property
+    def key_starts(self) -> dict[int, int]:
+        """Where key 0 of each sequence would lie among the keys that this rank has."""
+        mine = self.keys[self.team.rank]
+        return {rows.sequence: place.start - rows.first for rows, place in zip(mine, places(mine))}
 
     @property
     def whole(self) -> bool:

@@ -7,6 +7,7 @@ The segments of a sequence run one after the other and add to the same sums of d
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -92,10 +93,7 @@ class CutSequence:
 def problem_of_segment(problem: Problem, segment: Segment) -> Problem:
     """What a segment computes, of all sequences of a problem of equal ones."""
     lengths = segment.rows[1] - segment.rows[0], segment.keys[1] - segment.keys[0]
-    rest = problem.heads, problem.kv_heads, problem.head_dim, problem.mask, problem.dtype
-    of_v = problem.head_dim_v
-    tiles = problem.tile_m, problem.tile_n
-    return Problem((lengths,) * len(problem.sequences), *rest, *tiles, head_dim_v=of_v)
+    return replace(problem, sequences=(lengths,) * len(problem.sequences))
 
 
 @lru_cache(256)
@@ -151,7 +149,7 @@ def _packed_parts(
 
     def end_run() -> None:
         if run:
-            between = _with_sequences(problem, tuple(run))
+            between = replace(problem, sequences=tuple(run))
             schedule = choose_policy(between) if spec.policy == "auto" else schedule_named(spec.policy)
             prepared = backend.prepare(between, device, packed=True)
             plan = build_plan(between, schedule)
@@ -162,7 +160,7 @@ def _packed_parts(
         end = at[0] + pair[0], at[1] + pair[1]
         if is_cut:
             end_run()
-            alone = CutSequence(_with_sequences(problem, (pair,)), spec, backend, device)
+            alone = CutSequence(replace(problem, sequences=(pair,)), spec, backend, device)
             parts.append(Part(slice(at[0], end[0]), slice(at[1], end[1]), alone))
             first = end
         else:
@@ -170,12 +168,6 @@ def _packed_parts(
         at = end
     end_run()
     return tuple(parts)
-
-
-def _with_sequences(problem: Problem, sequences: tuple[tuple[int, int], ...]) -> Problem:
-    rest = problem.heads, problem.kv_heads, problem.head_dim, problem.mask, problem.dtype
-    tiles = problem.tile_m, problem.tile_n
-    return Problem(sequences, *rest, *tiles, head_dim_v=problem.head_dim_v)
 
 
 def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:

@@ -139,9 +139,6 @@ class _CPU(Backend):
     def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
         return head_groups, problem.tile_n * (problem.head_dim + problem.head_dim_v)
 
-    def add_sums(self, sums: Tensor, more: Tensor) -> None:
-        sums.add_(more)
-
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_rows(sums, scores.softmax_scale, dk, dv)
 
