@@ -1,0 +1,137 @@
+"""Memory that a kernel sees: tensors where they lie, shared memory, tensor maps; every access is checked."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+PACKED_ROWS, MAX_INT32, WRAP = 1 << 30, (1 << 31) - 1, 1 << 64
+MAP_COLUMNS = 64
+"""Columns of a copy of tiles: 128 bytes of two-byte values, which is how far the swizzle goes."""
+
+
+class OutOfBoundsError(Exception):
+    """A kernel touched memory that is nobody's."""
+
+
+class Memory:
+    """Regions of bytes at fixed addresses."""
+
+    def __init__(self) -> None:
+        self.bases: list[int] = []
+        self.regions: list[np.ndarray] = []
+
+    def add(self, base: int, region: np.ndarray) -> None:
+        at = bisect_right(self.bases, base)
+        self.bases.insert(at, base)
+        self.regions.insert(at, region)
+
+    def add_tensor(self, tensor: torch.Tensor) -> int:
+        """The address of a CPU tensor, whose bytes are visible from now on."""
+        storage = tensor.untyped_storage()
+        base, size = storage.data_ptr(), storage.nbytes()
+        if size and base not in self.bases:
+            self.add(base, np.frombuffer((ctypes.c_uint8 * size).from_address(base), np.uint8))
+        return tensor.data_ptr()
+
+    def _region(self, first: int, last: int) -> tuple[int, np.ndarray]:
+        at = bisect_right(self.bases, first) - 1
+        if at >= 0:
+            base, region = self.bases[at], self.regions[at]
+            if last <= base + len(region):
+                return base, region
+        raise OutOfBoundsError(f"bytes {first:#x} to {last:#x}")
+
+    def read(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        """(n, size) bytes."""
+        base, region = self._region(int(addresses.min()), int(addresses.max()) + size)
+        return region[self._places(addresses, base, size)]
+
+    def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """``values``: (n, size) bytes."""
+        size = values.shape[1]
+        base, region = self._region(int(addresses.min()), int(addresses.max()) + size)
+        region[self._places(addresses, base, size)] = values
+
+    def words(self, address: int, count: int, kind: type[np.generic] = np.uint32) -> np.ndarray:
+        """A view of so many values from an address on."""
+        size = count * np.dtype(kind).itemsize
+        base, region = self._region(address, address + size)
+        return region[address - base : address - base + size].view(kind)
+
+    @staticmethod
+    def _places(addresses: np.ndarray, base: int, size: int) -> np.ndarray:
+        return (addresses.astype(np.int64) - base)[:, None] + np.arange(size)
+
+
+def swizzled(addresses: np.ndarray) -> np.ndarray:
+    """Where 16-byte pieces lie under the swizzle of 128 bytes."""
+    return addresses ^ ((addresses >> 7 & 7) << 4)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What the copy engine knows of a tensor of two-byte values: modes (column, row, head, batch, shift).
+
+    Attributes:
+        address: of the first value; it may lie before the tensor.
+        extents, strides: of the five modes; strides in bytes.
+        rows: of a copy, whose columns are ``MAP_COLUMNS``.
+    """
+
+    address: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, rows: int, used: bool = False) -> TensorMap:
+        """As ``sm90/device/copies.py`` sees a (batch, seqlen, heads, head_dim) tensor."""
+        batches, length, heads, columns = tensor.shape
+        batch_stride, row_stride, head_stride, _ = tensor.stride()
+        extents = [columns, length, heads, batches, length + 1 if used else 1]
+        first = tensor.data_ptr()
+        if batches == 1:
+            extents = [columns, PACKED_ROWS, heads, MAX_INT32, MAX_INT32]
+            batch_stride = (1 << 34) - row_stride
+        elif used:
+            first -= 2 * length * row_stride
+        strides = (1, row_stride, head_stride, batch_stride, row_stride)
+        return cls(first, tuple(extents), tuple(2 * stride for stride in strides), rows)
+
+    def _rows(self, at: list[int]) -> tuple[int, int, int, int]:
+        """First row and number of rows of a copy that exist, the address of the first, and its bytes."""
+        column, row, *others = at
+        inside = all(0 <= x < extent for x, extent in zip(others, self.extents[2:]))
+        first, last = max(0, -row), min(self.rows, self.extents[1] - row)
+        width = 2 * max(min(MAP_COLUMNS, self.extents[0] - column), 0)
+        assert column >= 0
+        address = self.address + sum(
+            x * stride for x, stride in zip((column, row + first, *others), self.strides)
+        )
+        return first, max(last - first, 0) if inside else 0, address % WRAP, width
+
+    def fetch(self, memory: Memory, shared: np.ndarray, to: int, at: list[int]) -> int:
+        """Copy to shared memory, zeros where nothing exists; the bytes that a barrier counts."""
+        box = np.zeros((self.rows, 2 * MAP_COLUMNS), np.uint8)
+        first, count, address, width = self._rows(at)
+        if count and width:
+            rows = address + np.arange(count) * self.strides[1]
+            box[first : first + count, :width] = memory.read(rows, width)
+        shared[self._places(to)] = box.reshape(-1, 16)
+        return box.size
+
+    def store(self, memory: Memory, shared: np.ndarray, source: int, at: list[int]) -> None:
+        box = shared[self._places(source)].reshape(self.rows, 2 * MAP_COLUMNS)
+        first, count, address, width = self._rows(at)
+        if count and width:
+            memory.write(address + np.arange(count) * self.strides[1], box[first : first + count, :width])
+
+    def _places(self, address: int) -> np.ndarray:
+        assert address % 128 == 0, "a tile begins at a multiple of 128 bytes"
+        pieces = address + 16 * np.arange(self.rows * MAP_COLUMNS // 8)
+        return swizzled(pieces)[:, None] + np.arange(16)

@@ -1,0 +1,74 @@
+"""wgmma: products of tiles in shared memory (or registers) that a warp's 16 rows get in their registers."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from .arithmetic import float_of
+from .memory import swizzled
+
+DEPTH = 16
+"""Values of K per instruction."""
+ROWS = 16
+"""Rows that a warp has of the 64 of its warpgroup."""
+
+
+def _descriptor(value: int) -> tuple[int, int, int]:
+    """Start, leading and stride offsets of a matrix in shared memory, in bytes."""
+    assert value >> 62 == 1, "only the swizzle of 128 bytes"
+    assert value >> 49 & 7 == 0, "no base offset"
+    return (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4
+
+
+def operand(shared: np.ndarray, descriptor: int, rows: np.ndarray, transposed: bool, dtype: str) -> np.ndarray:
+    """(rows, 16) float64 of a matrix whose K is contiguous, or its rows if ``transposed``."""
+    start, leading, stride = _descriptor(descriptor)
+    row, depth = rows[:, None], np.arange(DEPTH)[None, :]
+    if transposed:
+        at = start + row % 64 * 2 + row // 64 * leading + depth % 8 * 128 + depth // 8 * stride
+    else:
+        at = start + row // 8 * stride + row % 8 * 128 + depth * 2
+    values = shared.view(np.uint16)[swizzled(at) >> 1]
+    return float_of(values, dtype).astype(np.float64)
+
+
+def fragment(registers: list[np.ndarray], dtype: str) -> np.ndarray:
+    """(16, 16) float64 of an operand A that lies in four registers of a warp."""
+    found = np.zeros((ROWS, DEPTH))
+    lane = np.arange(32)
+    for number, values in enumerate(registers):
+        both = float_of(values.view(np.uint16), dtype).reshape(32, 2)
+        row, column = lane // 4 + number % 2 * 8, lane % 4 * 2 + number // 2 * 8
+        found[row, column], found[row, column + 1] = both[:, 0], both[:, 1]
+    return found
+
+
+def shape_of(form: tuple[str, ...]) -> tuple[int, str]:
+    """Columns and dtype of the operands of ``wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16``."""
+    shape = re.match(r"m64n(\d+)k16$", form[4])
+    assert shape is not None, form
+    assert form[5] == "f32", form
+    return int(shape[1]), form[6]
+
+
+def multiply(a: np.ndarray, b: np.ndarray, acc: list[np.ndarray] | None) -> list[np.ndarray]:
+    """acc + a b^T in the registers of a warp: one rounding per instruction, in an order of its own.
+
+    A GPU truncates where this rounds, so bits are not a GPU's. They depend on the operands of a value only.
+    """
+    columns = len(b)
+    lane = np.arange(32)
+    total = np.zeros((ROWS, columns))
+    for k in range(DEPTH):
+        total += a[:, k, None] * b[None, :, k]
+    found = []
+    for number in range(columns // 2):
+        row = lane // 4 + number // 2 % 2 * 8
+        column = number // 4 * 8 + lane % 4 * 2 + number % 2
+        values = total[row, column]
+        if acc is not None:
+            values = values + acc[number].view(np.float32)
+        found.append(values.astype(np.float32).view(np.uint32))
+    return found

@@ -1,0 +1,127 @@
+"""Programs of the Hopper backend that run on CPU tensors: called like what the compiler makes of a variant."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from dash_attn.backends.sm90.backward import arguments as backward
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.compile import Config, compiler_output
+from dash_attn.backends.sm90.forward import arguments as forward
+from dash_attn.backends.sm90.forward.config import ROWS, ForwardConfig
+
+from .machine import Machine
+from .memory import Memory, TensorMap
+from .program import Kernel, kernels_of
+
+Parameter = bytes | TensorMap
+EXTENTS_BYTES = 20
+DUMMY = b"\0"
+"""A parameter that only tells the compiler something."""
+
+
+@cache
+def kernels(config: Config) -> list[Kernel]:
+    """The kernels of a variant, in the order of their launches."""
+    return kernels_of(compiler_output(config).ptx)
+
+
+class Emulated:
+    """The program of a configuration, on CPU tensors. ``seed`` and ``late``: see :class:`Machine`."""
+
+    def __init__(self, config: Config, seed: int = 0, late: bool = True):
+        self.config, self.seed, self.late = config, seed, late
+
+    def __call__(self, *arguments: Any) -> None:
+        run = {BackwardConfig: self._backward, ForwardConfig: self._forward}[type(self.config)]
+        memory = Memory()
+        for each in arguments:
+            if isinstance(each, Tensor):
+                memory.add_tensor(each)
+        run(memory, list(arguments))
+
+    def _launch(
+        self, kernel: Kernel, grid: tuple[int, int], parameters: Iterable[Parameter], memory: Memory
+    ) -> None:
+        fitted = [_fitted(p, size) for p, size in zip(parameters, kernel.parameters, strict=True)]
+        Machine(kernel, (*grid, 1), fitted, memory, self.seed, self.late).run()
+
+    def _forward(self, memory: Memory, given: list[Any]) -> None:
+        c = self.config
+        tensors, workspace = forward.Tensors(*given[:5]), forward.Workspace(*given[5:9])
+        launch, extra = forward.Launch(*given[9:16]), given[16:]
+        claims, main, fold = kernels(c)
+        heads, k = tensors.q.shape[2], tensors.k
+        if launch.grid < launch.entries * heads:
+            self._launch(claims, (1, 1), [_tensor(workspace.claimed)], memory)
+        maps = [(tensors.q, ROWS, False), (k, c.tile_n, True), (tensors.v, c.tile_n, True)]
+        maps += [(tensors.out, ROWS, False)]
+        numbers = (
+            launch.entries, launch.heads, launch.left, launch.right, heads // k.shape[2], tensors.q.shape[0],
+            heads, k.shape[0], k.shape[1],
+        )  # fmt: skip
+        named = [tensors.lse, *workspace, *extra]
+        parameters = [*_maps(maps), DUMMY, DUMMY, *map(_tensor, named), _number(launch.scale)]
+        self._launch(main, (launch.grid, 1), [*parameters, *map(_number, numbers)], memory)
+        if launch.folds:
+            sink = extra[:1] if c.sink else []
+            named = [tensors.out, tensors.lse, workspace.table, workspace.partial, *sink]
+            parameters = [*map(_tensor, named), _number(launch.entries)]
+            self._launch(fold, (launch.folds, heads), parameters, memory)
+
+    def _backward(self, memory: Memory, given: list[Any]) -> None:
+        c = self.config
+        tensors, workspace = backward.Tensors(*given[:9]), backward.Workspace(*given[9:18])
+        launch = backward.Launch(*given[18:])
+        before, main, after = kernels(c)
+        heads, named = tensors.q.shape[2], tensors._asdict() | workspace._asdict()
+
+        def memory_of(fields: tuple[str, ...]) -> list[Parameter]:
+            return [_tensor(named[name]) for name in fields]
+
+        everywhere = bytes([launch.complete == launch.q_tiles * heads])
+        parameters = [*memory_of(backward.BeforeMemory._fields), everywhere]
+        self._launch(before, (launch.q_tiles, heads), parameters, memory)
+        rows = {"q": c.tile_m, "dout": c.tile_m}
+        maps = _maps((named[n], rows.get(n, c.tile_n), False) for n in backward.Copies._fields)
+        numbers = [_number(n) for n in (launch.scale, launch.workers, launch.complete)]
+        products = [DUMMY] * (len(main.parameters) - len(maps) - len(backward.Memory._fields) - len(numbers))
+        parameters = [*maps, *products, *memory_of(backward.Memory._fields), *numbers]
+        self._launch(main, (launch.grid, 1), parameters, memory)
+        converted = 0 if c.ordered else launch.q_tiles
+        if converted + launch.kv_tiles:
+            parameters = [*memory_of(backward.AfterMemory._fields), _number(launch.scale), _number(converted)]
+            self._launch(after, (converted + launch.kv_tiles, heads), parameters, memory)
+
+
+def _maps(of: Iterable[tuple[Tensor, int, bool]]) -> list[Parameter]:
+    """Of each tensor its map, and the extents that come with it: (row, column, head, batch, shift)."""
+    found: list[Parameter] = []
+    for tensor, rows, used in of:
+        made = TensorMap.of(tensor, rows, used)
+        column, row, *others = made.extents
+        found += [made, b"".join(map(_number, (row, column, *others)))]
+    return found
+
+
+def _fitted(parameter: Parameter, size: int) -> Parameter:
+    """A kernel for as many columns as its tiles have is not told how many a copied tensor has."""
+    if isinstance(parameter, bytes) and len(parameter) == size + 4 == EXTENTS_BYTES:
+        return parameter[:4] + parameter[8:]
+    return parameter
+
+
+def _number(value: float) -> bytes:
+    return struct.pack("<f", value) if isinstance(value, float) else struct.pack("<i", value)
+
+
+def _tensor(tensor: Tensor) -> bytes:
+    """Pointer, extents, and strides but the last one, which is 1."""
+    extents = struct.pack(f"<{tensor.dim()}i", *tensor.shape)
+    strides = struct.pack(f"<{tensor.dim() - 1}q", *tensor.stride()[:-1])
+    return struct.pack("<Q", tensor.data_ptr()) + extents.ljust(-(-len(extents) // 8) * 8, b"\0") + strides
