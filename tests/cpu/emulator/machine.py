@@ -74,7 +74,7 @@ class Warp:
         alive: lanes that have not ended.
         came_in: phase of the named barrier that it waits for.
         products: wgmma instructions that were issued and not executed, by group; the last one is open.
-        stores: the same of copies from shared memory.
+        stores, fetches: the same of copies from shared memory, and of cp.async.
     """
 
     block: Block
@@ -86,6 +86,7 @@ class Warp:
     came_in: int = -1
     products: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
     stores: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
+    fetches: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
 
     @property
     def done(self) -> bool:
@@ -193,8 +194,9 @@ class Machine:
                 self.notice()
             self._advance(warp)
             if warp.done:
-                for pending in (warp.products, warp.stores):
-                    warps.finish(pending, 0)
+                warp.stores.append([])
+                warps.finish(warp.stores, 0)
+                assert not any([*warp.products, *warp.fetches]), "work that nobody waited for"
                 running.remove(warp)
             idle = 0 if self.noticed > before else idle + 1
             if idle > PATIENCE + 50 * len(running):

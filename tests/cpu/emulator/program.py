@@ -89,22 +89,27 @@ def kernels_of(ptx: str) -> list[Kernel]:
     return found
 
 
-_KINDS = {"p": np.bool_, "P": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64, "f": np.float32}
+_KINDS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64, "f": np.float32}
 _OPERAND = re.compile(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+")
 
 
 class _Parser:
     def __init__(self, kernel: Kernel):
-        self.kernel, self.numbers = kernel, {}
+        self.kernel, self.numbers, self.predicates = kernel, dict[str, int](), set[str]()
 
     def parse(self, body: str) -> Kernel:
-        lines, labels = [], {}
-        for line in map(str.strip, [*body.split("\tret;\n\n}")[0].splitlines(), "ret;"]):
-            if label := re.match(r"(\$L\w+):", line):
+        lines: list[str] = []
+        labels: dict[str, int] = {}
+        for line in [*body.split("\tret;\n\n}")[0].splitlines(), "ret;"]:
+            text = line.split("//")[0].strip()
+            if label := re.match(r"(\$L\w+):", text):
                 labels[label[1]] = len(lines)
-            elif re.match(r"(@!?%?\w+\s+)?[a-z][\w.:]*(\s.*)?;$", line) and not line.startswith("//"):
-                if "bra" not in line or "$L" in line:  # other branches belong to the wait before them
-                    lines.append(line.rstrip(";").strip())
+            for each in re.sub(r"^\{\s", "", text).split(";")[:-1]:
+                if declared := re.match(r"\s*\.reg \.pred\s+(\w+)$", each):
+                    self.predicates.add(declared[1])
+                # Branches without such a label belong to the wait before them.
+                elif re.match(r"\s*[@a-z]", each) and ("bra" not in each or "$L" in each):
+                    lines.append(each.strip())
         self.kernel.instructions = [self._instruction(line, labels) for line in lines]
         return self.kernel
 
@@ -141,7 +146,9 @@ class _Parser:
         return self.numbers[text]
 
     def _kind(self, text: str) -> type[np.generic]:
-        if found := re.match(r"%?(p|P|rs|rd|r|f)\d*$", text):
+        if text in self.predicates:
+            return np.bool_
+        if found := re.match(r"%(p|rs|rd|r|f)\d+$", text):
             return _KINDS[found[1]]
         value: int | str = text
         if text.startswith("0f"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dash_attn.backends.sm90.backward import arguments as backward
-from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.cached import arguments as cached
 from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
-from dash_attn.backends.sm90.forward.config import ROWS, ForwardConfig
+from dash_attn.backends.sm90.forward.config import ROWS
+
+from dash_attn.backends.sm90.sinks.kernels import SinkTotals
 
 from .machine import Machine
 from .memory import Memory, TensorMap
@@ -38,7 +41,7 @@ class Emulated:
         self.config, self.seed, self.late = config, seed, late
 
     def __call__(self, *arguments: Any) -> None:
-        run = {BackwardConfig: self._backward, ForwardConfig: self._forward}[type(self.config)]
+        run = getattr(self, f"_{self.config.direction}")
         memory = Memory()
         for each in arguments:
             if isinstance(each, Tensor):
@@ -46,10 +49,10 @@ class Emulated:
         run(memory, list(arguments))
 
     def _launch(
-        self, kernel: Kernel, grid: tuple[int, int], parameters: Iterable[Parameter], memory: Memory
+        self, kernel: Kernel, grid: tuple[int, ...], parameters: Iterable[Parameter], memory: Memory
     ) -> None:
         fitted = [_fitted(p, size) for p, size in zip(parameters, kernel.parameters, strict=True)]
-        Machine(kernel, (*grid, 1), fitted, memory, self.seed, self.late).run()
+        Machine(kernel, (*grid, 1)[:3], fitted, memory, self.seed, self.late).run()
 
     def _forward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
@@ -73,6 +76,52 @@ class Emulated:
             named = [tensors.out, tensors.lse, workspace.table, workspace.partial, *sink]
             parameters = [*map(_tensor, named), _number(launch.entries)]
             self._launch(fold, (launch.folds, heads), parameters, memory)
+
+    def _cached(self, memory: Memory, given: list[Any]) -> None:
+        c = self.config
+        tensors, places = cached.Tensors(*given[:5]), cached.Places(*given[5:9])
+        workspace, launch = cached.Workspace(*given[9:13]), cached.Launch(*given[13:])
+        deal, main, fold = kernels(c)
+        (total_q, heads), (pages, page_size, kv_heads) = tensors.q.shape[1:3], tensors.k.shape[:3]
+        group = heads // kv_heads
+        sizes = (group, kv_heads, total_q, launch.most_pages * page_size)
+        named = [workspace.table, workspace.claimed, places.lengths, places.bounds]
+        self._launch(deal, (1, 1), [*map(_tensor, named), *map(_number, (*launch, *sizes))], memory)
+        of_groups = [_of_groups(x, group) for x in (tensors.q, tensors.out)]
+        batch, row, _ = tensors.lse.stride()
+        lse = _packed(tensors.lse, (len(tensors.lse), kv_heads, group, total_q), (batch, row * group, row))
+        sink = _packed(places.sink, (kv_heads, group), (group,))
+        described = [*of_groups, lse, sink, *map(_tensor, (places.pages, *workspace))]
+        ratios = (x.stride(0) // x.stride(1) for x in (tensors.k, tensors.v))
+        numbers = (
+            launch.scale, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages, *ratios
+        )  # fmt: skip
+        maps = _maps((_as_rows(x), c.piece, False) for x in (tensors.k, tensors.v))
+        self._launch(
+            main, (launch.grid, 1), [*maps, DUMMY, DUMMY, *described, *map(_number, numbers)], memory
+        )
+        if launch.folds:
+            parameters = [*described, _number(launch.tiles + launch.places)]
+            self._launch(fold, (launch.folds, kv_heads), parameters, memory)
+
+    def _key_sums(self, memory: Memory, given: list[Any]) -> None:
+        sums, dk, dv, scale, groups = given
+        (batch, rows, kv_heads), (finish,) = dk.shape[:3], kernels(self.config)
+        parameters = [*map(_tensor, (sums, dk, dv)), *map(_number, (scale, groups))]
+        self._launch(finish, (-(-rows // self.config.tile_n), 2 * kv_heads, batch), parameters, memory)
+
+    def _add_sums(self, memory: Memory, given: list[Any]) -> None:
+        sums, more, vectors = given
+        parameters = [*map(_tensor, (sums, more)), struct.pack("<q", vectors)]
+        self._launch(kernels(self.config)[0], (1, 1), parameters, memory)
+
+    def _sinks(self, memory: Memory, given: list[Any]) -> None:
+        *tensors, sequences = given
+        parts, totals = kernels(self.config)
+        parameters = [*map(_tensor, tensors), _number(sequences)]
+        heads = len(given[3])
+        self._launch(parts, (sequences, heads), parameters, memory)
+        self._launch(totals, (-(-heads // SinkTotals.THREADS), 1), parameters, memory)
 
     def _backward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
@@ -122,6 +171,28 @@ def _number(value: float) -> bytes:
 
 def _tensor(tensor: Tensor) -> bytes:
     """Pointer, extents, and strides but the last one, which is 1."""
-    extents = struct.pack(f"<{tensor.dim()}i", *tensor.shape)
-    strides = struct.pack(f"<{tensor.dim() - 1}q", *tensor.stride()[:-1])
-    return struct.pack("<Q", tensor.data_ptr()) + extents.ljust(-(-len(extents) // 8) * 8, b"\0") + strides
+    return _packed(tensor, tensor.shape, tensor.stride()[:-1])
+
+
+def _packed(tensor: Tensor, extents: Sequence[int], strides: Sequence[int]) -> bytes:
+    sizes = struct.pack(f"<{len(extents)}i", *extents)
+    padded = sizes.ljust(-(-len(sizes) // 8) * 8, b"\0")
+    return struct.pack("<Q", tensor.data_ptr()) + padded + struct.pack(f"<{len(strides)}q", *strides)
+
+
+def _of_groups(x: Tensor, group: int) -> bytes:
+    """(B, S, H, D) as ``rows_of_groups`` of the kernel has it: (B, (group, S), H / group, D)."""
+    batch, tokens, heads, columns = x.shape
+    of_batch, of_token, of_head, _ = x.stride()
+    extents = (batch, group, tokens, heads // group, columns)
+    return _packed(x, extents, (of_batch, of_head, of_token, of_head * group))
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """Pages as rows of one batch, as ``as_packed`` of the kernel has them; the last rows may not exist."""
+    pages, rows, heads, columns = x.shape
+    _, of_row, of_head, of_column = x.stride()
+    return torch.empty(0, dtype=x.dtype).set_(
+        x.untyped_storage(), x.storage_offset(), (1, pages * rows, heads, columns),
+        (of_row, of_row, of_head, of_column),
+    )  # fmt: skip

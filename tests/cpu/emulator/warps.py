@@ -137,11 +137,20 @@ def _mov(i: Instruction, slot: Slot) -> Act:
     return split
 
 
+_COMBINE: dict[str, Callable[..., object]] = {
+    "add": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "cas": lambda old, compared, new: new if old == compared else old,
+}
+
+
 def _atom(i: Instruction, slot: Slot) -> Act:
     result = i.form[0] == "atom"
     at, kind = i.operands[result], TYPES[i.form[-1]]
     given = slot(i.operands[result + 1], kind)
-    combine = {"add": lambda a, b: a + b, "max": max, "min": min, "inc": None}[i.form[-2]]
+    others = [slot(each, kind) for each in i.operands[result + 2 :]]
+    combine = _COMBINE[i.form[-2]]
 
     def change(machine: Machine, warp: Warp, lanes: np.ndarray) -> bool:
         values = warp.registers[given].view(kind)
@@ -153,7 +162,7 @@ def _atom(i: Instruction, slot: Slot) -> Act:
             else:
                 word = machine.memory.words(address, 1, kind)
             before[lane] = word[0]
-            word[0] = combine(word[:1].copy(), values[lane : lane + 1])[0]
+            word[0] = combine(before[lane], values[lane], *(warp.registers[o].view(kind)[lane] for o in others))
         if result:
             _put(machine, warp, i.operands[0], lanes, before[lanes])
         machine.notice()
@@ -240,7 +249,6 @@ def _vote(i: Instruction, slot: Slot) -> Act:
             return False
         votes = warp.registers[given][lanes]
         if how == "ballot":
-            bits = int(np.flatnonzero(warp.registers[given] & lanes).astype(object).__class__ is None)
             bits = sum(1 << int(lane) for lane in np.flatnonzero(warp.registers[given] & lanes))
             found = np.full(len(votes), bits, np.uint32)
         else:
@@ -319,10 +327,12 @@ def _mbarrier(i: Instruction, slot: Slot) -> Act:
 
     def act(machine: Machine, warp: Warp, lanes: np.ndarray) -> bool:
         addresses, barriers = _addresses(warp, at), warp.block.barriers
-        if kind == "try_wait":
-            (address,) = set(addresses[lanes].tolist())
-            (parity,) = set(warp.registers[rest[0]][lanes].tolist())
-            return barriers[address].phase % 2 != parity
+        if kind in ("try_wait", "test_wait"):
+            parities = warp.registers[rest[0]]
+            over = [barriers[int(addresses[n])].phase % 2 != parities[n] for n in np.flatnonzero(lanes)]
+            if kind == "test_wait":
+                _put(machine, warp, i.operands[0], lanes, np.array(over))
+            return kind == "test_wait" or all(over)
         for lane in np.flatnonzero(lanes):
             address = int(addresses[lane])
             value = int(warp.registers[rest[0]][lane]) if rest else 1
@@ -407,10 +417,13 @@ def _wait(i: Instruction, pending: Callable[[Warp], deque[list[Callable[[], None
 
 
 def _cp(i: Instruction, slot: Slot) -> Act:
+    bulk = "bulk" in i.form
     if "commit_group" in i.form:
-        return _commit(lambda warp: warp.stores)
+        return _commit(lambda warp: warp.stores if bulk else warp.fetches)
     if "wait_group" in i.form:
-        return _wait(i, lambda warp: warp.stores)
+        return _wait(i, lambda warp: warp.stores if bulk else warp.fetches)
+    if not bulk:
+        return _fetch(i, slot)
     if "tensor" in i.form:
         return _copy_tile(i, slot)
     if i.form[1] == "reduce":
@@ -418,6 +431,29 @@ def _cp(i: Instruction, slot: Slot) -> Act:
     if i.form[2] == "bulk":
         return _copy(i, slot)
     raise NotImplementedError(i.text)
+
+
+def _fetch(i: Instruction, slot: Slot) -> Act:
+    """cp.async: 4 to 16 bytes per lane, of which those beyond the source's size are zeros."""
+    to, source = i.operands[:2]
+    sizes = [slot(each, np.uint32) for each in i.operands[2:]]
+
+    def fetch(machine: Machine, warp: Warp, lanes: np.ndarray) -> bool:
+        shared, r = warp.block.shared, warp.registers
+        targets, sources = _addresses(warp, to), _addresses(warp, source)
+
+        def do() -> None:
+            for lane in np.flatnonzero(lanes):
+                size, given = (int(r[each][lane]) for each in (sizes[0], sizes[-1]))
+                at = int(targets[lane])
+                shared[at : at + size] = 0
+                if given:
+                    shared[at : at + given] = machine.memory.words(int(sources[lane]), given, np.uint8)
+
+        _issue(machine, warp.fetches, do)
+        return True
+
+    return fetch
 
 
 def _copy_tile(i: Instruction, slot: Slot) -> Act:

@@ -1,0 +1,72 @@
+"""The Hopper backend on CPU tensors: its launches run in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest import mock
+
+import torch
+
+from dash_attn.backends.sm90 import backend, launch, resident, segments
+from dash_attn.backends.sm90.cached import launch as cached
+from dash_attn.backends.sm90.compile import Config
+from dash_attn.backends.sm90.forward import launch as forward
+
+from dash_attn.problem import Problem
+from dash_attn.scores import PLAIN, Scores
+
+from .programs import Emulated
+
+
+class _Upload:
+    """What a plan keeps "on the device"."""
+
+    def __init__(self, _owner: object, arrays: list, _device: torch.device):  # type: ignore[type-arg]
+        self._tensors = [torch.from_numpy(array.copy()) for array in arrays]
+
+    def use(self) -> list[torch.Tensor]:
+        return self._tensors
+
+
+@contextmanager
+def emulated(blocks: int = 2, seed: int = 0, late: bool = True) -> Iterator[None]:
+    """All functions with ``backend="sm90"`` take CPU tensors.
+
+    Args:
+        blocks: SMs of the GPU, each of which has one block.
+        seed: of the order in which warps run and copies end.
+        late: see :class:`~emulator.machine.Machine`.
+    """
+
+    def program(config: Config) -> Emulated:
+        return Emulated(config, seed, late)
+
+    def count(_device: torch.device) -> int:
+        return blocks
+
+    def nothing(_device: torch.device) -> nullcontext[None]:
+        return nullcontext()
+
+    why_not = backend.BACKEND.why_not
+
+    def why_not_here(problem: Problem, _device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
+        return why_not(problem, torch.device("cuda"), packed, scores)
+
+    patches: dict[object, dict[str, object]] = {
+        backend: {"_capability": lambda _: (9, 0)},
+        backend.BACKEND: {"why_not": why_not_here},
+        launch: {
+            "program": program, "multiprocessors": count, "usable_multiprocessors": count,
+            "as_current": nothing, "in_turn": nothing,
+        },
+        resident: {"Upload": _Upload},
+        segments: {"program": program, "as_current": nothing},
+        forward: {"program": program, "multiprocessors": count, "Upload": _Upload},
+        cached: {"program": program, "multiprocessors": count},
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for module, names in patches.items():
+            for name, value in names.items():
+                stack.enter_context(mock.patch.object(module, name, value))
+        yield
