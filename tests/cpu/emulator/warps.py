@@ -49,7 +49,9 @@ def _together(warp: Warp, lanes: np.ndarray) -> bool:
 
 
 def _addresses(warp: Warp, address: Address) -> np.ndarray:
-    return warp.registers[address.register].astype(np.int64) + address.offset
+    register = warp.registers[address.register]
+    found = register.astype(np.int64) + address.offset
+    return found & 0xFFFFFFFF if register.dtype == np.uint32 else found
 
 
 def _one(values: np.ndarray, lanes: np.ndarray) -> int:
