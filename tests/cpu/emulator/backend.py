@@ -30,17 +30,17 @@ class _Upload:
 
 
 @contextmanager
-def emulated(blocks: int = 2, seed: int = 0, late: bool = True) -> Iterator[None]:
+def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False) -> Iterator[None]:
     """All functions with ``backend="sm90"`` take CPU tensors.
 
     Args:
         blocks: SMs of the GPU, each of which has one block.
         seed: of the order in which warps run and copies end.
-        late: see :class:`~emulator.machine.Machine`.
+        late, races: see :class:`~emulator.machine.Machine`.
     """
 
     def program(config: Config) -> Emulated:
-        return Emulated(config, seed, late)
+        return Emulated(config, seed, late, races)
 
     def count(_device: torch.device) -> int:
         return blocks

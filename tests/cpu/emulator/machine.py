@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from . import warps
 from .arithmetic import Registers, compiled
+from .common import Act, Pending, finish
 from .memory import Memory, TensorMap
 from .program import LANES, Instruction, Kernel
+from .races import Races
 
 SHARED_BYTES = 232448
 PATIENCE = 2000
@@ -75,26 +77,25 @@ class Warp:
         came_in: phase of the named barrier that it waits for.
         products: wgmma instructions that were issued and not executed, by group; the last one is open.
         stores, fetches: the same of copies from shared memory, and of cp.async.
+        written: stores whose writes nobody has waited for.
     """
 
     block: Block
     number: int
+    agent: int
     registers: Registers
     pc: int = 0
     pcs: np.ndarray | None = None
     alive: np.ndarray = field(default_factory=lambda: np.ones(LANES, bool))
     came_in: int = -1
-    products: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
-    stores: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
-    fetches: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
+    products: Pending = field(default_factory=lambda: deque([[]]))
+    stores: Pending = field(default_factory=lambda: deque([[]]))
+    fetches: Pending = field(default_factory=lambda: deque([[]]))
+    written: Pending = field(default_factory=lambda: deque([[]]))
 
     @property
     def done(self) -> bool:
         return not self.alive.any()
-
-
-Act = Callable[["Machine", Warp, np.ndarray], bool]
-"""What an instruction does to a warp, for some of its lanes; False if they must wait at it."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class Machine:
         memory: what the kernel sees.
         seed: of the interleaving.
         late: products and stores are executed when they are waited for, not when they are issued.
+        races: whether to look for accesses that nothing orders.
+        poisoned: products, as in ``Races.doubtful``, whose values are NaN.
     """
 
     def __init__(
@@ -127,17 +130,22 @@ class Machine:
         memory: Memory,
         seed: int = 0,
         late: bool = True,
+        races: bool = False,
+        poisoned: Collection[tuple[int, int]] = (),
     ):
         assert [len(p) for p in parameters if isinstance(p, bytes)] == [
             size for p, size in zip(parameters, kernel.parameters, strict=True) if isinstance(p, bytes)
         ], kernel.parameters
-        self.kernel, self.parameters, self.memory = kernel, parameters, memory
-        self.random, self.late, self.noticed, self.clock = random.Random(seed), late, 0, 0
+        self.kernel, self.grid, self.parameters, self.memory = kernel, grid, parameters, memory
+        self.random, self.late, self.noticed, self.agents = random.Random(seed), late, 0, 0
         self.kinds, self.constants = list(kernel.kinds), dict[tuple[int, type[np.generic]], int]()
         self.steps = [self._step(i) for i in kernel.instructions]
         self.blocks = [
             self._block((x, y, z), grid) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])
         ]
+
+        names = [f"warp {w.number} of block {w.block.index[0]}" for b in self.blocks for w in b.warps]
+        self.watch, self.poisoned = Races(names) if races else None, poisoned
 
     # Set-up
 
@@ -173,7 +181,8 @@ class Machine:
                 value = self.kernel.constants[operand]
                 value = special[value] if isinstance(value, str) else value
                 registers[slot] = _constant(value, kind)
-            block.warps.append(Warp(block, number, registers))
+            block.warps.append(Warp(block, number, self.agents, registers))
+            self.agents += 1
         return block
 
     # Running
@@ -195,12 +204,20 @@ class Machine:
             self._advance(warp)
             if warp.done:
                 warp.stores.append([])
-                warps.finish(warp.stores, 0)
+                finish(warp.stores, 0)
                 assert not any([*warp.products, *warp.fetches]), "work that nobody waited for"
                 running.remove(warp)
             idle = 0 if self.noticed > before else idle + 1
             if idle > PATIENCE + 50 * len(running):
                 raise DeadlockError("\n".join(self._where(w) for w in running))
+
+    def change(self, block: Block, address: int, arrivals: int = 0, expected: int = 0) -> None:
+        """Arrivals at an mbarrier, and bytes that it shall wait for."""
+        barrier = block.barriers[address]
+        before = barrier.phase
+        barrier.change(arrivals, expected)
+        if self.watch is not None and barrier.phase > before:
+            self.watch.meeting((block.index, address)).end()
 
     def notice(self) -> None:
         self.noticed += 1

@@ -22,16 +22,20 @@ def _descriptor(value: int) -> tuple[int, int, int]:
     return (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4
 
 
-def operand(shared: np.ndarray, descriptor: int, rows: np.ndarray, transposed: bool, dtype: str) -> np.ndarray:
-    """(rows, 16) float64 of a matrix whose K is contiguous, or its rows if ``transposed``."""
+def places(descriptor: int, rows: np.ndarray, transposed: bool) -> np.ndarray:
+    """(rows, 16) addresses in shared memory of a matrix whose K is contiguous, or its rows if ``transposed``."""
     start, leading, stride = _descriptor(descriptor)
     row, depth = rows[:, None], np.arange(DEPTH)[None, :]
     if transposed:
         at = start + row % 64 * 2 + row // 64 * leading + depth % 8 * 128 + depth // 8 * stride
     else:
         at = start + row // 8 * stride + row % 8 * 128 + depth * 2
-    values = shared.view(np.uint16)[swizzled(at) >> 1]
-    return float_of(values, dtype).astype(np.float64)
+    return swizzled(at)
+
+
+def operand(shared: np.ndarray, at: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 values at these addresses."""
+    return float_of(shared.view(np.uint16)[at >> 1], dtype).astype(np.float64)
 
 
 def fragment(registers: list[np.ndarray], dtype: str) -> np.ndarray:
