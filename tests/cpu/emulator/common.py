@@ -28,7 +28,7 @@ def nothing(_machine: Machine, _warp: Warp, _lanes: np.ndarray) -> bool:
 
 def together(warp: Warp, lanes: np.ndarray) -> bool:
     """Whether all lanes that live are here: what needs them all waits for the others."""
-    return bool((lanes == warp.alive).all())
+    return lanes is warp.alive or bool((lanes == warp.alive).all())
 
 
 def addresses(warp: Warp, address: Address) -> np.ndarray:
@@ -75,7 +75,7 @@ def finish(pending: Pending, left: int) -> None:
 
 def in_shared(warp: Warp, at: np.ndarray, size: int) -> tuple[object, int, np.ndarray]:
     """A region of shared memory, its words, and those of accesses of so many bytes."""
-    region = f"shared memory of block {warp.block.index[0]}"
+    region = f"shared memory of {warp.block}"
     return region, len(warp.block.shared) // WORD, _words(at, size)
 
 

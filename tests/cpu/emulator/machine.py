@@ -66,6 +66,9 @@ class Block:
     copies: list[Callable[[], None]] = field(default_factory=list)
     warps: list[Warp] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        return "block " + " ".join(map(str, self.index))
+
 
 @dataclass(eq=False)
 class Warp:
@@ -92,10 +95,7 @@ class Warp:
     stores: Pending = field(default_factory=lambda: deque([[]]))
     fetches: Pending = field(default_factory=lambda: deque([[]]))
     written: Pending = field(default_factory=lambda: deque([[]]))
-
-    @property
-    def done(self) -> bool:
-        return not self.alive.any()
+    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Machine:
             self._block((x, y, z), grid) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])
         ]
 
-        names = [f"warp {w.number} of block {w.block.index[0]}" for b in self.blocks for w in b.warps]
+        names = [f"warp {w.number} of {b}" for b in self.blocks for w in b.warps]
         self.watch, self.poisoned = Races(names) if races else None, poisoned
 
     # Set-up
@@ -201,7 +201,8 @@ class Machine:
             if warp.block.copies and self.random.random() < 0.5:
                 warp.block.copies.pop(self.random.randrange(len(warp.block.copies)))()
                 self.notice()
-            self._advance(warp)
+            with np.errstate(all="ignore"):
+                self._advance(warp)
             if warp.done:
                 warp.stores.append([])
                 finish(warp.stores, 0)
@@ -224,48 +225,56 @@ class Machine:
 
     def _where(self, warp: Warp) -> str:
         pc = warp.pc if warp.pcs is None else int(warp.pcs[warp.alive].min())
-        return f"block {warp.block.index} warp {warp.number}: {self.kernel.instructions[pc].text}"
+        return f"{warp.block} warp {warp.number}: {self.kernel.instructions[pc].text}"
 
     def _advance(self, warp: Warp) -> None:
         """Execute a warp until it must wait, has looked at what others write, or has ended."""
         skipped: set[int] = set()
-        while not warp.done:
+        while True:
             if warp.pcs is None:
                 pc, lanes = warp.pc, warp.alive
-            else:  # the lanes that are behind go first
-                places = [int(p) for p in np.unique(warp.pcs[warp.alive]) if p not in skipped]
-                if not places:
-                    return
-                pc = places[0]
+            elif (pc := self._behind(warp, skipped)) < 0:
+                return
+            else:
                 lanes = warp.alive & (warp.pcs == pc)
             step = self.steps[pc]
-            i = step.instruction
-            acting = lanes
+            i, acting = step.instruction, lanes
             if i.predicate >= 0:
                 acting = lanes & (warp.registers[i.predicate] == i.wanted)
-            if acting.any():
-                if step.compute is not None:
-                    self._compute(warp, step, acting)
-                elif step.target >= 0:
-                    self._branch(warp, pc, lanes, acting, step.target)
+                if not acting.any():
+                    self._go(warp, lanes, pc + 1)
                     continue
-                elif i.form[0] == "ret":
-                    warp.alive = warp.alive & ~acting
-                    self.notice()
-                    if warp.done:
-                        return
-                    lanes = lanes & ~acting
-                    if warp.pcs is None and not lanes.any():
-                        return
-                elif not step.act(self, warp, acting):
-                    if warp.pcs is None:
-                        return
-                    skipped.add(pc)
-                    continue
+            if step.compute is not None:
+                self._compute(warp, step, acting)
+            elif step.target >= 0:
+                self._branch(warp, pc, lanes, acting, step.target)
+                skipped.clear()
+                continue
+            elif step.act is None:
+                if self._end(warp, acting):
+                    return
+                lanes = lanes & ~acting
+            elif not step.act(self, warp, acting):
+                if warp.pcs is None:
+                    return
+                skipped.add(pc)
+                continue
             skipped.clear()
             self._go(warp, lanes, pc + 1)
-            if acting.any() and "acquire" in i.form:
+            if "acquire" in i.form:
                 return
+
+    def _behind(self, warp: Warp, skipped: set[int]) -> int:
+        """Where the lanes are that go next, those that are behind first; -1 if all must wait."""
+        places = [int(p) for p in np.unique(warp.pcs[warp.alive]) if p not in skipped]
+        return places[0] if places else -1
+
+    def _end(self, warp: Warp, lanes: np.ndarray) -> bool:
+        """Lanes have ended; whether all have."""
+        warp.alive = warp.alive & ~lanes
+        warp.done = not warp.alive.any()
+        self.notice()
+        return warp.done
 
     def _compute(self, warp: Warp, step: Step, lanes: np.ndarray) -> None:
         to, r = step.instruction.operands[0], warp.registers
@@ -273,10 +282,10 @@ class Machine:
         kind = self.kinds[to]
         if value.dtype != kind:
             value = value.astype(kind) if value.dtype.itemsize != np.dtype(kind).itemsize else value.view(kind)
-        r[to] = value if lanes.all() else np.where(lanes, value, r[to])
+        r[to] = value if lanes is warp.alive else np.where(lanes, value, r[to])
 
     def _branch(self, warp: Warp, pc: int, lanes: np.ndarray, taken: np.ndarray, target: int) -> None:
-        if (taken == lanes).all():
+        if taken is lanes or (taken == lanes).all():
             return self._go(warp, lanes, target)
         if warp.pcs is None:
             warp.pcs = np.full(LANES, pc)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import numpy as np
 
@@ -62,17 +63,14 @@ def multiply(a: np.ndarray, b: np.ndarray, acc: list[np.ndarray] | None) -> list
 
     A GPU truncates where this rounds, so bits are not a GPU's. They depend on the operands of a value only.
     """
-    columns = len(b)
-    lane = np.arange(32)
-    total = np.zeros((ROWS, columns))
-    for k in range(DEPTH):
-        total += a[:, k, None] * b[None, :, k]
-    found = []
-    for number in range(columns // 2):
-        row = lane // 4 + number // 2 % 2 * 8
-        column = number // 4 * 8 + lane % 4 * 2 + number % 2
-        values = total[row, column]
-        if acc is not None:
-            values = values + acc[number].view(np.float32)
-        found.append(values.astype(np.float32).view(np.uint32))
-    return found
+    values = (a @ b.T)[_places_of(len(b))]
+    if acc is not None:
+        values = values + np.stack(acc).view(np.float32)
+    return list(values.astype(np.float32).view(np.uint32))
+
+
+@cache
+def _places_of(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of what each register of each lane holds of 16 rows."""
+    number, lane = np.arange(columns // 2)[:, None], np.arange(32)[None, :]
+    return lane // 4 + number // 2 % 2 * 8, number // 4 * 8 + lane % 4 * 2 + number % 2
