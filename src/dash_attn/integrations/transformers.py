@@ -130,12 +130,13 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if (spread := _spread_of(attention_mask)) is not None:
-        refuse_inside(dropout=dropout, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+        refuse_inside(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
         causal, mask = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
         if isinstance(attention_mask, TokenMask):
             _check_sizes(attention_mask, sizes)
             mask = attention_mask.causal, attention_mask.local_size
         how: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+        how["dropout_p"] = dropout
         layer = Layer(mask, causal, sliding_window, position_ids, how)
         return attend_spread(spread, q, k, v, layer), None
     if isinstance(attention_mask, TokenMask):
