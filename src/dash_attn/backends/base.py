@@ -102,7 +102,7 @@ class AuxTensors(NamedTuple):
     row_ends: Tensor | None = None
 
     @property
-    def given(self) -> dict[str, bool]:
+    def given(self) -> dict[str, Any]:
         """What fields of :class:`Scores` say of it; the seed belongs to a probability."""
         return {
             "sink": self.learnable_sink is not None,
