@@ -107,7 +107,8 @@ def attention_forward(
         attention_mask: what :func:`.token_mask` made, which then decides alone what a row sees, as masks do
             for transformers' eager attention. Or (batch, seqlen_k): 0 for padding, otherwise the number of
             the sequence. Or None.
-        dropout: the ``dropout_p`` of :func:`dash_attn.attention`; the seed is drawn as there.
+        dropout: the ``dropout_p`` of :func:`dash_attn.attention`; the seed is drawn as there. Inside
+            ``distributed.context`` that of rank 0 counts.
         scaling: factor on Q K^T, default ``head_dim ** -0.5``.
         sliding_window: tokens a row sees, itself included; without ``is_causal``, to each side. A
             :class:`.TokenMask` with another window is an error.
