@@ -160,6 +160,21 @@ def test_without_a_seed_that_of_rank_0_counts() -> None:
     spawn(_seeds, 2)
 
 
+def _seed_of_a_group(rank: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank:
+        q = torch.randn(1, 128, 4, 32, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(1)
+        whole = dash_attn.attention(q, q, q, dropout_p=0.3)
+        torch.manual_seed(rank)
+        x = shard(q, group)
+        assert_same_bytes(attention(x, x, x, group=group, dropout_p=0.3), shard(whole, group))
+
+
+def test_the_first_rank_is_that_of_the_group() -> None:
+    spawn(_seed_of_a_group, 3)
+
+
 def _in_rank_order(rank: int) -> None:
     """Sums of dK and dV that are added as the ranks come, not as the segments: other bytes."""
     from dash_attn.distributed import leaving

@@ -46,7 +46,7 @@ def team_of(group: Any) -> Team:
 
 
 def of_first_rank(team: Team, x: Tensor) -> Tensor:
-    """What rank 0 has in place of x. On a GPU the host does not wait."""
+    """What rank 0 of the group has in place of x. On a GPU the host does not wait."""
     found = x.clone()
     if team.size > 1:
         with errors_of(team):

@@ -80,8 +80,8 @@ def attention(
             are not cut unless ``q_segment`` is named, so "gather" and "ring" then give each to one rank.
         dropout_seed: as in :func:`dash_attn.attention`, the same on all ranks: others are an error the first
             time that a kind of call is seen, as other arguments are. None: every rank draws a number from
-            its default generator, and that of rank 0 counts. In every call rank 0 sends its seed, given or
-            drawn, to all ranks; on a GPU the host does not wait for it.
+            its default generator, and that of the group's rank 0 counts. In every call this rank sends its
+            seed, given or drawn, to all others; on a GPU the host does not wait for it.
         row_starts, row_ends: (batch, seqlen / N) int32, as in :func:`dash_attn.attention`, for the keys of
             this rank. Rows count from the first one of the whole sequence. As with slopes, a sequence is
             then not cut, so "gather" and "ring" give each to one rank.
