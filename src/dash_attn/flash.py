@@ -15,10 +15,12 @@ from .arguments import (
     check_flag,
     check_flash_options,
     check_no_positional,
+    kind_of,
 )
+from .cache_arguments import block_table_or, check_paged, paged_of
 from .dispatch import run_dense, run_packed
 from .errors import InputError
-from .kvcache import Paged, block_table_or, run_paged
+from .kvcache import run_cached
 from .schedule import Numerics, Schedule
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -190,22 +192,15 @@ def flash_attn_varlen_func(
     aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     packing: Packing | Used
     if page_table is not None:
-        if seqused_k is None or cu_seqlens_k is not None:
-            given = f"{_kind(seqused_k)} and {_kind(cu_seqlens_k)}"
-            raise InputError(f"page_table needs seqused_k and no cu_seqlens_k, got {given}")
+        paged = paged_of(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
         check_flag("return_lse", return_lse)
-        paged = Paged(cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
-        out, lse = run_paged((q, k, v), paged, aux, asked)
+        out, lse = run_cached(check_paged((q, k, v), paged, aux, asked))
         return (out, lse) if return_lse else out
     if seqused_k is not None:
         packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     elif cu_seqlens_q is None or cu_seqlens_k is None:
-        given = f"{_kind(cu_seqlens_q)} and {_kind(cu_seqlens_k)}"
+        given = f"{kind_of(cu_seqlens_q)} and {kind_of(cu_seqlens_k)}"
         raise InputError(f"without seqused_k give cu_seqlens_q and cu_seqlens_k, got {given}")
     else:
         packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     return run_packed((q, k, v), packing, aux, asked, return_lse)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

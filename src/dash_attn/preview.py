@@ -9,8 +9,18 @@ from torch import Tensor
 
 from .arguments import Asked, Packing, Used, Window, aux_of, check_call, check_flag, check_flash_options
 from .backends.base import AuxTensors, backends_for
+from .cache_arguments import (
+    CheckedCache,
+    Kept,
+    block_table_or,
+    check_cache_options,
+    check_kvcache,
+    check_paged,
+    paged_of,
+)
 from .dispatch import QKV, find_call, is_empty
 from .errors import DashError, InputError
+from .ops.cached import cached_call
 from .ops.calls import Call
 from .schedule import Numerics, Plan, Schedule
 
@@ -52,6 +62,10 @@ def is_supported(
     deterministic: bool = True,
     return_lse: bool = False,
     seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
     backend: str = "auto",
     q_segment: int | None = None,
     softcap: float = 0.0,
@@ -65,33 +79,81 @@ def is_supported(
 ) -> Support:
     """Whether a public function accepts these arguments, with the reason if not; it does not raise.
 
-    With ``cu_seqlens_q`` and ``cu_seqlens_k``, or ``seqused_k``, it speaks of
-    :func:`dash_attn.flash_attn_varlen_func`.
+    With ``cu_seqlens_q``, ``cu_seqlens_k`` or ``seqused_k``, with ``page_table`` or not, it speaks of
+    :func:`dash_attn.flash_attn_varlen_func`. With ``cache_seqlens``, ``cache_batch_idx``, ``new`` or
+    ``page_table`` alone it speaks of :func:`dash_attn.flash_attn_with_kvcache`: then k and v are the caches,
+    and ``new`` is (k, v), which would be appended. Nothing is written. (Of a cache that is full, name its
+    length as ``cache_seqlens``.)
 
     >>> import torch
     >>> q = torch.zeros(1, 8, 4, 64)
     >>> is_supported(q, q[:, :, :3], q[:, :, :3]).reason
     'heads (4) must be a multiple of kv_heads (3)'
+    >>> pages, table = torch.zeros(9, 16, 4, 64), torch.zeros(1, 5, dtype=torch.int32)
+    >>> is_supported(q, pages, pages, cache_seqlens=81, page_table=table).reason
+    'cache_seqlens is 81, a sequence has room for 0 to 80 keys'
+    >>> is_supported(q, pages, pages, cache_seqlens=80, page_table=table).backend
+    'cpu'
     """
+    packing = cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k
     try:
-        check_flash_options("is_supported", flash_options)
         check_flag("return_lse", return_lse)
-        packing: Packing | Used | None
-        if seqused_k is None:
-            packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        else:
-            packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+        kept = Kept(cache_seqlens, cache_batch_idx, block_table_or(page_table, flash_options))
         window = _one_window(window, window_size)
         asked = Asked(
             causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
         )
         dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
         aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
-        checked = check_call(q, k, v, packing, asked, aux)
-        found = backends_for(q.device, backend)[0] if is_empty(checked) else find_call(checked).backend
+        if _is_over_cache(kept, new, packing[:3]):
+            check_cache_options(_beyond_a_cache(packing, asked, aux) | flash_options)
+            checked = check_kvcache((q, k, v), new or (None, None), kept, aux, asked)
+            return Support(True, backend=_backend_over_cache(checked))
+        check_flash_options("is_supported", flash_options)
+        found = _backend_of((q, k, v), packing, kept.page_table, aux, asked)
     except (DashError, TypeError) as error:
         return Support(False, str(error))
-    return Support(True, backend=found.name)
+    return Support(True, backend=found)
+
+
+_Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Any, Any]
+"""cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k."""
+
+
+def _is_over_cache(kept: Kept, new: object, bounds: tuple[Tensor | None, ...]) -> bool:
+    """Whether the arguments are those of ``flash_attn_with_kvcache``."""
+    paged = kept.page_table is not None and all(x is None for x in bounds)
+    return paged or any(x is not None for x in (kept.cache_seqlens, kept.cache_batch_idx, new))
+
+
+def _beyond_a_cache(packing: _Lengths, asked: Asked, aux: AuxTensors) -> dict[str, object]:
+    """What other functions are asked for, by name: ``flash_attn_with_kvcache`` has no such arguments."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+    plain = Asked()._asdict()
+    given = dict(zip(names, packing)) | aux._asdict()
+    given |= {name: x for name, x in asked._asdict().items() if x != plain[name]}
+    taken = ("causal", "window", "softmax_scale", "backend", "softcap", "learnable_sink")
+    return {name: x for name, x in given.items() if x is not None and name not in taken}
+
+
+def _backend_over_cache(checked: CheckedCache) -> str:
+    return cached_call(checked.tensors, checked.spec, checked.longest_q).backend.name
+
+
+def _backend_of(qkv: QKV, lengths: _Lengths, page_table: Tensor | None, aux: AuxTensors, asked: Asked) -> str:
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *longest = lengths
+    if page_table is not None:
+        paged = paged_of(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, *longest)
+        return _backend_over_cache(check_paged(qkv, paged, aux, asked))
+    packing: Packing | Used | None
+    if seqused_k is None:
+        packing = _packing(cu_seqlens_q, cu_seqlens_k, *longest)
+    else:
+        packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
+    checked = check_call(*qkv, packing, asked, aux)
+    if is_empty(checked):
+        return backends_for(checked.q.device, asked.backend)[0].name
+    return find_call(checked).backend.name
 
 
 def plan_for(

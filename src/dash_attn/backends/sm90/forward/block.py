@@ -16,7 +16,7 @@ BarrierCounts = dict[str, tuple[int, int]]
 """By name: how many mbarriers, and how many arrivals each of them counts."""
 
 
-def products_of(c: ForwardConfig, dtype) -> Products:
+def products_of(c: ForwardConfig, dtype: Any) -> Products:
     """S = Q K^T from shared memory, O += P V with P in registers."""
     major, source = cute.nvgpu.OperandMajorMode, warpgroup.OperandSource
     make = hopper_helpers.make_trivial_tiled_mma
@@ -26,17 +26,17 @@ def products_of(c: ForwardConfig, dtype) -> Products:
     return Products(scores, out)
 
 
-def layouts_of(c: ForwardConfig, dtype) -> Layouts:
+def layouts_of(c: ForwardConfig, dtype: Any) -> Layouts:
     return Layouts(
         q=tile_layout(dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
         kv=tile_layout(dtype, c.tile_n, c.head_dim, c.kv_stages),
     )
 
 
-def storage_of(c: ForwardConfig, dtype, counts: BarrierCounts) -> Any:
+def storage_of(c: ForwardConfig, dtype: Any, counts: BarrierCounts) -> Any:
     """The shared memory of a block: barriers in the order of their names, words of items, tiles."""
 
-    def tile(rows, columns, stages):
+    def tile(rows: int, columns: int, stages: int) -> Any:
         return cute.struct.Align[cute.struct.MemRange[dtype, rows * columns * stages], 1024]
 
     barriers = {name: cute.struct.MemRange[Int64, stages] for name, (stages, _) in counts.items()}
@@ -49,7 +49,7 @@ def storage_of(c: ForwardConfig, dtype, counts: BarrierCounts) -> Any:
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
-def shared_of(storage, c: ForwardConfig, layouts: Layouts) -> Shared:
+def shared_of(storage: Any, c: ForwardConfig, layouts: Layouts) -> Shared:
     """Tiles and words of items in a block's storage."""
     return Shared(
         q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
