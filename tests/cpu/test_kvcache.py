@@ -20,7 +20,7 @@ from dash_attn import (
     is_supported,
 )
 from dash_attn.backends.base import NO_AUX, backend_named
-from dash_attn.backends.cached import PAGE_SIZES, CachedProblem
+from dash_attn.backends.cached import CachedProblem
 from dash_attn.backends.cpu import forward as reference
 from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
 from dash_attn.backends.sm90.cached.launch import config_of
@@ -42,15 +42,33 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("number", range(40))
+FAST = 24
+"""Histories in `make test`. They have all sizes of pages, windows, sinks, and shared prefixes."""
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n < FAST else pytest.mark.slow) for n in range(40)]
+)
 def test_histories(number: int) -> None:
     """Chunks, steps, changing batches, pages, shared prefixes; NaN or infinity behind the used keys."""
     dtype = (torch.float32, torch.bfloat16, torch.float64)[number % 3]
     assert random_history(number, "cpu", dtype, 300, head_dims=(8, 16), backend="cpu").run()
 
 
-@pytest.mark.parametrize("page_size", [0, *PAGE_SIZES])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_shared_prefixes(page_size: int) -> None:
+    """A request begins with tokens, and pages, of another one."""
+    rng, how = random.Random(page_size), {"causal": True}
+    history = History(rng, "cpu", torch.float32, [200, 150, 9], (4, 2), 16, page_size, how, shared=128)
+    count = 128 // page_size
+    assert history.table[0, :count].tolist() == history.table[1, :count].tolist()
+    assert history.table[0, count] != history.table[1, count]
+    history.run()
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 256])
 def test_masks_sinks_and_caps(page_size: int) -> None:
+    """No pages, parts of a kv tile, more than one. (Histories have all sizes.)"""
     for at, how in enumerate(({}, {"window_size": (40, 9)}, {"window_size": (-1, 3), "softcap": 2.0})):
         causal = {**how, "causal": at != 1, "softmax_scale": 0.3}
         if not causal["causal"]:  # a row must see no key that comes after it, or chunks would differ
