@@ -49,7 +49,7 @@ def replays() -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def _pytorch_knows_its_functions() -> None:
-    """Dynamo, and ``with device:``, list PyTorch's functions at their first use: before any test replaces one."""
+    """Dynamo, and ``with device:``, list PyTorch's functions at first use: before any test replaces one."""
     torch.compile(torch.neg, backend="eager")(torch.ones(1))
     with torch.device("cpu"):
         torch.empty(0)
