@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emulator import programs
+from emulator import machine, programs
 from emulator.backend import emulated
 from emulator.program import Instruction
 from emulator.races import RaceError
@@ -185,38 +185,40 @@ def test_histories_of_a_cache(number: int) -> None:
         random_history(number, "cpu", dtype, 150, head_dims=(64, 72, 128), backend="sm90").run()
 
 
-# The emulator itself
+# What is found
 
-DROPPED = ("fence.proxy", "wgmma.wait_group", "cp.async.bulk.wait_group", "mbarrier.try_wait", "bar.sync")
-"""Instructions without which a kernel is wrong, or may be."""
+ORDERS = ("fence.proxy", "ld.acquire", "red.release", "st.release")
+ONLY_LOOKS = 2
+"""Acquires behind which nothing is read: of the number of claimed items, and of that of finished tiles."""
 
 
-def without(instruction: Instruction) -> Instruction | None:
-    """An instruction that no longer waits or orders; None if it does neither."""
-    if instruction.operation.startswith(DROPPED):
+def without(instruction: Instruction) -> Instruction:
+    """A fence that is none; a load or store that orders nothing."""
+    if instruction.form[0] == "fence":
         return replace(instruction, operation="prefetch", form=("prefetch",), operands=())
-    orders = [part for part in instruction.form if part in ("acquire", "release")]
-    if orders and instruction.form[0] in ("ld", "st", "red"):
-        return replace(instruction, form=tuple(part for part in instruction.form if part not in orders))
-    return None
+    return replace(
+        instruction, form=tuple(part for part in instruction.form if part not in ("acquire", "release"))
+    )
 
 
-def mutants(case: Case, kernel: str) -> list[int]:
-    """Places in the main kernel of a variant of instructions that can be left out."""
-    return [n for n, i in enumerate(programs.kernels(variants()[kernel])[1].instructions) if without(i)]
-
-
-def run_without(monkeypatch: pytest.MonkeyPatch, case: Case, kernel: str, place: int) -> dict[str, Tensor]:
-    config, kernels = variants()[kernel], programs.kernels
-
-    def changed(asked: Any) -> Any:
-        before, main, *after = kernels(asked)
-        if asked == config:
-            instructions = list(main.instructions)
-            instructions[place] = without(instructions[place])
-            main = replace(main, instructions=instructions)
-        return [before, main, *after]
-
-    monkeypatch.setattr(programs, "kernels", changed)
-    with emulated(blocks=2, seed=1, races=True):
-        return case.run()
+@slow
+def test_every_fence_acquire_and_release_of_the_backward_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is left out in turn."""
+    case, config = Case("mutants", ((400, 400),), (1, 1), 64), variants()["backward-d64-bf16"]
+    before, main, after = programs.kernels(config)
+    places = [n for n, i in enumerate(main.instructions) if i.operation.startswith(ORDERS)]
+    kernels, unnoticed = programs.kernels, []
+    monkeypatch.setattr(machine, "PATIENCE", 300)
+    for place in places:
+        instructions = list(main.instructions)
+        instructions[place] = without(instructions[place])
+        changed = [before, replace(main, instructions=instructions), after]
+        monkeypatch.setattr(programs, "kernels", lambda c, m=changed: m if c == config else kernels(c))
+        try:
+            with emulated(blocks=2, seed=1, races=True):
+                case.run()
+        except RaceError:
+            continue
+        unnoticed.append(main.instructions[place].operation)
+    assert unnoticed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS
+    assert len(places) >= 12
