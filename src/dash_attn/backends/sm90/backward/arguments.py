@@ -80,6 +80,13 @@ class Launch(NamedTuple):
     complete: Any
 
 
+class Extra(NamedTuple):
+    """The last arguments, of variants with a softcap: fp32, see `Cap`."""
+
+    inner: Any = None
+    outer: Any = None
+
+
 class Copies(NamedTuple):
     """What the copy engine loads (q, dout, k, v) and stores (dk, dv)."""
 
@@ -127,11 +134,13 @@ class Memory(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Numbers of the main kernel, see Launch."""
+    """Numbers of the main kernel, see Launch and Extra."""
 
     scale: Any
     workers: Any
     complete: Any
+    inner: Any
+    outer: Any
 
 
 class Shared(NamedTuple):
