@@ -99,13 +99,15 @@ def forward_variants() -> dict[str, ForwardConfig]:
 
 
 def cached_variants() -> dict[str, CachedConfig]:
-    """Those of the forward over a cache: for few and for many rows, by the rows of a copy."""
+    """Those of the forward over a cache: for few and for many rows, by the rows of a copy; each also with a softcap."""
     found = {}
     for name, head_dim, dtype in _kinds("cached"):
         for few in (True, False):
             for piece in PIECES:
                 rows = "few" if few else "many"
-                found[f"{name}-{rows}-{piece}"] = cached_config(head_dim, dtype, few, piece)
+                base = cached_config(head_dim, dtype, few, piece)
+                found[f"{name}-{rows}-{piece}"] = base
+                found[f"{name}-{rows}-{piece}-softcap"] = replace(base, softcap=True)
     return found
 
 

@@ -80,13 +80,6 @@ class Launch(NamedTuple):
     complete: Any
 
 
-class Extra(NamedTuple):
-    """The last arguments, of variants with a softcap: fp32, see `Cap`."""
-
-    inner: Any = None
-    outer: Any = None
-
-
 class Copies(NamedTuple):
     """What the copy engine loads (q, dout, k, v) and stores (dk, dv)."""
 
@@ -134,13 +127,13 @@ class Memory(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Numbers of the main kernel, see Launch and Extra."""
+    """Numbers of the main kernel, see Launch; of variants with a softcap also its own, see `Cap`."""
 
     scale: Any
     workers: Any
     complete: Any
-    inner: Any
-    outer: Any
+    inner: Any = None
+    outer: Any = None
 
 
 class Shared(NamedTuple):

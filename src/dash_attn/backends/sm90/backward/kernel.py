@@ -21,7 +21,7 @@ from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
 from . import capped, finish, load, mma, reduce
-from .arguments import Copies, Extra, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
+from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import FINISH_STAGES, MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
 
@@ -106,7 +106,8 @@ class Backward:
         return Storage
 
     @cute.jit
-    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, extra: Extra, stream):
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, cap, stream):
+        """cap: the numbers of a softcap, where the variant has one."""
         c = self.config
         layouts = Layouts(
             q=tile_layout(self.dtype, c.tile_m, c.head_dim, c.q_stages),
@@ -126,7 +127,7 @@ class Backward:
         )
         named = tensors._asdict() | workspace._asdict()
         memory = Memory(*[named[name] for name in Memory._fields])
-        numbers = Numbers(launch.scale, launch.workers, launch.complete, *extra)
+        numbers = Numbers(launch.scale, launch.workers, launch.complete, *cap)
         self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
             grid=(launch.grid, 1, 1),
             block=(THREADS, 1, 1),
