@@ -99,7 +99,8 @@ def forward_variants() -> dict[str, ForwardConfig]:
 
 
 def cached_variants() -> dict[str, CachedConfig]:
-    """Those of the forward over a cache: for few and for many rows, by the rows of a copy; each also with a softcap."""
+    """Those of the forward over a cache: for few and for many rows, by the rows of a copy; each also with a
+    softcap."""
     found = {}
     for name, head_dim, dtype in _kinds("cached"):
         for few in (True, False):

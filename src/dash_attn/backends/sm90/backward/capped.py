@@ -1,7 +1,7 @@
 """The MMA warpgroups where scores have a softcap: P takes more steps, and what dP is multiplied by is not P.
 
-With t = tanh of a score, P is exp2(softcap t - LSE) and dS = P (1 - t^2) dP. No register can keep t beside P. So P is
-converted at once, and P (1 - t^2) takes the place of t.
+With t = tanh of a score, P is exp2(softcap t - LSE) and dS = P (1 - t^2) dP. No register can keep t beside P.
+So P is converted at once, and P (1 - t^2) takes the place of t.
 """
 
 import cutlass
@@ -28,8 +28,8 @@ class CappedMma(MmaRole):
             self._tanh(t, h, stage)
 
     def wide_ds(self, t, n_task: Int32, rings):
-        """As in `MmaRole`, but dP begins when dV is done and P has left its registers. Elementwise work takes twice
-        the time of all products, which run beside that of the other warpgroup."""
+        """As in `MmaRole`, but dP begins when dV is done and P has left its registers. Elementwise work takes
+        twice the time of all products, which run beside that of the other warpgroup."""
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         rP = self._converted(t, 0, q_stage)
         rings.dout.wait_full(n_task)

@@ -17,21 +17,23 @@ def _hex(value: float) -> str:
 
 
 def _horner(name: str, coefficients: tuple[float, ...]) -> str:
-    """A polynomial of ``w`` whose leading coefficient is 1."""
+    """A polynomial of ``square`` whose leading coefficient is 1."""
     first, *others = (_hex(x) for x in coefficients)
-    steps = [f"fma.rn.f32 {name}, {name}, w, {x};" for x in others]
-    return " ".join([f"add.rn.f32 {name}, w, {first};", *steps])
+    steps = [f"fma.rn.f32 {name}, {name}, square, {x};" for x in others]
+    return " ".join([f"add.rn.f32 {name}, square, {first};", *steps])
 
 
-_TANH = f"""{{ .reg .f32 u, w, p, q;
+_TANH = f"""{{ .reg .f32 u, square, above, below;
     mul.rn.f32 u, $1, $2; min.NaN.f32 u, u, {_hex(BOUND)}; max.NaN.f32 u, u, {_hex(-BOUND)};
-    mul.rn.f32 w, u, u; {_horner("p", P)} {_horner("q", Q)}
-    rcp.approx.ftz.f32 q, q; mul.rn.f32 p, p, u; mul.rn.f32 $0, p, q; }}"""
+    mul.rn.f32 square, u, u; {_horner("above", P)} {_horner("below", Q)}
+    rcp.approx.ftz.f32 below, below; mul.rn.f32 above, above, u; mul.rn.f32 $0, above, below; }}"""
 
 
 @dsl_user_op
 def tanh(value, factor, *, loc=None, ip=None) -> Float32:
-    """tanh(value factor / STRETCH), at most 1 in size; of NaN NaN. Every operation is rounded by itself or fused
-    as it stands here, so that all copies of it agree."""
+    """tanh(value factor / STRETCH), at most 1 in size; of NaN NaN.
+
+    Operations are fused where it says so here and nowhere else, so that all copies agree.
+    """
     operands = [Float32(x).ir_value(loc=loc, ip=ip) for x in (value, factor)]
     return Float32(ptx._asm(T.f32(), operands, _TANH, "=f,f,f", loc, ip))

@@ -51,8 +51,8 @@ class Launch(NamedTuple):
 class Extra(NamedTuple):
     """The last arguments, each of the variants whose configuration asks for it.
 
-    sink: (H,) fp32, natural logarithms; trace: int64, `TRACE_WORDS` per item, see trace.py; inner, outer: of a
-    softcap, fp32, see `Cap`."""
+    sink: (H,) fp32, natural logarithms; trace: int64, `TRACE_WORDS` per item, see trace.py; inner, outer: of
+    a softcap, fp32, see `Cap`."""
 
     sink: Any = None
     trace: Any = None

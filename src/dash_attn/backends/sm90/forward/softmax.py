@@ -151,8 +151,12 @@ class Softmax:
         return found
 
     def cap(self, t) -> None:
-        """tanh in place of the scores, before any of them is hidden. The factor on scores is then the softcap, and
-        nothing else looks at them otherwise."""
+        """tanh in place of the scores, before any is hidden. The factor on scores is then the softcap, and
+        nothing else changes.
+
+        Not beside P V of the tile before: at head dim 64 there are no registers for that, and ptxas would
+        serialise the products.
+        """
         if cutlass.const_expr(self.config.softcap):
             for i in range(cute.size(t.acc_S)):
                 t.acc_S[i] = tanh(t.acc_S[i], t.inner)
