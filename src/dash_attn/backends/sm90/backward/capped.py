@@ -13,7 +13,7 @@ from ..device.operands import as_operand_a, multiply
 from ..device.tanh import tanh
 from ..forward.exact import fma, packed
 from ..softcap import HUGE
-from .mma import MmaRole, part
+from .mma import MmaRole
 
 
 class CappedMma(MmaRole):
@@ -25,7 +25,7 @@ class CappedMma(MmaRole):
     def begin_p(self, t, stage) -> None:
         """tanh in place of S."""
         for h in range(2):
-            self._tanh(t, h, stage)
+            self._tanh(t, 64 * h, 64, stage)
 
     def wide_ds(self, t, n_task: Int32, rings):
         """As in `MmaRole`, but dP begins when dV is done and P has left its registers. Elementwise work takes
@@ -45,30 +45,40 @@ class CappedMma(MmaRole):
             acc_dP[i] = acc_dP[i] * t.acc_S[i]
         return as_operand_a(acc_dP, self.dtype)
 
+    def _converted(self, t, h: int, stage):
+        """P of the 64 query columns h as an operand."""
+        converted = cute.make_rmem_tensor(32, self.dtype)
+        self._convert(t, 64 * h, converted, stage)
+        return as_operand_a(converted, self.dtype)
+
     def p_operand(self, t, stage):
-        self._tanh(t, 0, stage)
-        return self._converted(t, 0, stage)
+        """In two halves: ptxas moves little across the branch around a mask, and so needs fewer registers."""
+        converted = cute.make_rmem_tensor(32, self.dtype)
+        for half in range(2):
+            self._tanh(t, 32 * half, 32, stage)
+            self._convert(t, 32 * half, cute.make_tensor(converted.iterator + 16 * half, 16), stage)
+        return as_operand_a(converted, self.dtype)
 
     @cute.jit
-    def _tanh(self, t, h: cutlass.Constexpr[int], stage):
-        acc = part(t.acc_S, h)
-        for i in cutlass.range_constexpr(32):
+    def _tanh(self, t, first: cutlass.Constexpr[int], columns: cutlass.Constexpr[int], stage):
+        """tanh in place of S, of some query columns; they have half a register each."""
+        acc = cute.make_tensor(t.acc_S.iterator + first // 2, columns // 2)
+        for i in cutlass.range_constexpr(columns // 2):
             acc[i] = tanh(acc[i], t.inner)
         # What makes zeros of P and of all that is made of it: finite, for 0 times it must be 0.
-        self._mask_if_cut(t, acc, h, stage, -HUGE)
+        if t.info[0, stage] == 1:
+            self._mask(acc, t.info[None, stage], first, -HUGE)
 
-    def _converted(self, t, h: int, stage):
-        """P of the 64 query columns h as an operand, and P (1 - t^2) in place of t."""
-        acc, converted = part(t.acc_S, h), cute.make_rmem_tensor(32, self.dtype)
+    def _convert(self, t, first: int, converted, stage) -> None:
+        """P of query columns from `first` on, converted, and P (1 - t^2) in place of t."""
         words = cute.recast_tensor(converted, Int32)
-        for column in range(8):
-            lse2 = self.column_of_lse(t, h, column, stage)
+        for column in range(cute.size(converted) // 4):
+            lse2 = self.column_of_lse(t, first // 8 + column, stage)
             for half in range(2):
                 values = []
                 for e in range(2):
-                    i = 4 * column + 2 * half + e
-                    p = cute.math.exp2(fma(acc[i], t.scale_log2, -lse2[e]), fastmath=True)
-                    acc[i] = fma(-(p * acc[i]), acc[i], p)
+                    i = first // 2 + 4 * column + 2 * half + e
+                    p = cute.math.exp2(fma(t.acc_S[i], t.scale_log2, -lse2[e]), fastmath=True)
+                    t.acc_S[i] = fma(-(p * t.acc_S[i]), t.acc_S[i], p)
                     values.append(p)
                 words[2 * column + half] = packed(*values, self.dtype)
-        return as_operand_a(converted, self.dtype)

@@ -360,17 +360,17 @@ class MmaRole:
         if const_expr(c.delayed_dq):
             self._mask_if_cut(t, acc, h, stage, -math.inf)
         for column in cutlass.range_constexpr(8):
-            lse2 = self.column_of_lse(t, h, column, stage)
+            lse2 = self.column_of_lse(t, 8 * h + column, stage)
             for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
                 acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
         if const_expr(not c.delayed_dq):
             self._mask_if_cut(t, acc, h, stage, 0.0)
 
-    def column_of_lse(self, t, h: int, column: int, stage):
-        """LSE of the two queries of this thread in eight query columns."""
+    def column_of_lse(self, t, column: int, stage):
+        """LSE of the two queries of this thread among eight."""
         lse2 = cute.make_rmem_tensor(2, Float32)
-        cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
+        cute.autovec_copy(t.lse2[None, column, stage], lse2)
         return lse2
 
     def _mma_thread(self):
