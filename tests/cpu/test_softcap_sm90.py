@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.softcap import BOUND, HUGE, LARGEST, STRETCH, Cap, cap_of, why_no_cap
+from dash_attn.problem import Problem
 from dash_attn.scores import Scores
 
 CAPS = (15.0, 30.0, 50.0)
@@ -117,5 +120,11 @@ def test_what_is_masked_has_no_weight(softcap: float) -> None:
         (1e12, 1e-30, "for sm90 softmax_scale / softcap must be a normal float32, got 1e12 / 1e-30"),
     ],
 )
-def test_what_makes_no_sense_is_refused(scale: float, softcap: float, reason: str) -> None:
-    assert why_no_cap(Scores(scale, softcap=softcap)) == reason.replace("1e12", f"{1e12}")
+def test_what_makes_no_sense_is_refused(
+    monkeypatch: pytest.MonkeyPatch, scale: float, softcap: float, reason: str
+) -> None:
+    scores = Scores(scale, softcap=softcap)
+    assert why_no_cap(scores) == reason.replace("1e12", f"{1e12}")
+    monkeypatch.setattr(backend, "_capability", lambda device: (9, 0))
+    problem = Problem.dense(seqlen=256, head_dim=64)
+    assert backend.BACKEND.why_not(problem, torch.device("cuda", 0), False, scores) == why_no_cap(scores)

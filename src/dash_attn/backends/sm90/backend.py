@@ -31,7 +31,7 @@ from .cached.launch import Cached
 from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
-from .softcap import cap_of
+from .softcap import cap_of, why_no_cap
 from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
@@ -138,14 +138,14 @@ def _why_no_head_dim(problem: Problem) -> str:
 
 @lru_cache
 def _why_no_scores(scores: Scores) -> str:
-    """Why the kernels do not have what is made of scores: they have the softmax scale, and sinks."""
+    """Why the kernels do not have what is made of scores: they have the softmax scale, softcap and sinks."""
     if scores.row_intervals:
         return "row_starts and row_ends are not supported by sm90"
     for name, value in scores._asdict().items():
-        if value and name not in ("softmax_scale", "sink"):
+        if value and name not in ("softmax_scale", "softcap", "sink"):
             said = "alibi_slopes" if name == "alibi" else f"{name} {value}"
             return f"{said} is not supported by sm90"
-    return ""
+    return why_no_cap(scores)
 
 
 def _sink_of(scores: Scores, aux: AuxTensors) -> Tensor | None:
