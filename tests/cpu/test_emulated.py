@@ -24,6 +24,7 @@ from dash_attn.backends.base import AuxTensors
 from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
 from dash_attn.backends.sm90.compile import variants
 from dash_attn.problem import Mask
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from kvcache_cases import random_history
 
@@ -89,7 +90,8 @@ class Case:
         for (top, bottom), (first, last) in zip(*map(pairwise, bounds)):
             rows, keys = slice(top, bottom), slice(first, last)
             one = Inputs(dout[rows], q[rows], k[keys], v[keys])
-            parts.append(plain_attention(one, self.mask, self.head_dim**-0.5, dtype, aux=aux))
+            scores = Scores(self.head_dim**-0.5, softcap=dict(self.how).get("softcap", 0.0), sink=self.sink)
+            parts.append(plain_attention(one, self.mask, scores, dtype, aux=aux))
             if sink:
                 dsink += sink_gradient(one.dout, parts[-1], sink[0])
         found = {n: torch.cat([getattr(p, n) for p in parts]) for n in ("out", "dq", "dk", "dv")}
@@ -112,6 +114,11 @@ CASES = [
     Case("padded-40-32", ((200, 200),), (1, 1), 40, 32),
     Case("segments", ((300, 300),), (2, 1), 64, how=(("q_segment", 128),)),
     Case("segments-128-window", ((200, 290),), (1, 1), 128, mask=WINDOW, how=(("q_segment", 128),)),
+    Case("softcap", ((200, 200),), (2, 1), 64, how=(("softcap", 15.0),)),
+    Case(
+        "softcap-sink-128-fp16", PACKED, (2, 2), 128, dtype=torch.float16, sink=True, how=(("softcap", 30.0),)
+    ),
+    Case("softcap-padded", ((150, 200),), (1, 1), 96, mask=WINDOW, how=(("softcap", 50.0),)),
     Case("rings", ((300, 300),), (2, 2), 64, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
     Case("symmetric", ((300, 300),), (2, 2), 64, how=(("policy", "symmetric_shift"),)),
 ]

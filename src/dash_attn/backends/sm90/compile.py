@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,12 +68,12 @@ def variants() -> dict[str, Config]:
 
 def backward_variants() -> dict[str, BackwardConfig]:
     """Those of the backward: product, of segments of queries, unordered, and debug; each also for tensors of
-    fewer columns."""
+    fewer columns, and with a softcap."""
     found = {}
-    for padded in (False, True):
+    for softcap, padded in product((False, True), repeat=2):
         for name, head_dim, dtype in _kinds("backward"):
-            base = BackwardConfig(head_dim, dtype, padded)
-            name += "-padded" if padded else ""
+            base = BackwardConfig(head_dim, dtype, padded, softcap=softcap)
+            name += "-padded" * padded + "-softcap" * softcap
             found[name] = base
             found[f"{name}-sums"] = replace(base, key_sums=True)
             found[f"{name}-sums-bounded"] = replace(base, key_sums=True, spin_limit=1)
@@ -85,24 +86,29 @@ def backward_variants() -> dict[str, BackwardConfig]:
 
 
 def forward_variants() -> dict[str, ForwardConfig]:
-    """Those of the forward: product, with a sink, and debug."""
+    """Those of the forward: product, with a sink, debug, and with a softcap."""
     found = {}
     for name, head_dim, dtype in _kinds("forward"):
         base = forward_config(head_dim, dtype)
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
+        found[f"{name}-softcap"] = replace(base, softcap=True)
+        found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)
     return found
 
 
 def cached_variants() -> dict[str, CachedConfig]:
-    """Those of the forward over a cache: for few and for many rows, by the rows of a copy."""
+    """Those of the forward over a cache: for few and for many rows, by the rows of a copy; each also with a
+    softcap."""
     found = {}
     for name, head_dim, dtype in _kinds("cached"):
         for few in (True, False):
             for piece in PIECES:
                 rows = "few" if few else "many"
-                found[f"{name}-{rows}-{piece}"] = cached_config(head_dim, dtype, few, piece)
+                base = cached_config(head_dim, dtype, few, piece)
+                found[f"{name}-{rows}-{piece}"] = base
+                found[f"{name}-{rows}-{piece}-softcap"] = replace(base, softcap=True)
     return found
 
 

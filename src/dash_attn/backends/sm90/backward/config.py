@@ -43,6 +43,7 @@ class BackwardConfig:
         dtype: "bf16" or "fp16".
         accumulation: how contributions to dQ are added.
         key_sums: every item adds its dK and dV to fp32 sums that several launches share, and finishes none.
+        softcap: scores s are softcap * tanh(s / softcap).
         spin_limit: bounds every wait for a ticket or a complete dQ tile; 0: unbounded. An exceeded bound is
             reported in the error buffer.
         dump_contributions: keep every task's fp32 contribution to dQ.
@@ -61,6 +62,7 @@ class BackwardConfig:
     padded: bool = False
     accumulation: Accumulation = Accumulation.TICKETS
     key_sums: bool = False
+    softcap: bool = False
     spin_limit: int = 0
     dump_contributions: bool = False
     trace: bool = False
