@@ -138,7 +138,8 @@ def test_numbers_and_bytes(case: Case) -> None:
             float((y.double() - exact[name])[there].norm()) for y in (x, plain.get(name, exact[name]))
         )
         scale = float(exact[name][there].norm())
-        assert error <= 2 * usual + 1e-5 * scale, f"{name}: {error:.3g}, plain attention {usual:.3g}"
+        few = 1 + 2 * there.sum().item() ** -0.5  # elements: their errors do not average out
+        assert error <= 2 * few * usual + 1e-5 * scale, f"{name}: {error:.3g}, plain attention {usual:.3g}"
         assert same_bytes(x[~there].double(), exact[name][~there].double())
     with emulated(blocks=6, seed=2, late=False):
         for name, x in case.run().items():
