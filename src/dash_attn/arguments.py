@@ -27,6 +27,7 @@ __all__ = [
     "Used",
     "Window",
     "aux_of",
+    "cast_to",
     "check_aux",
     "check_call",
     "check_dropout",
@@ -224,7 +225,8 @@ def check_call(
     _check_tensors(q, k, v, packing)
     device = q.device.type
     if torch.is_autocast_enabled(device):
-        q, k, v = _autocast(torch.get_autocast_dtype(device), q, k, v)
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (cast_to(dtype, x) for x in (q, k, v))
     _check_dtypes(q, k, v)
     if packing is None:
         _check_dense(q, k, v)
@@ -359,10 +361,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | No
     check_device(q.device)
 
 
-def _autocast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+def cast_to(dtype: torch.dtype, x: Tensor) -> Tensor:
     """As autocast does it for PyTorch's own attention: all but float64 becomes one dtype."""
-    narrow = (torch.float32, torch.float16, torch.bfloat16)
-    return [x.to(dtype) if x.dtype in narrow else x for x in tensors]
+    return x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
