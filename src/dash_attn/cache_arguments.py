@@ -9,7 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arguments import Asked, cast_to, check_aux, check_flash_options, kind_of, longest, short, spec_of
+from .arguments import (
+    Asked,
+    cast_to,
+    check_aux,
+    check_flash_options,
+    check_tensor,
+    kind_of,
+    longest,
+    short,
+    spec_of,
+)
 from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
@@ -176,15 +186,7 @@ def _check_caches(
     q: Tensor, k: Tensor, v: Tensor, dims_q: int, names: tuple[str, str] = ("k_cache", "v_cache")
 ) -> None:
     for name, x, dims in (("q", q, dims_q), (names[0], k, 4), (names[1], v, 4)):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_nested:
-            layout = "nested" if x.is_nested else x.layout
-            raise InputError(f"{name} must be a dense tensor, got layout {layout}")
-        if x.ndim != dims:
-            raise InputError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device}, q is on {q.device}")
+        check_tensor(name, x, q, (dims,), f"{dims} dimensions")
     check_device(q.device)
     if k.shape[3] != q.shape[-1]:
         raise InputError(f"{names[0]} has head_dim {k.shape[3]}, q has {q.shape[-1]}")
