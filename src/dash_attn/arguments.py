@@ -27,14 +27,17 @@ __all__ = [
     "Used",
     "Window",
     "aux_of",
+    "cast_to",
     "check_aux",
     "check_call",
     "check_dropout",
     "check_flag",
     "check_flash_options",
     "check_no_positional",
+    "check_planned",
     "check_rows",
     "check_softcap",
+    "check_tensor",
     "completed",
     "kind_of",
     "longest",
@@ -222,9 +225,7 @@ def check_call(
 ) -> CheckedCall:
     """Check the arguments of a call. What needs the lengths of a packed batch is checked when it runs."""
     _check_tensors(q, k, v, packing)
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        q, k, v = _autocast(torch.get_autocast_dtype(device), q, k, v)
+    q, k, v = _autocast(q, k, v)
     _check_dtypes(q, k, v)
     if packing is None:
         _check_dense(q, k, v)
@@ -239,6 +240,17 @@ def check_call(
     check_aux(aux, q, _batch(q, packing))
     check_rows(aux, k, packing)
     return CheckedCall(q, k, v, aux, spec_of(q, asked, aux), packing)
+
+
+def check_planned(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Tensors of a given plan, cast if autocast says so, and the scale. Shapes and dtypes are the plan's."""
+    forms = ((3, 4), "3 or 4 dimensions (total or batch and seqlen, heads, head_dim)")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, q, *forms)
+    q, k, v = _autocast(q, k, v)
+    return q, k, v, _scale(softmax_scale, q.shape[-1])
 
 
 def spec_of(q: Tensor, asked: Asked, aux: AuxTensors) -> AttentionSpec:
@@ -345,24 +357,38 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, packing: Packing | Used | No
     """Types, layouts, dimensions and devices."""
     form_q, form_k = _forms(packing)
     for name, x, (ndim, why) in (("q", q, form_q), ("k", k, form_k), ("v", v, form_k)):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_nested:
-            layout = "nested" if x.is_nested else x.layout
-            raise InputError(f"{name} must be a dense tensor, got layout {layout}")
-        if x.ndim != ndim:
-            raise InputError(
-                f"{name} must have {ndim} dimensions {_LAYOUTS[ndim]}{why}, got shape {tuple(x.shape)}"
-            )
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device}, q is on {q.device}")
+        check_tensor(name, x, q, (ndim,), f"{ndim} dimensions {_LAYOUTS[ndim]}{why}")
     check_device(q.device)
 
 
-def _autocast(dtype: torch.dtype, *tensors: Tensor) -> list[Tensor]:
+def check_tensor(name: str, x: object, q: Tensor, ndim: tuple[int, ...], dimensions: str) -> None:
+    """A dense tensor on q's device with one of these numbers of dimensions, which the error calls so."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if type(x).__name__ == "DTensor":  # by name: importing it is slow
+        raise InputError(
+            f"{name} is a DTensor: give {name}.to_local(), or use dash_attn.distributed for sequences that "
+            "are spread over ranks"
+        )
+    if x.layout != torch.strided or x.is_nested:
+        layout = "nested" if x.is_nested else x.layout
+        raise InputError(f"{name} must be a dense tensor, got layout {layout}")
+    if x.ndim not in ndim:
+        raise InputError(f"{name} must have {dimensions}, got shape {tuple(x.shape)}")
+    if x.device != q.device:
+        raise InputError(f"{name} is on {x.device}, q is on {q.device}")
+
+
+def _autocast(q: Tensor, *others: Tensor) -> list[Tensor]:
+    device, tensors = q.device.type, [q, *others]
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return [cast_to(torch.get_autocast_dtype(device), x) for x in tensors]
+
+
+def cast_to(dtype: torch.dtype, x: Tensor) -> Tensor:
     """As autocast does it for PyTorch's own attention: all but float64 becomes one dtype."""
-    narrow = (torch.float32, torch.float16, torch.bfloat16)
-    return [x.to(dtype) if x.dtype in narrow else x for x in tensors]
+    return x.to(dtype) if x.dtype in (torch.float32, torch.float16, torch.bfloat16) else x
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

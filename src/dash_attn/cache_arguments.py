@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .arguments import Asked, check_aux, check_flash_options, kind_of, longest, short, spec_of
+from .arguments import (
+    Asked,
+    cast_to,
+    check_aux,
+    check_flash_options,
+    check_tensor,
+    kind_of,
+    longest,
+    short,
+    spec_of,
+)
 from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
@@ -34,6 +44,14 @@ NO_GRADIENT = (
 )
 
 _ROTARY = ("rotary_cos", "rotary_sin", "rotary_seqlens")
+
+_OTHERS = {
+    "alibi_slopes": "",
+    "cu_seqlens_q": "; flash_attn_varlen_func has it, with seqused_k and page_table",
+    "max_seqlen_q": "",
+    "scheduler_metadata": "",
+}
+"""Other arguments of FlashAttention's function over a cache, of which only None is taken; with a hint."""
 
 _QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -77,11 +95,12 @@ class CheckedCache(NamedTuple):
 
 
 def check_kvcache(
-    qkv: _QKV, new: tuple[Tensor | None, Tensor | None], kept: Kept, aux: AuxTensors, asked: Asked
+    qkv: _QKV, new: Sequence[Tensor | None], kept: Kept, aux: AuxTensors, asked: Asked
 ) -> CheckedCache:
     """Check a call of ``flash_attn_with_kvcache``. ``new``: k and v that are appended."""
     q, k_cache, v_cache = qkv
     _check_caches(q, k_cache, v_cache, 4)
+    q, *new = _cast(k_cache, v_cache, q, *new)
     checked_new = _checked_new(q, k_cache, v_cache, *new)
     check_aux(aux, q, q.shape[0])
     spec = spec_of(q, asked, aux)
@@ -119,6 +138,7 @@ def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> Check
     if asked.dropout_p:
         raise InputError(f"dropout_p {asked.dropout_p!r:.40} is not supported with page_table")
     _check_caches(q, k, v, 4 if cu_seqlens_q is None else 3, names=("k", "v"))
+    (q,) = _cast(k, v, q, names=("k", "v"))
     batch = q.shape[0]
     if cu_seqlens_q is not None:
         _check_int32("cu_seqlens_q", cu_seqlens_q, q, None)
@@ -153,8 +173,12 @@ def check_cache_options(options: dict[str, Any]) -> None:
     for name in _ROTARY:
         if options.get(name) is not None:
             raise InputError(f"{name} is not supported: rotate q and k before the call")
+    for name, hint in _OTHERS.items():
+        if options.get(name) is not None:
+            raise InputError(f"{name}={short(options[name])} is not supported, only None{hint}")
     # Interleaved or not asks for nothing without the others.
-    others = {name: x for name, x in options.items() if name not in (*_ROTARY, "rotary_interleaved")}
+    known = {*_ROTARY, "rotary_interleaved", *_OTHERS}
+    others = {name: x for name, x in options.items() if name not in known}
     check_flash_options("flash_attn_with_kvcache", others)
 
 
@@ -162,17 +186,7 @@ def _check_caches(
     q: Tensor, k: Tensor, v: Tensor, dims_q: int, names: tuple[str, str] = ("k_cache", "v_cache")
 ) -> None:
     for name, x, dims in (("q", q, dims_q), (names[0], k, 4), (names[1], v, 4)):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided or x.is_nested:
-            layout = "nested" if x.is_nested else x.layout
-            raise InputError(f"{name} must be a dense tensor, got layout {layout}")
-        if x.ndim != dims:
-            raise InputError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
-        if x.device != q.device:
-            raise InputError(f"{name} is on {x.device}, q is on {q.device}")
-        if x.dtype not in DTYPE_NAMES or x.dtype != q.dtype:
-            raise InputError(f"{name} has dtype {x.dtype}, q has {q.dtype}")
+        check_tensor(name, x, q, (dims,), f"{dims} dimensions")
     check_device(q.device)
     if k.shape[3] != q.shape[-1]:
         raise InputError(f"{names[0]} has head_dim {k.shape[3]}, q has {q.shape[-1]}")
@@ -181,6 +195,22 @@ def _check_caches(
             f"{names[0]} has shape {tuple(k.shape)}, {names[1]} has {tuple(v.shape)}: "
             "only head_dim may differ"
         )
+
+
+def _cast(
+    k: Tensor, v: Tensor, q: Tensor, *new: Tensor | None, names: tuple[str, str] = ("k_cache", "v_cache")
+) -> list[Any]:
+    """q and new keys and values as autocast has them. A cache is not cast: it must have that dtype."""
+    device, why = q.device.type, ""
+    others: list[Any] = [*new]
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, *others = (cast_to(dtype, x) if isinstance(x, Tensor) else x for x in (q, *others))
+        why = f" (under autocast to {dtype}, which does not cast a cache)"
+    for name, x in (("q", q), (names[0], k), (names[1], v)):
+        if x.dtype not in DTYPE_NAMES or x.dtype != q.dtype:
+            raise InputError(f"{name} has dtype {x.dtype}, q has {q.dtype}{why}")
+    return [q, *others]
 
 
 def _checked_new(
@@ -228,15 +258,8 @@ def _table(
         return places[:, None]
     if cache.shape[0] != batch:
         raise InputError(f"k_cache has batch {cache.shape[0]}, q has {batch}: give cache_batch_idx")
-    # A graph's memory must not be kept beyond its capture.
-    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
-    return _own_places(batch, q.device)
-
-
-@lru_cache(64)
-def _own_places(batch: int, device: torch.device) -> Tensor:
-    return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+    # Anew for every call: a tensor that is kept would belong to another stream, graph or mode.
+    return torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
 
 
 def _lengths(q: Tensor, given: object, room: int, appends: bool) -> Tensor:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .arguments import Asked, Window, aux_of, check_flag, check_no_positional
 from .cache_arguments import CheckedCache, Kept, block_table_or, check_cache_options, check_kvcache
 from .ops.autograd import call_directly
-from .ops.cached import append, cached_call
+from .ops.cached import append, cached_call, check_covered
 from .ops.operators import APPEND, CACHED
 
 __all__ = ["flash_attn_with_kvcache", "run_cached"]
@@ -61,11 +62,12 @@ def flash_attn_with_kvcache(
         cache_seqlens: tokens in the cache before the call: (batch,) int32 on q's device or on the CPU, or one
             number for all. None: the cache is full.
         cache_batch_idx: (batch,) int32, which place of the cache is that of a sequence; None: its own number.
-            No place may be given twice where tokens are appended.
+            No place may be given twice where tokens are appended: an error where it is on the CPU.
         page_table: (batch, most_pages) int32, contiguous pages of a sequence in order; FlashAttention-2 calls
             it ``block_table``. Places behind the last page in use may hold anything.
         causal, window_size: aligned bottom-right with ``cache_seqlens + seqlen_new`` keys.
-        softmax_scale, softcap, learnable_sink, backend: as in :func:`dash_attn.attention`.
+        softmax_scale, softcap, learnable_sink, backend: as in :func:`dash_attn.attention`. So is autocast for
+            q, k and v; the caches must have its dtype.
         return_lse, return_softmax_lse: two names: return the log-sum-exp too, (batch, heads, seqlen_q).
         flash_options: FlashAttention's other arguments with values that ask for nothing. Rotary embeddings
             are not supported.
@@ -75,7 +77,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         InputError: an argument cannot be used or honoured; the message names it and its value. Also where a
-            tensor needs a gradient.
+            tensor needs a gradient. Nothing is appended then. (Compiled code finds only when it runs, behind
+            the append, that no backend covers a call.)
 
     >>> import torch
     >>> from dash_attn import flash_attn_func
@@ -108,6 +111,8 @@ def run_cached(checked: CheckedCache) -> tuple[Tensor, Tensor]:
             append((k, v), new, before, table)
         return call.forward(tensors, aux)
     if new is not None:
+        if not torch.compiler.is_compiling():  # that runs operators only
+            check_covered(tensors, spec, longest_q)
         APPEND(k, v, *new, before, table)
     out, lse = CACHED(q, k, v, *aux, lengths, table, cu_seqlens_q, *spec, longest_q)
     return out, lse

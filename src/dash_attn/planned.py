@@ -5,11 +5,21 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from .arguments import aux_of, check_aux, check_dropout, check_rows, check_softcap, completed
+from .arguments import (
+    aux_of,
+    check_aux,
+    check_dropout,
+    check_planned,
+    check_rows,
+    check_softcap,
+    completed,
+    short,
+)
 from .backends.base import NO_AUX, AuxTensors, Gradients, Prepared, Tensors, as_current, check_backend
-from .errors import PlanMismatchError
+from .errors import InputError, PlanMismatchError
 from .ops.autograd import attend
 from .ops.calls import DTYPE_NAMES, first_that_covers, prepared_once
 from .schedule import Plan
@@ -23,7 +33,7 @@ def apply_plan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax_scale: float,
+    softmax_scale: float | None,
     *,
     disorder: random.Random | None = None,
     backend: str = "auto",
@@ -38,25 +48,45 @@ def apply_plan(
     """(out, lse) with autograd, by a plan of your own.
 
     Args:
-        plan: a proven plan whose tiles are those of the backend.
+        plan: a proven plan whose tiles are those of the backend. Autocast must leave tensors of its dtype.
         q: (batch, seqlen_q, heads, head_dim), or packed (total_q, heads, head_dim).
         k, v: (batch, seqlen_k, kv_heads, head_dim), or packed (total_k, kv_heads, head_dim).
-        softmax_scale: factor on Q K^T.
+        softmax_scale: factor on Q K^T; None: ``head_dim ** -0.5``.
         disorder: sums dQ in no fixed order instead: a negative control. Without atomics it draws the order.
         backend, softcap, learnable_sink, alibi_slopes, dropout_p, dropout_seed, row_starts, row_ends: as in
             :func:`dash_attn.attention`.
 
+    ``torch.compile`` breaks its graph here: a plan is no value that it knows.
+
     Raises:
-        InputError: no backend covers the plan's problem, or the one that is asked for does not.
+        InputError: an argument cannot be used; no backend covers the plan's problem, or the one that is asked
+            for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
-    packed = q.ndim == 3
+    run = _apply
+    if torch.compiler.is_compiling():
+        run = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
     p = check_dropout(dropout_p)
     aux = aux_of(q, learnable_sink, alibi_slopes, (p, dropout_seed), (row_starts, row_ends))
+    how = softmax_scale, check_softcap(softcap), p, check_backend(backend), disorder
+    return run(plan, (q, k, v), aux, how)
+
+
+def _apply(
+    plan: Plan,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    aux: AuxTensors,
+    how: tuple[float | None, float, float, str, random.Random | None],
+) -> tuple[Tensor, Tensor]:
+    """``how``: scale, softcap, probability of dropout, backend and disorder."""
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan must be a dash_attn.schedule.Plan, got {short(plan)}")
+    softmax_scale, softcap, p, asked, disorder = how
+    q, k, v, scale = check_planned(*qkv, softmax_scale)
+    packed = q.ndim == 3
     check_aux(aux, q, len(plan.problem.sequences))
     check_rows(aux, k, None)
-    scores = Scores(softmax_scale, check_softcap(softcap), dropout_p=p, **aux.given)
-    asked = check_backend(backend)
+    scores = Scores(scale, softcap, dropout_p=p, **aux.given)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if DTYPE_NAMES.get(x.dtype) != plan.problem.dtype or x.device != q.device:

@@ -239,7 +239,8 @@ def fingerprints(
 ) -> Fingerprints:
     """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
 
-    Arguments and errors are those of :func:`plan_for`.
+    Arguments and errors are those of :func:`plan_for`, but that sequences longer than ``q_segment`` have
+    fingerprints, too.
 
     >>> import torch
     >>> q = torch.zeros(1, 512, 2, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -362,6 +363,24 @@ def test_a_device_that_is_not_there():
         pytest.skip("there is a GPU here")
     with pytest.raises(InputError, match="device 'cuda:0' is not supported; supported: cpu, and cuda where"):
         api.backend_for(torch.device("cuda", 0))
+
+
+def test_dtensors_are_refused_by_name():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        q = distribute_tensor(Q, mesh, [Shard(2)])
+        for name, given in {"q": (q, K, V), "v": (Q, K, distribute_tensor(V, mesh, [Shard(2)]))}.items():
+            message = f"{name} is a DTensor: give {name}.to_local(), or use dash_attn.distributed"
+            with pytest.raises(InputError, match=re.escape(message)) as error:
+                attention(*given)
+            assert is_supported(*given) == Support(False, str(error.value))
+            with pytest.raises(InputError, match="is a DTensor: give "):
+                api.flash_attn_with_kvcache(*given)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_supported_says_where():

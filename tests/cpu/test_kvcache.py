@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dash_attn import (
     Support,
@@ -127,6 +131,7 @@ def test_names_of_other_versions() -> None:
     q, used = draw(2, 3, 4, 8), int32(20, 32)
     wanted = flash_attn_with_kvcache(q, k, k, cache_seqlens=used, page_table=table)
     plain = {"rotary_cos": None, "rotary_interleaved": True, "num_splits": 0, "cache_leftpad": None}
+    plain |= dict.fromkeys(("alibi_slopes", "cu_seqlens_q", "max_seqlen_q", "scheduler_metadata"))
     found = flash_attn_with_kvcache(q, k, k, cache_seqlens=used, block_table=table, **plain)
     assert_same_bytes(found, wanted)
     packed = flash_attn_varlen_func(
@@ -197,7 +202,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gradient": ({"q": Q.clone().requires_grad_()}, "a cache of keys has no backward: call it under"),
     "leftpad": ({"cache_leftpad": USED}, "cache_leftpad=a tensor .* is not supported, only None"),
     "backend": ({"backend": "sm90"}, "the sm90 backend does not run on cpu"),
-}
+    "alibi": ({"alibi_slopes": USED}, "alibi_slopes=a tensor .* is not supported, only None"),
+    "packed q": ({"cu_seqlens_q": USED}, "cu_seqlens_q=a tensor .*; flash_attn_varlen_func has it"),
+    "longest q": ({"max_seqlen_q": 3}, "max_seqlen_q=3 is not supported, only None"),
+    "metadata": ({"scheduler_metadata": USED}, "scheduler_metadata=a tensor .* is not supported, only None"),
+    "a place twice": (
+        {"k": NEW, "v": NEW, "cache_seqlens": 3, "cache_batch_idx": int32(1, 1)},
+        "cache_batch_idx has 1 at 0 and at 1: no place may be given twice where tokens are appended",
+    ),
+    "a page twice": (
+        {"k": NEW, "v": NEW, "cache_seqlens": int32(14, 5), "page_table": int32(3, 1, 1, 2).view(2, 2),
+         "k_cache": PAGES, "v_cache": PAGES},
+        "page_table has 1 at 0 and at 1: no place may be given twice where tokens are appended",
+    ),
+}  # fmt: skip
 
 
 def supported(
@@ -289,6 +307,103 @@ def test_nothing_is_appended_for_a_call_that_no_backend_covers(monkeypatch: pyte
         flash_attn_with_kvcache(*call, cache_seqlens=USED)
     assert all(torch.equal(x, CACHE) for x in caches)
     assert supported(*call, cache_seqlens=USED) == Support(False, "no time")
+
+
+@pytest.mark.parametrize("wrong", [{"q": Q[:, :, :3]}, {"backend": "sm90"}])
+@pytest.mark.parametrize("wrap", [None, "vmap", "mode"])
+def test_nothing_is_appended_for_a_call_that_raises(wrong: dict[str, Any], wrap: str | None) -> None:
+    caches, seen = (CACHE.clone(), CACHE.clone()), []
+    given = {"q": Q, "k": NEW, "v": NEW, "cache_seqlens": 3} | wrong
+
+    def call(q: Tensor) -> Tensor:
+        return flash_attn_with_kvcache(q, *caches, *(given[x] for x in "kv"), **options)  # type: ignore
+
+    options = {name: x for name, x in given.items() if name not in "qkv"}
+
+    class Appends(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with pytest.raises(InputError), Appends() if wrap == "mode" else nullcontext():
+        torch.vmap(call)(given["q"][None]) if wrap == "vmap" else call(given["q"])
+    assert all(torch.equal(x, CACHE) for x in caches)
+    assert APPEND not in seen
+
+
+def test_shared_pages_may_be_read_while_others_are_written() -> None:
+    """A prefix of whole pages; without new tokens any place may be given twice."""
+    table, pages = int32(3, 1, 3, 2).view(2, 2), (PAGES.clone(), PAGES.clone())
+    flash_attn_with_kvcache(Q, *pages, NEW, NEW, cache_seqlens=16, page_table=table)
+    assert_same_bytes(pages[0][1, :3], NEW[0])
+    assert (
+        flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=3, cache_batch_idx=int32(1, 1)).shape
+        == Q.shape
+    )
+    with pytest.raises(InputError, match="page_table has 3 at 0 and at 1"):
+        flash_attn_with_kvcache(Q, *pages, NEW, NEW, cache_seqlens=int32(15, 20), page_table=table)
+
+
+def test_autocast_casts_what_is_not_a_cache() -> None:
+    """The bytes are those of a row in training, under autocast as without."""
+    q, k = draw(1, 20, 4, 16), draw(1, 20, 2, 16, seed=1)
+    cache = torch.zeros(1, 32, 2, 16, dtype=torch.bfloat16)
+    wide = cache.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = flash_attn_func(q, k, k, causal=True)
+        found = flash_attn_with_kvcache(q, cache, cache, k, k, cache_seqlens=0, causal=True)
+        assert_same_bytes(found, wanted)
+        assert found.dtype == torch.bfloat16
+        table, used, ends = int32(0)[None], int32(20), int32(0, 20)
+        assert_same_bytes(
+            flash_attn_varlen_func(q[0], cache, cache, ends, seqused_k=used, page_table=table, causal=True),
+            wanted[0],
+        )
+        why = "has dtype torch.float32, q has torch.bfloat16 .under autocast to torch.bfloat16, which"
+        with pytest.raises(InputError, match=f"k_cache {why}"):
+            flash_attn_with_kvcache(q, wide, wide, k, k, cache_seqlens=0)
+        with pytest.raises(InputError, match=f"k {why}"):
+            flash_attn_varlen_func(q[0], wide, wide, ends, seqused_k=used, page_table=table)
+    assert not wide.any()
+
+
+def test_a_call_in_a_mode_leaves_nothing_behind() -> None:
+    """No tensor of one call, fake or traced, reaches another one with the same batch."""
+    q, cache = Q[:1].repeat(11, 1, 1, 1), CACHE[:1].repeat(11, 1, 1, 1)
+
+    def call(q: Tensor) -> Tensor:
+        found = flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3)
+        assert isinstance(found, Tensor)
+        return found
+
+    with FakeTensorMode(allow_non_fake_inputs=True), suppress(Exception):
+        call(q)
+    with suppress(Exception):
+        make_fx(call, tracing_mode="fake")(q)
+    with suppress(Exception):
+        torch.func.functionalize(call)(q)
+    found = call(q)
+    assert type(found) is Tensor
+    assert_same_bytes(found, call(q))
+
+
+def test_an_append_is_a_change_that_autograd_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a kernel of a GPU writes: behind PyTorch's back."""
+
+    def behind(cache: Any, new: Any, at: Tensor, table: Tensor) -> None:
+        for where, what in zip(cache, new):
+            where.numpy()[:, 3:6] = what.numpy()
+
+    monkeypatch.setattr("dash_attn.backends.cpu.cached.append", behind)
+    cache, q = CACHE.clone(), Q.clone().requires_grad_()
+    out = flash_attn_func(q, cache[:, :8], cache[:, :8])
+    flash_attn_with_kvcache(Q, cache, cache, NEW, NEW, cache_seqlens=3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    with torch.inference_mode():
+        inside = CACHE.clone()
+    flash_attn_with_kvcache(Q, inside, inside, NEW, NEW, cache_seqlens=3)
+    assert_same_bytes(inside[:, 3:6], NEW)
 
 
 def test_tokens_are_appended_where_columns_lie_side_by_side() -> None:

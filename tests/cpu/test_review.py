@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import torch
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.api import apply_plan
-from dash_attn.errors import PlacementError, PlanMismatchError, TableError
+from dash_attn.errors import InputError, PlacementError, PlanMismatchError, TableError
 from dash_attn.grid import IntArray, Mask, SequenceGrid, TileGrid
 from dash_attn.ops import calls
 from dash_attn.problem import Problem
@@ -34,6 +35,7 @@ from dash_attn.schedule import (
 )
 from dash_attn.schedule.batch import Batch
 from dash_attn.schedule.placement import Placement
+from dash_attn.testing import assert_same_bytes
 
 CAUSAL = Problem.dense(heads=2, seqlen=512, head_dim=64, mask=Mask.causal())
 
@@ -189,6 +191,42 @@ def test_a_plan_of_ones_own_is_prepared_once() -> None:
     again = apply_plan(plan, x, x, x, 0.1)
     assert calls.prepared_once.cache_info().hits == before + 1
     assert torch.equal(first[0], again[0])
+
+
+def test_a_plan_of_ones_own_has_checked_arguments() -> None:
+    plan, x = planned(FA3()), torch.randn(2, 100, 1, 64)
+    assert_same_bytes(apply_plan(plan, x, x, x, None)[0], apply_plan(plan, x, x, x, 64**-0.5)[0])
+    for scale in (math.nan, "1"):
+        with pytest.raises(InputError, match=f"softmax_scale must be a finite float32, got '?{scale}"):
+            apply_plan(plan, x, x, x, scale)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"plan must be a dash_attn.schedule.Plan, got 'spt'"):
+        apply_plan("spt", x, x, x, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="k must be a torch.Tensor, got int"):
+        apply_plan(plan, x, 1, x, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="v must have 3 or 4 dimensions"):
+        apply_plan(plan, x, x, x[0, 0], 0.1)
+
+
+def test_a_plan_of_ones_own_under_autocast() -> None:
+    x = torch.randn(2, 100, 1, 64)
+    problem = Problem.dense(batch=2, seqlen=100, head_dim=64, dtype="bfloat16")
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = apply_plan(build_plan(problem, FA3()), x, x, x, 0.1)
+        assert_same_bytes(out, flash_attn_func(x, x, x, softmax_scale=0.1))
+        with pytest.raises(PlanMismatchError, match="q has dtype torch.bfloat16 .* the plan is for float32"):
+            apply_plan(planned(FA3()), x, x, x, 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # by the compiler, where a graph ends
+def test_a_plan_of_ones_own_in_compiled_code() -> None:
+    plan, x = planned(FA3()), torch.randn(2, 100, 1, 64, requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 2 * apply_plan(plan, x + 1, x, x, 0.1)[0]
+
+    found, wanted = torch.compile(step, backend="aot_eager")(x), step(x)
+    assert_same_bytes(found, wanted)
+    assert_same_bytes(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (found, wanted)))
 
 
 @pytest.mark.parametrize("at", range(3))

@@ -17,7 +17,7 @@ from dash_attn.errors import InputError, TableError
 from dash_attn.ops import segments as module
 from dash_attn.ops.calls import dense_call
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import build_plan, to_table
+from dash_attn.schedule import POLICIES, build_plan, to_table
 from dash_attn.schedule.defaults import choose_policy_of_segment
 from dash_attn.schedule.layout import HEADER_WORDS, ITEM, ITEM_WORDS
 from dash_attn.schedule.segments import Segment, can_be_cut, segments_of
@@ -255,6 +255,24 @@ def test_plans_and_fingerprints() -> None:
     assert len({name.backward for name in names}) == 3
     assert names[2] == names[3] == fingerprints(q, k, v, causal=True)
     assert len({name.forward for name in names}) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "mask", "pinned"),
+    [((4, 1), {"causal": True}, True), ((2, 2), {}, True), ((2, 2), {"causal": True}, False)],
+)
+def test_what_auto_chose_can_be_pinned_where_segments_have_one_policy(
+    heads: tuple[int, int], mask: dict[str, bool], pinned: bool
+) -> None:
+    q, k = (torch.zeros(1, 1200, n, 32) for n in heads)
+    cut = {"q_segment": 512}
+    policy = plan_for(q, k, k, **mask, q_segment=2**30).policy
+    auto = fingerprints(q, k, k, **mask, **cut)
+    assert (fingerprints(q, k, k, **mask, **cut, policy=policy) == auto) is pinned
+    assert fingerprints(q, k, k, **mask, policy=policy) != auto
+    for name in () if pinned else POLICIES:
+        if name not in ("shift", "symmetric_shift"):  # they do not cover all segments
+            assert fingerprints(q, k, k, **mask, **cut, policy=name) != auto
 
 
 def test_causal_rows_behind_many_keys_do_not_begin_on_the_diagonal() -> None:

@@ -162,6 +162,12 @@ def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
         ),
         ({"output_attentions": True}, "output_attentions is not supported"),
         (
+            {"block_indices": torch.zeros(2, 4, 9, 2)},
+            r"block_indices is not supported .*, got a tensor of shape \(2, 4, 9, 2\): .* no sparse",
+        ),
+        ({"score_mod": abs}, "score_mod is not supported by 'dash' attention, got <built-in function abs>"),
+        ({"window_size": (1, 1)}, r"window_size is not supported by 'dash' attention, got \(1, 1\)"),
+        (
             {"attention_mask": torch.zeros(2, 1, 9, 9)},
             r"must be None or .*, got \(2, 1, 9, 9\)",
         ),
@@ -180,12 +186,45 @@ def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
             r"attention_mask has shape \(2, 5\), the keys are .* \(2, 9\)",
         ),
         ({"attention_mask": torch.ones(2, 12)}, r"attention_mask has shape \(2, 12\)"),
+        (
+            {"attention_mask": torch.tensor([[-torch.inf] + [0.0] * 8, [0.0] * 9])},
+            r"attention_mask of shape \(2, 9\) is floating and has -inf: only 0 for padding and 1",
+        ),
+        ({"attention_mask": torch.full((2, 9), 0.5)}, "is floating and has 0.5: only 0 for padding and 1"),
+        ({"attention_mask": torch.zeros(2, 9)}, "is floating and has zeros only, which are padding here"),
     ],
 )
 def test_what_cannot_be_honoured_raises(how, message):
     q = torch.randn(2, 4, 9, 16)
     with pytest.raises(InputError, match=message):
         dash.attention_forward(torch.nn.Module(), q, q, q, **{"attention_mask": None, **how})
+
+
+def test_a_square_bool_mask_is_not_taken_for_one_of_tokens():
+    """Of as many rows as queries, nobody can tell whether they are queries or sequences."""
+    q, module = torch.randn(9, 2, 9, 16), torch.nn.Module()
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    with pytest.raises(
+        InputError, match=r"shape \(9, 9\) is bool, and the batch is as large as the 9 queries"
+    ):
+        dash.attention_forward(module, q, q, q, seen)
+    found, _ = dash.attention_forward(module, q, q, q, seen.int())
+    assert_same_bytes(found, dash.attention_forward(module, q, q, q, seen.double())[0])
+    assert_same_bytes(found[:8], dash.attention_forward(module, q[:8], q[:8], q[:8], seen[:8])[0])
+
+
+def test_a_mask_without_a_window_is_an_error_of_the_layer_that_uses_it():
+    q = torch.randn(2, 4, 9, 16)
+    unused = token_mask(2, 9, 9, mask_function=see_window(0), local_size=0)
+    with pytest.raises(InputError, match="a layer uses this model's mask with a window of 0 tokens"):
+        dash.attention_forward(torch.nn.Module(), q, q, q, unused)
+
+
+def test_keywords_that_change_nothing_are_accepted():
+    q = torch.randn(2, 4, 9, 16)
+    plain = {"use_cache": True, "num_items_in_batch": torch.tensor(3), "logits_to_keep": 0, "indices": None}
+    found, _ = dash.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=False, **plain)
+    assert_same_bytes(found, dash.attention_forward(torch.nn.Module(), q, q, q, None)[0])
 
 
 def test_a_mask_made_before_must_be_for_the_same_attention():

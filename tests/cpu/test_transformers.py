@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from token_cases import LENGTHS, PACKED, padding_of
-from torch import Tensor
+from torch import Tensor, nn
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.errors import InputError, UnavailableError
-from dash_attn.integrations import token_masks
+from dash_attn.integrations import callers, token_masks
 from dash_attn.integrations.continuous import paged_attention_forward
 from dash_attn.integrations.positions import separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
@@ -357,8 +357,9 @@ def test_continuous_batching(window, monkeypatch):
     assert generated("paged|dash") == generated("paged|sdpa")
 
 
+@pytest.mark.parametrize("passed", [False, True])
 @pytest.mark.parametrize("window", [None, 8])
-def test_continuous_batching_with_a_block_table(window):
+def test_continuous_batching_with_a_block_table(window, passed):
     """One new token per request, which the call writes into its page."""
     pages = [torch.randn(6 * 16, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     cache = SimpleNamespace(
@@ -367,9 +368,10 @@ def test_continuous_batching_with_a_block_table(window):
     )  # fmt: skip
     q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
     table, ends = torch.tensor([[[4, 1], [2, -1]]]).int(), torch.tensor([0, 20, 28]).int()
-    module = SimpleNamespace(layer_idx=3, sliding_window=window)
+    module = SimpleNamespace(layer_idx=3, **({} if passed else {"sliding_window": window}))
+    how = {"sliding_window": window} if passed else {}
     out, _ = paged_attention_forward(
-        module, q, k, v, None, cache=cache, cu_seq_lens_q=None, cu_seq_lens_k=ends, block_table=table
+        module, q, k, v, None, cache=cache, cu_seq_lens_q=None, cu_seq_lens_k=ends, block_table=table, **how
     )
     sides = (-1, -1) if window is None else (window - 1, 0)
     for i, (numbers, length) in enumerate((([4, 1], 20), ([2], 8))):
@@ -386,6 +388,38 @@ def test_paged_attention_is_for_continuous_batching():
         paged_attention_forward(None, None, None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"indices": torch.zeros(1, 2)}, r"indices is not supported .* \(1, 2\): .* no sparse attention"),
+        ({"dropout": 0.1}, "dropout 0.1 is not supported by paged attention"),
+        ({"sliding_window": 4}, "sliding_window 4, but that of the module is 8"),
+    ],
+)
+def test_paged_attention_refuses_what_it_cannot_honour(how, message):
+    module = SimpleNamespace(layer_idx=0, sliding_window=8)
+    with pytest.raises(InputError, match=message):
+        paged_attention_forward(module, None, None, None, None, cache=object(), **how)
+
+
+def minimax():
+    """Every layer attends to blocks of keys that the model chooses."""
+    modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    shape = {**SMALL, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    index = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2}
+    sizes = {"dense_intermediate_size": 64, "shared_intermediate_size": 64, "index_local_blocks": 1}
+    kinds = {"layer_types": ["minimax_m3_sparse"] * 2}
+    config = modeling.MiniMaxM3VLTextConfig(
+        **shape, **index, **sizes, **kinds, bos_token_id=1, eos_token_id=2
+    )
+    return modeling.MiniMaxM3VLTextModel._from_config(config, attn_implementation="dash")
+
+
+def test_sparse_attention_is_refused():
+    with pytest.raises(InputError, match="block_indices is not supported .*: 'dash' attention has no sparse"):
+        minimax()(tokens_of(), use_cache=False)
+
+
 def trained(implementation, steps=3, config=qwen):
     """Weights after a few steps of AdamW on padded batches, and the losses."""
     model, mask = model_of(config, implementation), padding_of("right")
@@ -399,6 +433,17 @@ def trained(implementation, steps=3, config=qwen):
         optimizer.step()
         losses.append(loss.detach())
     return model.state_dict(), torch.stack(losses)
+
+
+def qwen_moe(**change):
+    """The window is switched off: the model makes a mask of 0 tokens, which no layer uses."""
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
+    return transformers.Qwen2MoeConfig(**SMALL, **experts, num_experts_per_tok=2, **change)
+
+
+@pytest.mark.parametrize("side", [None, "left"])
+def test_a_window_that_is_switched_off(side):
+    assert_close_to_sdpa(qwen_moe, tokens_of(), None if side is None else padding_of(side))
 
 
 def test_two_training_runs_end_in_the_same_bytes():
@@ -694,11 +739,55 @@ def test_the_window_is_that_of_the_mask(name, change):
     ids=lambda config: config.model_type,
 )
 @pytest.mark.parametrize("side", [None, "right"])
-def test_models_that_do_their_own_attention_raise(config, side):
+def test_models_that_do_their_own_attention_raise(config, side, monkeypatch):
+    """Also where nobody has noticed it before they use their mask."""
+    monkeypatch.setattr(callers, "_calls", lambda *_: True)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash")
     mask = padding_of(side)
     with pytest.raises(NotATensorError, match="this model does its own attention"):
         model(tokens_of(), attention_mask=mask)
+
+
+OWN = {
+    "WavLMModel": {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1},
+    "XLNetModel": {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 32},
+    "OpenAIGPTModel": {"n_embd": 32, "n_layer": 1, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("asked", ["dash", "paged|dash"])
+def test_models_that_never_call_it_cannot_be_built(name, asked):
+    made = getattr(transformers, name)
+    config = made.config_class(vocab_size=61, **OWN[name])
+    with pytest.raises(
+        InputError, match=rf"{name} does its own attention: .* call '{asked.replace('|', '.')}'"
+    ):
+        made._from_config(config, attn_implementation=asked)
+    assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+class DebertaAttention(nn.Module):
+    """With it, this file looks to transformers like one of a model that does its own attention."""
+
+
+class Mine(transformers.LlamaForCausalLM):
+    """A model that is made from one that calls it."""
+
+
+def test_who_calls_it(monkeypatch):
+    assert model_of(llama).config._attn_implementation == "dash"
+    Mine._can_set_attn_implementation_cached_value = None
+    assert not Mine._can_set_attn_implementation()
+    assert Mine._from_config(llama(), attn_implementation="dash").config._attn_implementation == "dash"
+    assert callers._calls(type("Nameless", (Mine,), {"__module__": "nowhere"}), transformers.PreTrainedModel)
+    before = transformers.PreTrainedModel.get_correct_attn_implementation
+    dash.register()
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is before
+    monkeypatch.delattr(transformers.PreTrainedModel, "_can_set_attn_implementation")
+    monkeypatch.delattr(transformers.PreTrainedModel, "get_correct_attn_implementation")
+    dash.register()  # of another version: nothing to check with
+    assert not hasattr(transformers.PreTrainedModel, "get_correct_attn_implementation")
 
 
 def test_padding_is_aligned_as_eager_does():

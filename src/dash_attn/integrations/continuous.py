@@ -15,6 +15,7 @@ from torch import Tensor
 from ..api import flash_attn_varlen_func, flash_attn_with_kvcache
 from ..errors import InputError
 from ..ops.spread import current_spread
+from .keywords import OF_CONTINUOUS_BATCHING, refuse_unknown
 from .spread_rows import INSIDE
 
 __all__ = ["paged_attention_forward"]
@@ -33,42 +34,56 @@ def paged_attention_forward(
     block_table: Tensor | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **lengths: Any,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    read_index: Any = None,
+    write_index: Any = None,
+    **other: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the signature that continuous batching calls.
 
     Args:
-        module: with ``layer_idx``, and ``sliding_window`` if it has one.
+        module: with ``layer_idx``, and ``sliding_window`` if it has one that it does not pass.
         query, key, value: (1, heads, rows, head_dim): the new tokens of all requests.
         attention_mask: None; what a row sees follows from the lengths.
         cache: the paged cache of transformers.
         scaling, softcap, s_aux: as in :func:`.transformers.attention_forward`.
         block_table: (groups, batch, most_pages) int32, or None.
-        lengths: ``cu_seq_lens_q``, ``cu_seq_lens_k``, and where the cache reads and writes.
+        sliding_window: tokens a row sees, itself included; None: that of the module.
+        dropout: must be 0.
+        cu_seq_lens_q, cu_seq_lens_k: bounds of the requests; those of keys also by the kind of the layer.
+        read_index, write_index: where the cache reads and writes.
+        other: as in :func:`.transformers.attention_forward`.
 
     Returns:
         out: (1, rows, heads, head_dim of value), and None for the weights.
 
     Raises:
-        InputError: there is no cache, or a mask; or rows are spread over ranks.
+        InputError: there is no cache, or a mask; rows are spread over ranks; or an argument cannot be
+            honoured.
     """
     if current_spread() is not None:
         raise InputError(f"paged attention is not supported {INSIDE}: a cache cannot be shared by ranks")
     if cache is None or attention_mask is not None:
         what = "no cache" if cache is None else f"a mask of shape {tuple(attention_mask.shape)}"  # type: ignore[union-attr]
         raise InputError(f"paged attention is for continuous batching, got {what}")
-    window = getattr(module, "sliding_window", None)
+    refuse_unknown(other, OF_CONTINUOUS_BATCHING)
+    if dropout:
+        raise InputError(f"dropout {dropout} is not supported by paged attention")
+    window = _window(sliding_window, getattr(module, "sliding_window", None))
     sides = (int(window) - 1, 0) if window else (-1, -1)
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": True, "window_size": sides}
     how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux}
-    ends = lengths["cu_seq_lens_k"]
+    ends = cu_seq_lens_k
     if isinstance(ends, dict):
         ends = ends["sliding_attention" if window else "full_attention"]
     if block_table is not None:
         return _one_token_each((query, key, value), cache, module, ends, block_table, how), None
-    where = {name: lengths[name] for name in ("read_index", "write_index")}
+    where = {"read_index": read_index, "write_index": write_index}
     k, v = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **where)
-    ends_q, total = lengths["cu_seq_lens_q"].int(), int(ends[-1])
+    ends_q, total = cu_seq_lens_q.int(), int(ends[-1])
     q = query[0].transpose(0, 1)
     rows = int(ends_q[-1])  # the others fill up the batch
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
@@ -76,6 +91,13 @@ def paged_attention_forward(
     assert isinstance(found, Tensor)
     out[:rows] = found
     return out[None], None
+
+
+def _window(passed: int | None, of_module: int | None) -> int | None:
+    """Some modules have their window, and others pass it."""
+    if passed is not None and of_module is not None and passed != of_module:
+        raise InputError(f"sliding_window {passed}, but that of the module is {of_module}")
+    return of_module if passed is None else passed
 
 
 def _one_token_each(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["Packing", "packing_of"]
+__all__ = ["Packing", "check_mask_of_tokens", "packing_of"]
 
 
 class Packing(NamedTuple):
@@ -29,6 +29,36 @@ class Packing(NamedTuple):
     cu_seqlens_k: Tensor
     holes: bool
     used_k: Tensor | None = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def check_mask_of_tokens(mask: Tensor, seqlen_q: int) -> None:
+    """Refuse a mask of two dimensions that may be meant to be added to scores, or to say which row sees what.
+
+    Raises:
+        InputError: it is floating and has other values than 0 and 1, or no 1; or it is bool, and its rows may
+            be queries as well as sequences.
+    """
+    shape = tuple(mask.shape)
+    if mask.dtype == torch.bool and shape[0] == seqlen_q > 1:
+        raise InputError(
+            f"attention_mask of shape {shape} is bool, and the batch is as large as the {seqlen_q} queries: "
+            "give integers, 0 for padding, if its rows are sequences; masks of queries are not supported"
+        )
+    if not mask.is_floating_point() or not mask.numel():
+        return
+    ones = mask == 1
+    others = mask[~ones & (mask != 0)]
+    if others.numel():
+        raise InputError(
+            f"attention_mask of shape {shape} is floating and has {others[0].item()}: only 0 for padding and "
+            "1 are supported, no mask that is added to scores"
+        )
+    if not bool(ones.any()):
+        raise InputError(
+            f"attention_mask of shape {shape} is floating and has zeros only, which are padding here: give "
+            "None if nothing is hidden"
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -3,10 +3,11 @@
 Nothing happens on import. There are two ways in:
 
 ``with enabled():``
-    Every SDPA call of this thread inside runs here or raises, ``nn.MultiheadAttention``'s among them. That
-    layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks that
-    run are ``is_causal`` for equal lengths, PyTorch's ``causal_lower_right``, and tensors that show each key
-    to one interval of rows (:mod:`.interval_masks`): causal ones, windows, padding, documents, prefixes,
+    Every SDPA call from Python of this thread inside runs here or raises. (Code of TorchScript or in C++ is
+    not seen: its calls run PyTorch's attention, without a word.) ``nn.MultiheadAttention`` is taken, too.
+    That layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks
+    that run are ``is_causal`` for equal lengths, PyTorch's ``causal_lower_right``, and tensors that show each
+    key to one interval of rows (:mod:`.interval_masks`): causal ones, windows, padding, documents, prefixes,
     trees. The backward is ours wherever and whenever it runs. What runs a forward again in the backward, as
     activation checkpointing does, calls SDPA again: let such a backward run inside too. Inside
     ``dash_attn.distributed.context`` the tensors are the rows of this rank; attention runs over the group.

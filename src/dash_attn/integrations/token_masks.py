@@ -57,7 +57,7 @@ class TokenMask:
         causal: a row sees no later columns.
         window: columns that a row sees to its left and right, -1: unbounded.
         local_size: size of the window or of a chunk as the model gave it, None for neither. ``window`` is
-            unbounded where it hides nothing.
+            unbounded where it hides nothing. With less than 1 no layer can use the mask.
         padded: some token of ``attention_mask`` is padding.
         packing: rows and bounds without padding; None if every row is one sequence without any.
         numbers: (batch, kv_length) integers on the device of the mask, 0 for padding, otherwise the number of
@@ -141,7 +141,8 @@ def token_mask(
         attention_mask: (batch, length) bool, False for padding; column p is the key at position p. Columns
             behind the last key are ignored. Or the mask that an earlier call made for the same attention,
             which is returned.
-        local_size: size of the sliding window or of a chunk, None for neither.
+        local_size: size of the sliding window or of a chunk, None for neither. A mask of less than 1 is an
+            error of the layer that uses it.
         use_vmap: the mask function is a user's own.
         device: where masks belong.
 
@@ -153,6 +154,9 @@ def token_mask(
         raise InputError("or_mask_function and and_mask_function are not supported by 'dash' attention")
     if isinstance(attention_mask, TokenMask):
         return _made_before(attention_mask, Sizes(batch_size, q_length, kv_length), local_size)
+    if local_size is not None and local_size < 1:  # models make masks that none of their layers uses
+        sizes = (batch_size, q_length, kv_length, kv_length)
+        return TokenMask(*sizes, True, (-1, -1), local_size, False, None, spread=current_spread())
     causal = _PLAIN.get(getattr(mask_function, "__name__", "")) if mask_function is not None else True
     places, q_end = kv_length, int(q_offset) + q_length
     if causal is not False:

@@ -8,8 +8,10 @@ Causal, sliding-window, chunked and bidirectional masks, padding on either side,
 ``position_ids`` or ``cu_seq_lens_q``), growing key caches and caches of fixed length (``StaticCache``) work;
 padded and packed batches run without their padding, so that a sequence's bytes do not depend on its
 neighbours. Keys of a cache of fixed length are not copied where no row is padded. Sinks (gpt-oss) and caps of
-scores (Gemma 2) work. Everything else (masks with four dimensions, mask functions of users, biases,
-attention weights as an output) raises, and so do models that do their own attention with the mask.
+scores (Gemma 2) work. Everything else (masks with four dimensions, mask functions of users, biases, sparse
+attention, attention weights as an output, and whatever else a model asks for by a keyword that is not known
+to leave the result alone) raises. So do models that do their own attention: DeBERTa, WavLM and XLNet, for
+instance, when they are built.
 
 Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
 ``position_ids`` on to its attention. Most models do, but Llama 4 does not: give it ``use_cache=False``. A
@@ -43,8 +45,10 @@ from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
 from ..ops.spread import Spread, current_spread
 from . import OLDEST_TRANSFORMERS
+from .callers import refuse_models_that_do_not_call
 from .continuous import paged_attention_forward
-from .padding import Packing, packing_of
+from .keywords import refuse_unknown
+from .padding import Packing, check_mask_of_tokens, packing_of
 from .positions import Sizes, assert_separate, separate
 from .spread_rows import INSIDE, Layer, attend_spread, refuse_inside
 from .token_masks import TokenMask, isolate, token_mask
@@ -53,16 +57,11 @@ __all__ = ["NAME", "attention_forward", "register"]
 
 NAME = "dash"
 
-_REFUSED = ("position_bias", "head_mask", "output_attentions", "block_table")
-_WHY = {
-    "position_bias": f": {NAME!r} attention adds no bias to scores, such as T5's learned one by relative "
-    "position; choose another attn_implementation for this model, 'eager' or 'sdpa'"
-}
-"""What more an error says."""
-
 
 def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` known to transformers.
+
+    Models that would not call it are refused when it is chosen for them.
 
     Raises:
         UnavailableError: transformers is not installed, or too old.
@@ -78,6 +77,7 @@ def register(name: str = NAME) -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, token_mask)
     AttentionInterface.register(f"paged|{name}", paged_attention_forward)
+    refuse_models_that_do_not_call(name)
 
 
 def attention_forward(
@@ -106,7 +106,8 @@ def attention_forward(
             :class:`.TokenMask` says so, may hold anything. ``value`` may have another head_dim.
         attention_mask: what :func:`.token_mask` made, which then decides alone what a row sees, as masks do
             for transformers' eager attention. Or (batch, seqlen_k): 0 for padding, otherwise the number of
-            the sequence. Or None.
+            the sequence; a floating one has 1 for tokens, and a bool one must not have as many rows as there
+            are queries. Or None.
         dropout: the ``dropout_p`` of :func:`dash_attn.attention`; the seed is drawn as there. Inside
             ``distributed.context`` that of rank 0 counts.
         scaling: factor on Q K^T, default ``head_dim ** -0.5``.
@@ -120,6 +121,7 @@ def attention_forward(
             are not looked at.
         softcap: as in :func:`dash_attn.attention`; None: 0.
         s_aux: (heads,), the ``learnable_sink`` of :func:`dash_attn.attention`, or None.
+        other: what cannot change the result, such as ``use_cache``, or is None or False.
 
     Returns:
         out: (batch, seqlen_q, heads, head_dim of value), zero in padded rows; and None for the weights.
@@ -127,7 +129,8 @@ def attention_forward(
     Raises:
         InputError: an argument cannot be honoured; the message names it and its value.
     """
-    _refuse(attention_mask, other)
+    refuse_unknown(other)
+    _refuse_mask(attention_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if (spread := _spread_of(attention_mask)) is not None:
@@ -194,6 +197,8 @@ def _spread_of(mask: TokenMask | Tensor | None) -> Spread | None:
 
 
 def _check_sizes(mask: TokenMask, given: Sizes) -> None:
+    if mask.local_size is not None and mask.local_size < 1:
+        raise InputError(f"a layer uses this model's mask with a window of {mask.local_size} tokens")
     if mask.passed != given:
         raise InputError(
             f"(batch, queries, keys) are {tuple(given)}, the mask was made for {tuple(mask.passed)}"
@@ -259,6 +264,8 @@ def _numbers(mask: Tensor | None, sizes: Sizes) -> Tensor | None:
         raise InputError(
             f"attention_mask has shape {tuple(mask.shape)}, the keys are (batch, seqlen_k) {keys}"
         )
+    if mask is not None and (mask.is_floating_point() or mask.dtype == torch.bool):
+        check_mask_of_tokens(mask, sizes.seqlen_q)
     return mask
 
 
@@ -313,14 +320,7 @@ def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:
     return side, 0 if causal else side
 
 
-def _refuse(attention_mask: object, other: dict[str, Any]) -> None:
-    for name in _REFUSED:
-        value = other.get(name)
-        if value is not None and value is not False:
-            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise InputError(
-                f"{name} is not supported by {NAME!r} attention, got {shown}{_WHY.get(name, '')}"
-            )
+def _refuse_mask(attention_mask: object) -> None:
     if attention_mask is None or isinstance(attention_mask, TokenMask):
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

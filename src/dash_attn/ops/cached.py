@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..backends.base import NO_AUX, AuxTensors, Backend, as_current, backends_for
 from ..backends.cached import CachedProblem, CachedTensors, PreparedCached
@@ -17,7 +18,15 @@ from ..spec import AttentionSpec
 from .calls import DTYPE_NAMES
 from .policies import forget_with
 
-__all__ = ["CachedCall", "append", "cached_call", "check_last_strides", "check_rows_of_q", "check_tokens"]
+__all__ = [
+    "CachedCall",
+    "append",
+    "cached_call",
+    "check_covered",
+    "check_last_strides",
+    "check_rows_of_q",
+    "check_tokens",
+]
 
 
 class CachedCall:
@@ -62,6 +71,20 @@ def cached_call(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1
     Raises:
         InputError: no backend covers it, or a size is out of range.
     """
+    return _call(spec, _problem(tensors, spec, longest_q), tensors.q.device)
+
+
+def check_covered(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1) -> None:
+    """As :func:`cached_call`, without a call. Tensors may be fake; symbolic sizes are not looked at.
+
+    Raises:
+        InputError: no backend covers it, or a size is out of range.
+    """
+    if all(type(n) is int for x in tensors if x is not None for n in x.shape):
+        _first(spec.backend, _problem(tensors, spec, longest_q), tensors.q.device, spec.scores)
+
+
+def _problem(tensors: CachedTensors, spec: AttentionSpec, longest_q: int) -> CachedProblem:
     q, k, v, _, table, cu_seqlens_q = tensors
     if cu_seqlens_q is None:
         batch, seqlen_q = q.shape[:2]
@@ -71,8 +94,7 @@ def cached_call(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1
         of_q = (-1, total, total if longest_q < 0 else min(longest_q, total))
     sizes = (q.shape[-2], k.shape[2], q.shape[-1], v.shape[3], DTYPE_NAMES[q.dtype])
     pages = (k.shape[1], k.shape[0], table.shape[1])
-    problem = CachedProblem(batch, *sizes, (spec.left, spec.right), *of_q, *pages)
-    return _call(spec, problem, q.device)
+    return CachedProblem(batch, *sizes, (spec.left, spec.right), *of_q, *pages)
 
 
 @lru_cache(256)
@@ -108,6 +130,24 @@ def check_tokens(
             if not 0 <= page < pages:
                 where = f"{at}" if contiguous else f"({at}, {column})"
                 raise InputError(f"{what} has {page} at {where}, k_cache has {pages}")
+    if more and size:
+        _check_written(what, table.tolist(), found, more, size)
+
+
+def _check_written(what: str, table: list[list[int]], lengths: list[int], more: int, size: int) -> None:
+    """A page that tokens are written to must be that of one sequence, and once."""
+    owners: dict[int, list[int]] = {}
+    for at, (row, length) in enumerate(zip(table, lengths)):
+        for page in row[: -(-(length + more) // size)]:
+            owners.setdefault(page, []).append(at)
+    for row, length in zip(table, lengths):
+        for page in row[length // size : -(-(length + more) // size)]:
+            if len(owners[page]) > 1:
+                first, second = owners[page][:2]
+                raise InputError(
+                    f"{what} has {page} at {first} and at {second}: no place may be given twice where tokens "
+                    "are appended"
+                )
 
 
 def check_rows_of_q(cu_seqlens_q: Tensor, q: Tensor, longest_q: int) -> None:
@@ -156,6 +196,8 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     module: Any = import_module(f"..backends.{where}", __package__)
     with as_current(cache[0].device):
         module.append(cache, new, at, table)
+    # PyTorch does not see what a kernel writes, but must know it of what is saved for a backward.
+    increment_version([x for x in cache if not x.is_inference()])
 
 
 forget_with(_call.cache_clear)

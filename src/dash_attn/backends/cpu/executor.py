@@ -13,9 +13,9 @@ What fixes a bit
     where its sequence lies.
 
 Precision
-    Products and sums in float32 (float64 for float64 tensors). For bfloat16 and float16, P and dS are
-    rounded to the tensors' dtype before their second products, as a GPU kernel must do; results are
-    rounded once, at the end.
+    Products and sums in float32 (float64 for float64 tensors), as exact as PyTorch is told to make them.
+    For bfloat16 and float16, P and dS are rounded to the tensors' dtype before their second products, as a
+    GPU kernel must do; results are rounded once, at the end.
 
 Layout: packed, (total, heads, head_dim), sequences one after the other in the order of the problem.
 """

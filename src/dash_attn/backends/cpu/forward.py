@@ -5,8 +5,9 @@ ROWS rows and the numerics' number of keys, with zeros where there are none, so 
 Values that a row does not look at do not reach it, even if they are NaN or infinite.
 
 Precision
-    Products and sums in float32 (float64 for float64 tensors). For bfloat16 and float16, P is rounded to the
-    tensors' dtype before its product with V; results are rounded once, at the end.
+    Products and sums in float32 (float64 for float64 tensors), as exact as PyTorch is told to make them. For
+    bfloat16 and float16, P is rounded to the tensors' dtype before its product with V; results are rounded
+    once, at the end.
 
 Layout: packed, (total, heads, head_dim), sequences one after the other in the order of the problem.
 """

@@ -28,7 +28,11 @@ __all__ = [
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """No graph, and no autocast that would multiply in another dtype."""
+    """No graph, and no autocast that would multiply in another dtype.
+
+    What PyTorch is told of float32 products (``torch.set_float32_matmul_precision``) stays: it is one flag of
+    the process. To change it here would change what other threads compute, at times that nobody knows.
+    """
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
