@@ -185,8 +185,8 @@ class _SM90(Backend):
     def tiles(self, head_dim: int) -> tuple[int, int]:
         if head_dim not in HEAD_DIMS:
             return default_tiles(head_dim)
-        kernel = tiles_of(kernel_of(head_dim, head_dim)[0])
-        return kernel.tile_m, kernel.tile_n
+        kernel = kernel_of(head_dim, head_dim)
+        return tiles_of(kernel.head_dim, kernel.head_dim_v)[:2]
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
@@ -194,8 +194,8 @@ class _SM90(Backend):
         return _Prepared(problem, device, packed, keys)
 
     def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
-        head_dim = kernel_of(problem.head_dim, problem.head_dim_v)[0]
-        return head_groups, 2 * tiles_of(head_dim).tile_n * head_dim
+        head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+        return head_groups, 2 * tiles_of(head_dim, head_dim_v).tile_n * head_dim
 
     def add_sums(self, sums: Tensor, more: Tensor) -> None:
         add_sums(sums, more)

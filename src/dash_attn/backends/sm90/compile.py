@@ -54,7 +54,10 @@ class MissingCompilerError(DashError, ImportError):
 
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
-    finish = {name: KeySumsConfig(head_dim, dtype) for name, head_dim, dtype in _kinds("key-sums")}
+    finish = {
+        name: KeySumsConfig(head_dim, dtype, head_dim_v)
+        for name, (head_dim, head_dim_v), dtype in _kinds("key-sums")
+    }
     return {
         **backward_variants(),
         **forward_variants(),
@@ -70,8 +73,8 @@ def backward_variants() -> dict[str, BackwardConfig]:
     fewer columns."""
     found = {}
     for padded in (False, True):
-        for name, head_dim, dtype in _kinds("backward"):
-            base = BackwardConfig(head_dim, dtype, padded)
+        for name, (head_dim, head_dim_v), dtype in _kinds("backward"):
+            base = BackwardConfig(head_dim, dtype, padded, head_dim_v=head_dim_v)
             name += "-padded" if padded else ""
             found[name] = base
             found[f"{name}-sums"] = replace(base, key_sums=True)
@@ -87,8 +90,8 @@ def backward_variants() -> dict[str, BackwardConfig]:
 def forward_variants() -> dict[str, ForwardConfig]:
     """Those of the forward: product, with a sink, and debug."""
     found = {}
-    for name, head_dim, dtype in _kinds("forward"):
-        base = forward_config(head_dim, dtype)
+    for name, (head_dim, head_dim_v), dtype in _kinds("forward"):
+        base = forward_config(head_dim, dtype, head_dim_v)
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
@@ -98,19 +101,20 @@ def forward_variants() -> dict[str, ForwardConfig]:
 def cached_variants() -> dict[str, CachedConfig]:
     """Those of the forward over a cache: for few and for many rows, by the rows of a copy."""
     found = {}
-    for name, head_dim, dtype in _kinds("cached"):
+    for name, (head_dim, head_dim_v), dtype in _kinds("cached"):
         for few in (True, False):
             for piece in PIECES:
                 rows = "few" if few else "many"
-                found[f"{name}-{rows}-{piece}"] = cached_config(head_dim, dtype, few, piece)
+                found[f"{name}-{rows}-{piece}"] = cached_config(head_dim, dtype, few, piece, head_dim_v)
     return found
 
 
-def _kinds(direction: str) -> Iterator[tuple[str, int, str]]:
-    """A name, a head dim and a dtype."""
-    for head_dim, _ in TILES:
+def _kinds(direction: str) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """A name, head dims of Q and V, and a dtype."""
+    for head_dim, head_dim_v in TILES:
+        of_v = "" if head_dim_v == head_dim else f"v{head_dim_v}"
         for dtype in ("bf16", "fp16"):
-            yield f"{direction}-d{head_dim}-{dtype}", head_dim, dtype
+            yield f"{direction}-d{head_dim}{of_v}-{dtype}", (head_dim, head_dim_v), dtype
 
 
 def program(config: Config) -> Any:

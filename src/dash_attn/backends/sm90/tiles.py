@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HEAD_DIMS", "TILES", "Registers", "Tiles", "covers", "kernel_of", "tiles_of"]
+__all__ = ["HEAD_DIMS", "TILES", "Kernel", "Registers", "Tiles", "covers", "kernel_of", "name_of", "tiles_of"]
 
 
 class Registers(NamedTuple):
@@ -40,6 +40,8 @@ TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
+    # All of shared memory.
+    (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V)."""
 
@@ -59,19 +61,29 @@ def covers(head_dim: int, head_dim_v: int) -> bool:
     return max(both) in HEAD_DIMS and all(x % HEAD_DIMS.step == 0 for x in both)
 
 
-def kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, bool]:
-    """The head dim of the kernel for tensors, and whether some of these have fewer columns.
+class Kernel(NamedTuple):
+    """Head dims of a kernel, and whether tensors may have fewer columns."""
+
+    head_dim: int
+    head_dim_v: int
+    padded: bool
+
+
+def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
+    """The kernel for tensors, padded where some of these have fewer columns.
 
     Raises:
         ValueError: there is none.
 
-    >>> kernel_of(64, 64), kernel_of(80, 80), kernel_of(64, 128)
-    ((64, False), (128, True), (128, True))
+    >>> kernel_of(64, 64), kernel_of(64, 128)
+    (Kernel(head_dim=64, head_dim_v=64, padded=False), Kernel(head_dim=128, head_dim_v=128, padded=True))
     """
-    for kernel, _ in TILES:
-        if max(head_dim, head_dim_v) <= kernel:
-            return kernel, min(head_dim, head_dim_v) < kernel
-    raise ValueError(f"no kernel holds head_dim {_name(head_dim, head_dim_v)}; the largest has {kernel}")
+    for kernel in TILES:
+        if head_dim <= kernel[0] and head_dim_v <= kernel[1]:
+            return Kernel(*kernel, padded=(head_dim, head_dim_v) != kernel)
+    raise ValueError(
+        f"no kernel holds head_dim {name_of(head_dim, head_dim_v)}; the largest has {name_of(*kernel)}"
+    )
 
 
 def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
@@ -85,10 +97,14 @@ def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
     """
     pair = (head_dim, head_dim if head_dim_v is None else head_dim_v)
     if pair not in TILES:
-        supported = ", ".join(_name(*known) for known in TILES)
-        raise ValueError(f"head_dim {_name(*pair)} is not supported; supported: {supported}")
+        supported = ", ".join(name_of(*known) for known in TILES)
+        raise ValueError(f"head_dim {name_of(*pair)} is not supported; supported: {supported}")
     return TILES[pair]
 
 
-def _name(head_dim: int, head_dim_v: int) -> str:
+def name_of(head_dim: int, head_dim_v: int) -> str:
+    """
+    >>> name_of(128, 128), name_of(192, 128)
+    ('128', '192 (V: 128)')
+    """
     return f"{head_dim}" if head_dim == head_dim_v else f"{head_dim} (V: {head_dim_v})"

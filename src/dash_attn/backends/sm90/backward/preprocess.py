@@ -70,7 +70,7 @@ class Preprocess:
                 if natural != -Float32.inf:
                     value = natural * math.log2(math.e)
             mLse2[stat + tidx] = value
-        lanes = c.head_dim // 8  # threads per row, 16 bytes each
+        lanes = c.head_dim_v // 8  # threads per row, 16 bytes each
         rows = THREADS // lanes
         # All loads first: a block has them in flight together. Rows beyond the sequence repeat its last one.
         left, right = [], []
@@ -93,10 +93,15 @@ class Preprocess:
                 here = finish.contributions(table, index) > 0
             if not here:
                 # Nobody will write, queue or convert this tile.
-                for n in cutlass.range_constexpr(c.tile_m // rows):
-                    row = q_tile * c.tile_m + n * rows + tidx // lanes
-                    if (row < seqlen_q) & (tidx % lanes * 8 < mdQ.shape[3]):
-                        line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (tidx % lanes,))
+                chunks = c.head_dim // 8
+                for n in cutlass.range_constexpr(c.tile_m * chunks // THREADS):
+                    if const_expr(THREADS % chunks == 0):
+                        row, chunk = q_tile * c.tile_m + n * (THREADS // chunks) + tidx // chunks, tidx % chunks
+                    else:
+                        row = q_tile * c.tile_m + (n * THREADS + tidx) // chunks
+                        chunk = (n * THREADS + tidx) % chunks
+                    if (row < seqlen_q) & (chunk * 8 < mdQ.shape[3]):
+                        line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (chunk,))
                         line.store(cute.zeros_like(line))
         else:
             acc = cute.make_tensor(

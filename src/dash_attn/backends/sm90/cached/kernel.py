@@ -71,7 +71,7 @@ class Cached:
         make = hopper_helpers.make_trivial_tiled_mma
         types = self.dtype, self.dtype, major.K
         scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM)
-        out = make(*types, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim), source.RMEM)
+        out = make(*types, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim_v), source.RMEM)
         return Products(scores, out)
 
     def _storage(self):
@@ -92,7 +92,7 @@ class Cached:
             item: cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16]
             q: tile(ROWS, c.head_dim, c.q_stages * c.warpgroups)
             k: tile(c.tile_n, c.head_dim, c.kv_stages)
-            v: tile(c.tile_n, c.head_dim, c.kv_stages)
+            v: tile(c.tile_n, c.head_dim_v, c.kv_stages)
 
         return Storage
 
@@ -110,7 +110,9 @@ class Cached:
         c = self.config
         layouts = Layouts(
             q=tile_layout(self.dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
-            kv=tile_layout(self.dtype, c.tile_n, c.head_dim, c.kv_stages),
+            k=tile_layout(self.dtype, c.tile_n, c.head_dim, c.kv_stages),
+            v=tile_layout(self.dtype, c.tile_n, c.head_dim_v, c.kv_stages),
+            out=None,
         )
         piece, fetch = tile_layout(self.dtype, c.piece, BOX, 1), cpasync.CopyBulkTensorTileG2SOp()
         copies = Copies(
@@ -149,8 +151,8 @@ class Cached:
         )
         shared = Shared(
             q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-            k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-            v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            k=storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
+            v=storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
             item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
         )
         if warp_idx == LOAD_WARP:

@@ -66,15 +66,15 @@ class CachedLoad:
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = self._claim(memory.claimed)
                     where = self._where(memory.pages, of_pages, sequence, (end - i) * c.tile_n, seqlen_k)
-                    for ring, copy, tiles, rows_of_page in (
-                        (rings.k, copies.k, shared.k, of_pages[3]),
-                        (rings.v, copies.v, shared.v, of_pages[4]),
+                    for ring, copy, tiles, rows_of_page, columns in (
+                        (rings.k, copies.k, shared.k, of_pages[3], c.head_dim),
+                        (rings.v, copies.v, shared.v, of_pages[4], c.head_dim_v),
                     ):
                         kv_stage = ring.stage(n_kv)
                         ring.wait_empty(n_kv)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(
-                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+                                ring.full + kv_stage, 2 * c.tile_n * columns
                             )
                         self._load(
                             copy, tiles[None, None, kv_stage], where, rows_of_page, head, ring.full + kv_stage
@@ -160,7 +160,7 @@ class CachedLoad:
             place = (
                 cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
             )  # fmt: skip
-            for j in cutlass.range_constexpr(c.head_dim // BOX):
+            for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // BOX):
                 target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
                 cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)
 

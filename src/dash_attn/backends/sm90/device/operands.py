@@ -7,9 +7,11 @@ from cutlass.cute.nvgpu import warpgroup
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
-def tile_layout(dtype, rows: int, columns: int, stages: int):
-    """Shared-memory layout (rows, columns, stages), columns contiguous in 128-byte swizzled atoms."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+def tile_layout(dtype, rows: int, columns: int, stages: int, row_bytes: int = 128):
+    """Shared-memory layout (rows, columns, stages), columns contiguous in swizzled atoms of 128 or 64 bytes."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = {128: kinds.K_SW128, 64: kinds.K_SW64}[row_bytes]
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 

@@ -41,7 +41,7 @@ class Forward:
             self.dtype, self.dtype, major.K, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM
         )
         out = make(
-            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim), source.RMEM
+            self.dtype, self.dtype, major.K, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim_v), source.RMEM
         )
         return Products(scores, out)
 
@@ -62,7 +62,7 @@ class Forward:
             item: cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16]
             q: tile(ROWS, c.head_dim, c.q_stages * c.warpgroups)
             k: tile(c.tile_n, c.head_dim, c.kv_stages)
-            v: tile(c.tile_n, c.head_dim, c.kv_stages)
+            v: tile(c.tile_n, c.head_dim_v, c.kv_stages)
 
         return Storage
 
@@ -79,14 +79,16 @@ class Forward:
         c = self.config
         layouts = Layouts(
             q=tile_layout(self.dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
-            kv=tile_layout(self.dtype, c.tile_n, c.head_dim, c.kv_stages),
+            k=tile_layout(self.dtype, c.tile_n, c.head_dim, c.kv_stages),
+            v=tile_layout(self.dtype, c.tile_n, c.head_dim_v, c.kv_stages),
+            out=tile_layout(self.dtype, ROWS, c.head_dim_v, 1),
         )
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(
             q=copy_of(fetch, tensors.q, layouts.q, ROWS),
-            k=copy_of(fetch, tensors.k, layouts.kv, c.tile_n, used=True),
-            v=copy_of(fetch, tensors.v, layouts.kv, c.tile_n, used=True),
-            out=copy_of(store, tensors.out, layouts.q, ROWS),
+            k=copy_of(fetch, tensors.k, layouts.k, c.tile_n, used=True),
+            v=copy_of(fetch, tensors.v, layouts.v, c.tile_n, used=True),
+            out=copy_of(store, tensors.out, layouts.out, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
         memory = Memory(tensors.lse, *workspace, *extra)
@@ -119,8 +121,8 @@ class Forward:
         )
         shared = Shared(
             q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-            k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-            v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            k=storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
+            v=storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
             item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
         )
         if warp_idx == LOAD_WARP:
