@@ -14,9 +14,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import plan_view, ptx
-from ..device.operands import as_operand_a, multiply, transposed
+from ..device.operands import as_operand_a, multiply, packed, transposed
 from ..device.ring import arrive
-from ..forward.exact import packed
 from . import reduce
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
 
@@ -197,9 +196,11 @@ class MmaRole:
         """One (kv tile, q tile) with 64 query rows, where dK and dV take 160 registers.
 
         Expects S^T in acc_S, and leaves the next task's there unless it is the last.
-        Beside dK and dV there is room for P, rounded, with dP, and then for dQ. So dS is made of the rounded P
-        that dV takes, which changes bits but needs no second copy of it. dK reads dS from shared memory.
-        Tensor-core order: dP, dV, dQ, dK, next S; dS beside dV, the dQ write-out beside dK.
+        Beside dK and dV there is room for dP and the rounded P, and then for dQ, but not for P in fp32. So dS
+        is made of the rounded P that dV takes: bits are others than with 256 columns or less. dK reads dS from
+        shared memory, which leaves dQ its registers.
+        Tensor-core order: dV, dP, dQ, dK, next S; the dQ write-out beside dK. With dP before dV, dS would be
+        made beside dV, but ptxas then finds too few registers, and serialises all products.
         """
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
@@ -210,16 +211,15 @@ class MmaRole:
             pairs[i] = packed(t.acc_S[2 * i], t.acc_S[2 * i + 1], self.dtype)
         rP = as_operand_a(rounded, self.dtype)
         rings.dout.wait_full(n_task)
-        acc_dP = self.start_dp(t, do_stage)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
-        warpgroup.wait_group(1)
+        acc_dP = self.start_dp(t, do_stage)
+        warpgroup.wait_group(0)
+        arrive(rings.dout.empty_of(n_task))
         acc_dP.store(rounded.load().to(Float32) * acc_dP.load())
         rdS = as_operand_a(acc_dP, self.dtype)
         rings.ds.wait_empty(n_task)
         self.store_ds(t, rdS, acc_dP.layout, ds_stage)
         cute.arch.fence_view_async_shared()
-        warpgroup.wait_group(0)
-        arrive(rings.dout.empty_of(n_task))
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
         acc_dQ = self.start_dq(t, ds_stage)
         dS, q = t.tKrdS[None, None, None, ds_stage], t.tKrQ[None, None, None, q_stage]

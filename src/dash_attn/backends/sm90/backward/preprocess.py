@@ -94,21 +94,29 @@ class Preprocess:
             if not here:
                 # Nobody will write, queue or convert this tile.
                 chunks = c.head_dim // 8
-                for n in cutlass.range_constexpr(c.tile_m * chunks // THREADS):
-                    if const_expr(THREADS % chunks == 0):
-                        row, chunk = q_tile * c.tile_m + n * (THREADS // chunks) + tidx // chunks, tidx % chunks
-                    else:
-                        row = q_tile * c.tile_m + (n * THREADS + tidx) // chunks
-                        chunk = (n * THREADS + tidx) % chunks
-                    if (row < seqlen_q) & (chunk * 8 < mdQ.shape[3]):
-                        line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (chunk,))
-                        line.store(cute.zeros_like(line))
+                if const_expr(THREADS % chunks == 0):
+                    for n in cutlass.range_constexpr(c.tile_m * chunks // THREADS):
+                        row = n * (THREADS // chunks) + tidx // chunks
+                        self._store_zeros(mdQ, where, q_head, row, tidx % chunks)
+                else:
+                    for n in cutlass.range(c.tile_m * chunks // THREADS, unroll=1):
+                        index = n * THREADS + tidx
+                        self._store_zeros(mdQ, where, q_head, index // chunks, index % chunks)
         else:
             acc = cute.make_tensor(
                 memory.dq_acc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
             )
             for n in cutlass.range_constexpr(c.dq_elements // THREADS):
                 acc[n * THREADS + tidx] = Float32(0.0)
+
+    @cute.jit
+    def _store_zeros(self, mdQ, where, q_head, local, chunk) -> None:
+        """Zeros for 8 columns of a row of the q tile, if they exist."""
+        batch, first, seqlen_q, q_tile, _ = where
+        row = q_tile * self.config.tile_m + local
+        if (row < seqlen_q) & (chunk * 8 < mdQ.shape[3]):
+            line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (chunk,))
+            line.store(cute.zeros_like(line))
 
     @cute.jit
     def _chunk(self, line, index, columns):

@@ -2,7 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from . import ptx
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
@@ -46,3 +50,13 @@ def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
         out.store(acc.load().to(dtype))
     blocks = cute.size(acc) // 8
     return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
+
+
+@dsl_user_op
+def packed(low, high, dtype, *, loc=None, ip=None) -> Int32:
+    """Two values as bf16 or fp16 in one word. The compiler does not move it to where it keeps more
+    registers."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    text = f"cvt.rn.{name}.f32 $0, $1, $2;"
+    return Int32(ptx._asm(T.i32(), values, text, "=r,f,f", loc, ip))
