@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..device import plan_view, ptx
@@ -128,6 +128,9 @@ class CachedLoad:
         step = 32 // vectors
         for i in cutlass.range(c.tile_m // step, unroll=1):
             row = i * step + own
+            # Lanes that are too many for a whole number of rows copy a part of the last row again.
+            if const_expr(32 % vectors != 0):
+                row = cutlass.min(row, i * step + step - 1)
             tile = sQ[None, None, stage * c.warpgroups + row // ROWS]
             target = cute.local_tile(tile[row % ROWS, None], (8,), (column,))
             if (row < exist) & (8 * column < cute.size(mQ, mode=[3])):
