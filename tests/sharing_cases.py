@@ -61,6 +61,8 @@ def compared(case: Case, device: str = "cpu") -> None:
     if case.sink:
         generator = torch.Generator(device).manual_seed(1)
         options["learnable_sink"] = torch.randn(case.heads[0], generator=generator, device=device)
+    if case.extra == "dropout":
+        options |= {"dropout_p": 0.3, "dropout_seed": 2**40 + 7}
     beside: dict[str, Tensor] = {}
     if case.extra == "alibi":
         options["alibi_slopes"] = torch.linspace(0.01, 0.3, case.heads[0], device=device)

@@ -136,10 +136,9 @@ def attention(
         q_segment: rows per segment, a multiple of 128. The backward of a longer sequence is cut into segments
             of so many q rows, and their sums of dK and dV are added in order. Several GPUs can share
             such a sequence without another bit (:mod:`dash_attn.distributed`). It decides bits of longer
-            sequences. None: 16,384 where ``policy`` is "auto" and there is no window on the left, else no
-            segments. Masks that end elsewhere
-            than at the diagonal or at the last key, ``alibi_slopes``, ``dropout_p`` and intervals of rows
-            are not cut.
+            sequences. None: 16,384 where ``policy`` is "auto", and there is no window on the left and no
+            dropout, else no segments. Masks that end elsewhere than at the diagonal or at the last key,
+            ``alibi_slopes`` and intervals of rows are not cut.
         softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.
         learnable_sink: (heads,), dtype of q or float32: one score more per q head, of a key without a value.
             ``out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. It is a natural logarithm, neither

@@ -48,19 +48,21 @@ class AttentionSpec(NamedTuple):
     @property
     def scores(self) -> Scores:
         """What backends are given; made once per call that is kept, for it takes a moment."""
-        return Scores(*(getattr(self, name) for name in Scores._fields))
+        return Scores(**{name: value for name, value in self._asdict().items() if name in Scores._fields})
 
     @property
     def rows_per_segment(self) -> int:
         """Rows per segment of q, 0 where sequences stay whole.
 
         They do under a policy that is named, unless ``q_segment`` is too: not every policy has plans for
-        segments. They do under a window likewise, for their items would be short. What counts rows from the
-        first one of a sequence leaves them whole as well.
+        segments. They do under a window likewise, for their items would be short, and with dropout, whose
+        bits are older than segments. What counts rows from the first one of a sequence leaves them whole as
+        well, but for dropout, which is told where a segment begins.
         """
-        if self.alibi or self.dropout_p or self.row_intervals:
+        if self.alibi or self.row_intervals:
             return 0
-        return self.q_segment or (Q_SEGMENT if self.policy == "auto" and self.left < 0 else 0)
+        cut = self.policy == "auto" and self.left < 0 and not self.dropout_p
+        return self.q_segment or (Q_SEGMENT if cut else 0)
 
     @property
     def mask(self) -> Mask:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dash_attn
 from dash_attn.distributed import attention, attention_varlen, positions, shard, unshard
+from dash_attn.distributed.shared import Shared
 from dash_attn.errors import CommunicationError, InputError
 from dash_attn.problem import Mask
 from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, routes
+from dash_attn.scores import Origin
+from dash_attn.testing import assert_same_bytes
 from sharing_cases import LAYOUTS, MASKS, MODES, Case, compared
 from spawned import spawn
 
@@ -44,6 +49,130 @@ def _all_modes(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 8))])
 def test_any_number_of_ranks_has_the_bytes_of_one(ranks: int) -> None:
     spawn(_all_modes, ranks, ranks)
+
+
+def _dropout(rank: int, ranks: int) -> None:
+    """Every mode, once each: heads, masks and layouts go round. Without a segment, sequences stay whole."""
+    rows = {2: 512, 3: 384, 4: 512}[ranks]
+    others = cycle(product(HEADS, MASKS, LAYOUTS))
+    for mode, (heads, mask, layout) in zip(MODES * 2, others):
+        if mode == "ulysses" and heads[1] % ranks:
+            heads = (ranks * 2, ranks)
+        compared(Case(heads, mask, mode, layout, rows, extra="dropout"))
+    for mode in MODES:
+        lengths = tuple(n * 2 * ranks for n in (30, 0, 3, 48, 1))
+        heads = (2 * ranks, ranks) if mode == "ulysses" else (4, 2)
+        compared(Case(heads, "causal", mode, "zigzag", lengths=lengths, extra="dropout"))
+    for mode in ("gather", "ulysses+ring"):
+        compared(Case((4, 2), "causal", mode, "zigzag", rows, q_segment=None, extra="dropout"))
+    compared(
+        Case((4, 2), "window", "ring", "contiguous", rows, sink=True, extra="dropout", dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+def test_dropout_drops_what_one_process_drops(ranks: int) -> None:
+    spawn(_dropout, ranks, ranks)
+
+
+def _counted_otherwise(rank: int) -> None:
+    """Heads, rows or sequences that each rank counts from 0, or another seed: other bytes."""
+    right = Shared.origin
+    lengths = (256, 512)
+    for field, mode in (("head", "ulysses"), ("row", "gather"), ("sequence", "gather")):
+
+        def local(self: Any, *given: Any, lost: str = field) -> Origin:
+            return right(self, *given)._replace(**{lost: 0})
+
+        case = Case((4, 2), "causal", mode, "contiguous", lengths=lengths, extra="dropout")
+        compared(case)
+        Shared.origin = local  # type: ignore[method-assign]
+        try:
+            assert _differs(case), f"{field} decides nothing: these comparisons show nothing"
+        finally:
+            Shared.origin = right  # type: ignore[method-assign]
+    q = torch.randn(1, 64, 4, 32, generator=torch.Generator().manual_seed(rank))
+    one, again, other = (attention(q, q, q, dropout_p=0.3, dropout_seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again)  # type: ignore[arg-type]
+    assert not torch.equal(one, other)  # type: ignore[arg-type]
+
+
+def _differs(case: Case) -> bool:
+    """Whether some rank has other bytes than one process."""
+    found = torch.zeros(1)
+    try:
+        compared(case)
+    except AssertionError:
+        found += 1
+    dist.all_reduce(found)
+    return bool(found)
+
+
+def test_patterns_that_each_rank_counts_for_itself_are_others() -> None:
+    spawn(_counted_otherwise, 2)
+
+
+def _seeds(rank: int) -> None:
+    """None: what rank 0 draws, whatever others would, and one number per call on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 128, 4, 32, generator=generator) for _ in range(3))
+    mine = [shard(x) for x in (q, k, v)]
+    for call in range(2):
+        torch.manual_seed(5 + 10 * call)
+        whole = [dash_attn.attention(q, k, v, dropout_p=0.3) for _ in range(2)]
+        torch.manual_seed(5 + 10 * call + rank)
+        found = [attention(*mine, dropout_p=0.3) for _ in range(2)]
+        for one, part in zip(whole, found):
+            assert_same_bytes(part, shard(one))
+        after = torch.rand(1)
+        torch.manual_seed(5 + 10 * call + rank)
+        for _ in range(2):
+            torch.randint(2**63 - 1, ())
+        assert torch.equal(after, torch.rand(1))
+    given = torch.tensor(3)
+    assert_same_bytes(
+        attention(*mine, dropout_p=0.3, dropout_seed=given),
+        shard(dash_attn.attention(q, k, v, dropout_p=0.3, dropout_seed=3)),
+    )
+    # Later calls of a kind are not compared: then all have that of rank 0.
+    given += rank
+    assert_same_bytes(
+        attention(*mine, dropout_p=0.3, dropout_seed=given),
+        shard(dash_attn.attention(q, k, v, dropout_p=0.3, dropout_seed=3)),
+    )
+    assert int(given) == 3 + rank
+    leaves = [x.clone().requires_grad_() for x in mine]
+    grads = []
+    for again in (False, True):
+        torch.manual_seed(rank)
+        call_of = partial(attention, dropout_p=0.3)
+        out = (
+            torch.utils.checkpoint.checkpoint(call_of, *leaves, use_reentrant=False)
+            if again
+            else call_of(*leaves)
+        )
+        grads.append(torch.autograd.grad(out.square().sum(), leaves))  # type: ignore[union-attr]
+    for one, other in zip(*grads):
+        assert_same_bytes(one, other)
+
+
+def test_without_a_seed_that_of_rank_0_counts() -> None:
+    spawn(_seeds, 2)
+
+
+def _seed_of_a_group(rank: int) -> None:
+    group = dist.new_group([1, 2])
+    if rank:
+        q = torch.randn(1, 128, 4, 32, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(1)
+        whole = dash_attn.attention(q, q, q, dropout_p=0.3)
+        torch.manual_seed(rank)
+        x = shard(q, group)
+        assert_same_bytes(attention(x, x, x, group=group, dropout_p=0.3), shard(whole, group))
+
+
+def test_the_first_rank_is_that_of_the_group() -> None:
+    spawn(_seed_of_a_group, 3)
 
 
 def _in_rank_order(rank: int) -> None:
@@ -130,6 +259,9 @@ def _refused(rank: int) -> None:
         ({"policy": "none"}, "none"),
         ({"q_segment": 100}, "q_segment must be a multiple of 128"),
         ({"backend": "sm90"}, "sm90"),
+        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
+        ({"dropout_p": 0.1, "dropout_seed": -1}, "dropout_seed must be None, a tensor .*got -1"),
+        ({"dropout_p": 0.1, "dropout_seed": torch.zeros(2)}, r"dropout_seed must have shape \(\)"),
     ]:
         with pytest.raises(InputError, match=said):
             attention(x, x, x, **arguments)  # type: ignore[arg-type]
@@ -154,6 +286,17 @@ def _disagreeing(rank: int) -> None:
     with pytest.raises(CommunicationError, match="rank [01] has right=") as caught:
         attention(x, x, x, causal=rank == 1)
     assert "different arguments" in str(caught.value)
+    for seed in (4 + rank, torch.tensor(4 + rank)):
+        with pytest.raises(
+            CommunicationError, match="rank [01] has dropout_seed=[45], rank [01] has dropout_seed=[45]"
+        ):
+            attention(x, x, x, dropout_p=0.1, dropout_seed=seed)
+    with pytest.raises(CommunicationError, match="rank [01] has a seed given=(True|False)"):
+        attention(x, x, x, dropout_p=0.1, dropout_seed=rank or None)
+    with pytest.raises(CommunicationError, match=r"rank [01] has dropout_p=0\.[12]"):
+        attention(x, x, x, dropout_p=0.1 + 0.1 * rank, dropout_seed=1)
+    with pytest.raises((CommunicationError, InputError), match="dropout_p must be at least 0"):
+        attention(x, x, x, dropout_p=0.1 + rank)
     rows = 64 - 32 * rank
     with pytest.raises(CommunicationError, match=r"different arguments: rank . has q=.*(32|64), 4, 32"):
         attention(x[:, :rows], x[:, :rows], x[:, :rows])

@@ -80,6 +80,18 @@ def on_sdpa():
         check(found, mine(whole(*tensors, causal=causal), layout))
 
 
+def on_dropout():
+    """The weights that one process drops with the seed of rank 0."""
+    tensors = qkv_of()
+    torch.manual_seed(7)
+    expected = [whole(*tensors, dropout_p=0.3) for _ in range(2)]
+    assert not torch.equal(expected[0][0], expected[1][0])
+    torch.manual_seed(7 + dist.get_rank())
+    with inside():
+        for one in expected:
+            check(run(mine(tensors), dropout_p=0.3), mine(one))
+
+
 def on_nested_contexts():
     tensors = qkv_of()
     with inside(layout="zigzag"):
@@ -160,7 +172,7 @@ def on_errors():
     q, k, v, _ = mine(qkv_of())
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
     for change, message in [
-        ({"dropout_p": 0.1}, "dropout_p is not supported inside distributed.context, got 0.1"),
+        ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
         ({"attn_mask": mask, "is_causal": False}, r"attn_mask is not supported .* shape \(256, 256\)"),
     ]:
         with inside(), pytest.raises(InputError, match=message):
@@ -219,7 +231,15 @@ def on_failure(rank):
 @pytest.mark.parametrize(
     "functions",
     [
-        (on_sdpa, on_nested_contexts, on_backward_elsewhere, on_other_threads, on_checkpoints, on_errors),
+        (
+            on_sdpa,
+            on_dropout,
+            on_nested_contexts,
+            on_backward_elsewhere,
+            on_other_threads,
+            on_checkpoints,
+            on_errors,
+        ),
         (on_compiled_calls, on_multi_head_attention, on_context_parallel),
     ],
     ids=["plain", "beside others"],

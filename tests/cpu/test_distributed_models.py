@@ -99,7 +99,7 @@ def weights_of():
     return torch.randn(2, SEQLEN, 61, generator=torch.Generator().manual_seed(2))
 
 
-def check_layer(call, layout):
+def check_layer(call, layout, **more):
     """Attention of a layer, and its gradients, are those of one process."""
     query, key, value, out, how = call
     tensors = [x.detach().transpose(1, 2) for x in (query, key, value)]
@@ -114,6 +114,7 @@ def check_layer(call, layout):
         softmax_scale=how["scaling"],
         softcap=how.get("softcap") or 0.0,
         q_segment=SEGMENT,
+        **more,
     )
     expected.backward(unshard(out.grad, layout=layout))
     assert_same_bytes(out.detach(), shard(expected.detach(), layout=layout))
@@ -136,6 +137,22 @@ def on_models():
                 check_layer(call, layout)
             whole = model_of(config(), "eager")(tokens_of()).logits
             torch.testing.assert_close(logits, shard(whole, layout=layout))
+
+
+def on_dropout():
+    """Each layer drops by a seed that rank 0 draws; the numbers of other ranks do not count."""
+    config = llama()
+    config.attention_dropout = 0.5
+    model = model_of(config)
+    torch.manual_seed(3 + torch.distributed.get_rank())
+    with inside():
+        _, loss = loss_of(model)
+    loss.backward()
+    torch.manual_seed(3)
+    seeds = [torch.randint(2**63 - 1, ()) for _ in RECORDER.calls]
+    assert len(seeds) == 2
+    for call, seed in zip(RECORDER.calls, seeds):
+        check_layer(call, "zigzag", dropout_p=0.5, dropout_seed=seed)
 
 
 def on_gradients_of_weights():
@@ -198,10 +215,6 @@ def on_refused_models():
     ]:
         with inside(), pytest.raises(InputError, match=message):
             model_of(llama())(shard(tokens_of()), **{**shared, **change})
-    dropping = llama()
-    dropping.attention_dropout = 0.5
-    with inside(), pytest.raises(InputError, match="dropout is not supported inside .*, got 0.5"):
-        loss_of(model_of(dropping))
 
 
 def on_refused_caches():
@@ -242,7 +255,7 @@ def on_refused_masks():
 
 
 TURNS = {
-    "bytes": (on_models,),
+    "bytes": (on_models, on_dropout),
     "rest": (on_gradients_of_weights, on_checkpoints, on_all_tokens, on_refused_caches, on_refused_masks),
     "refused": (on_refused_models,),
 }

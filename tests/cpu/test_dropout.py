@@ -13,12 +13,12 @@ from dash_attn import attention, flash_attn_func, flash_attn_varlen_func, is_sup
 from dash_attn.api import apply_plan
 from dash_attn.backends.base import AuxTensors
 from dash_attn.backends.cpu import plain_attention
-from dash_attn.backends.cpu.dropout import Dropout, philox
+from dash_attn.backends.cpu.dropout import Dropout, dropout_of, philox
 from dash_attn.backends.cpu.oracle import Inputs
 from dash_attn.backends.sm90 import backend as sm90
 from dash_attn.errors import InputError
 from dash_attn.problem import Mask, Problem
-from dash_attn.scores import Scores
+from dash_attn.scores import Origin, Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 P, SEED = 0.3, 2**40 + 7
@@ -112,6 +112,18 @@ def test_the_pattern_depends_on_no_tile() -> None:
     others = [one._replace(seed=SEED + 1), one._replace(seed=7), one._replace(place=(2, 1))]
     for other in others:
         assert not torch.equal(other.kept(0, 0, 50, 70), whole)
+
+
+def test_a_part_counts_from_its_origin() -> None:
+    aux, scores = AuxTensors(dropout_seed=torch.tensor(SEED)), Scores(1.0, dropout_p=P)
+    whole = pattern(3, 4, 50, 70)
+    part = scores.at(Origin(sequence=1, head=1)).at(Origin(head=2, row=10, column=8))
+    assert part.origin == Origin(1, 3, 10, 8)
+    for sequence in range(2):
+        found = dropout_of(part, aux, sequence, 0)
+        assert found is not None
+        assert torch.equal(found.kept(5, 16, 20, 30), whole[1 + sequence, 3, 15:35, 24:54])
+    assert Scores(1.0).at(Origin(1, 2, 3, 4)) == Scores(1.0)  # nothing else counts
 
 
 # Values

@@ -47,7 +47,7 @@ LAYERS = {
     "arguments": {*BELOW_BACKENDS, "backends", "ops", "spec"},
     "kvcache": {"errors", "backends", "ops", "arguments", "spec"},
     "api": {"errors", "schedule", "scores", "backends", "ops", "arguments", "kvcache", "spec"},
-    "distributed": {"errors", "problem", "schedule", "arguments", "backends", "ops", "spec"},
+    "distributed": {"errors", "problem", "schedule", "scores", "arguments", "backends", "ops", "spec"},
     "integrations": {"errors", "api", "arguments", "backends", "ops"},
     "tools": {*LIBRARY, "testing", "backends/cpu", "backends/cuda", "backends/sm90"},
     "__main__": {"tools"},

@@ -22,6 +22,7 @@ from dash_attn.schedule.defaults import choose_policy_of_segment
 from dash_attn.schedule.layout import HEADER_WORDS, ITEM, ITEM_WORDS
 from dash_attn.schedule.segments import Segment, can_be_cut, segments_of
 from dash_attn.schedule.table import shared_sums
+from dash_attn.scores import Scores
 from dash_attn.spec import AttentionSpec
 from dash_attn.testing import assert_same_bytes
 
@@ -97,6 +98,46 @@ def test_gradients_are_those_of_whole_sequences(
     tensors = drawn(*lengths, heads, torch.float64)
     for a, b in zip(gradients(tensors, **mask, **CUT), gradients(tensors, **mask, q_segment=1024)):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("mask", [*MASKS[:2], {"causal": True, "window": (40, 0)}], ids=str)
+def test_dropout_drops_what_it_drops_of_whole_sequences(
+    mask: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = drawn(200, 330, (2, 1), torch.float64)
+    how = {**mask, "dropout_p": 0.3, "dropout_seed": 2**40 + 7}
+    whole = gradients(tensors, **how)
+    for a, b in zip(gradients(tensors, **how, **CUT), whole):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    for a, b in zip(gradients(tensors, **how, q_segment=1024), whole):
+        assert_same_bytes(a, b)
+    at = Scores.at
+    for lost in ("row", "column"):  # the control: every segment counts from 0
+        if lost == "column" and "window" not in mask:
+            continue
+        monkeypatch.setattr(
+            Scores, "at", lambda self, origin, lost=lost: at(self, origin._replace(**{lost: 0}))
+        )
+        assert max((a - b).abs().max() for a, b in zip(gradients(tensors, **how, **CUT), whole)) > 0.01
+
+
+def test_dropout_of_packed_sequences_counts_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind sequences that are cut, and behind empty ones."""
+    lengths = [60, 300, 0, 128, 129, 50]
+    ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+    q, k, v, dout = (x[0] for x in drawn(sum(lengths), dtype=torch.float64))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def run(**cut: int) -> list[Tensor]:
+        out = flash_attn_varlen_func(*leaves, ends, ends, causal=True, dropout_p=0.3, dropout_seed=3, **cut)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    whole = run()
+    for a, b in zip(run(**CUT), whole):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+    at = Scores.at
+    monkeypatch.setattr(Scores, "at", lambda self, origin: at(self, origin._replace(sequence=0)))
+    assert max((a - b).abs().max() for a, b in zip(run(**CUT), whole)) > 0.01
 
 
 def test_one_segment_is_what_it_was() -> None:
@@ -184,7 +225,7 @@ def test_under_the_operators_and_torch_compile() -> None:
 
 
 def test_what_is_not_cut() -> None:
-    """Named policies and windows, unless the segment is named too; ALiBi, dropout and intervals, which count
+    """Named policies, windows and dropout, unless the segment is named too; ALiBi and intervals, which count
     rows."""
     spec = AttentionSpec(1.0, right=0)
     assert spec.rows_per_segment == 16384
@@ -194,7 +235,9 @@ def test_what_is_not_cut() -> None:
     assert spec._replace(policy="spt", q_segment=256).rows_per_segment == 256
     for field in ("alibi", "row_intervals"):
         assert spec._replace(**{field: True}).rows_per_segment == 0
+        assert spec._replace(**{field: True}, q_segment=256).rows_per_segment == 0
     assert spec._replace(dropout_p=0.1).rows_per_segment == 0
+    assert spec._replace(dropout_p=0.1, q_segment=256).rows_per_segment == 256
 
 
 @pytest.mark.parametrize("value", [0, -128, 100, 128.0, True, "128", 2**31])

@@ -46,7 +46,7 @@ from dash_attn.backends.triton.tiles import TILES, forward_numerics
 from dash_attn.errors import InputError, PlacementError, PlanMismatchError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift, build_plan, prove
-from dash_attn.scores import Scores
+from dash_attn.scores import Origin, Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from interval_cases import beside, ends_of_documents, random_intervals, random_tree, starts_of_prefix
 from kvcache_cases import random_history
@@ -575,10 +575,12 @@ def test_alibi_in_the_public_functions() -> None:
 
 @triton.jit
 def kept_kernel(
-    out, seed, record, threshold, head, top, begin, ROWS: tl.constexpr, KEYS: tl.constexpr
+    out, seed, record, threshold, sequence0, head0, row0, quarter0, head, top, begin,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     rows = top + tl.arange(0, ROWS)
-    keep = kept(tl.load(seed), threshold, record, head.to(tl.int64), rows, begin, KEYS)
+    origin = (sequence0, head0, row0, quarter0)
+    keep = kept(tl.load(seed), threshold, origin, record, head.to(tl.int64), rows, begin, KEYS)
     tl.store(out + tl.arange(0, ROWS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :], keep.to(tl.int8))
 
 
@@ -590,10 +592,13 @@ def test_dropout_keeps_what_the_cpu_keeps(p: float, seed: int) -> None:
     threshold = Scores(1.0, dropout_p=p).dropout_threshold
     share = 0.0
     for sequence, head, top, begin in ((0, 0, 0, 0), (3, 1, 64, 192), (70000, 127, 100000, 1 << 20)):
-        record[14] = sequence
-        kept_kernel[(1,)](found, torch.tensor(seed), record, threshold, head, top, begin, 32, 64)
         wanted = Dropout(seed, (head, sequence), threshold, 1.0).kept(top, begin, 32, 64)
-        assert torch.equal(found.bool(), wanted)
+        for part in (0, 1):  # a call of its own, and a part that begins elsewhere
+            record[14] = sequence - part * (sequence // 2)
+            origin = [part * (x // 2) for x in (sequence, head, top, begin // 4)]
+            here = head - origin[1], top - origin[2], begin - 4 * origin[3]
+            kept_kernel[(1,)](found, torch.tensor(seed), record, threshold, *origin, *here, 32, 64)
+            assert torch.equal(found.bool(), wanted)
         share += wanted.float().mean().item() / 3
     assert abs(share - (1 - p)) < 0.03
 
@@ -623,6 +628,74 @@ def test_another_seed_of_dropout_gives_other_bytes() -> None:
     for name in NAMES:
         assert_same_bytes(one[name], again[name], name)
         assert same_bytes(one[name], other[name]) == (name == "lse"), name
+
+
+def test_a_part_of_a_call_drops_what_the_whole_call_drops() -> None:
+    """To the byte, by its origin: q heads of one kv head, a sequence, and in the forward rows."""
+    problem = problem_of((40, 40), (70, 90), mask=Mask.causal(), heads=4, kv_heads=2)
+    tensors, aux = packed_tensors(problem), AuxTensors(dropout_seed=torch.tensor(11))
+    scores = Scores(SCALE, dropout_p=0.4)
+    whole = run(build_plan(problem, SPT()), tensors, scores, aux)
+
+    def part(of: Problem, mine: list[Tensor], origin: Origin) -> dict[str, Tensor]:
+        return run(build_plan(of, SPT()), [x.contiguous() for x in mine], scores.at(origin), aux)
+
+    heads = part(
+        replace(problem, heads=2, kv_heads=1),
+        [x[:, x.shape[1] // 2 :] for x in tensors],
+        Origin(head=2),
+    )
+    second = part(replace(problem, sequences=((70, 90),)), [x[40:] for x in tensors], Origin(sequence=1))
+    for name in NAMES:
+        x = whole[name]
+        of_heads = x[2:] if name == "lse" else x[:, x.shape[1] // 2 :]
+        assert_same_bytes(heads[name], of_heads.contiguous(), name)
+        of_second = x[:, 40:] if name == "lse" else x[40:]
+        assert_same_bytes(second[name], of_second.contiguous(), name)
+    _, q, k, v = tensors
+    chunk = BACKEND.prepare(replace(problem, sequences=((37, 90),)), CPU, packed=True)
+    given, origin = (q[73:], k[40:], v[40:]), Origin(1, 0, 33)
+    assert_same_bytes(chunk.forward(*given, scores.at(origin), aux)[0], whole["out"][73:])
+    for lost in ("sequence", "row"):  # the control: counted from 0
+        other = chunk.forward(*given, scores.at(origin._replace(**{lost: 0})), aux)[0]
+        assert not same_bytes(other, whole["out"][73:]), lost
+    local = part(replace(problem, heads=2, kv_heads=1), [x[:, x.shape[1] // 2 :] for x in tensors], Origin())
+    assert not same_bytes(local["dq"], heads["dq"])
+
+
+def test_dropout_counts_keys_from_the_first_one_of_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows behind a window, whose keys begin at another segment of keys."""
+    few_keys(monkeypatch, 128)
+    problem = problem_of(300, mask=Mask.window(40, 0))
+    (_, q, k, v), aux = packed_tensors(problem), AuxTensors(dropout_seed=torch.tensor(11))
+    scores = Scores(SCALE, dropout_p=0.4)
+    out, lse = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, scores, aux)
+    prepared = BACKEND.prepare(replace(problem, sequences=((100, 172),)), CPU, packed=True)
+    given = q[200:], k[128:], v[128:]
+    found = prepared.forward(*given, scores.at(Origin(row=200, column=128)), aux)
+    assert_same_bytes(found[0], out[200:])
+    assert_same_bytes(found[1], lse[:, 200:].contiguous())
+    assert not same_bytes(prepared.forward(*given, scores.at(Origin(row=200)), aux)[0], out[200:])
+    with pytest.raises(InputError, match="column 130 of .* is no multiple of 4"):
+        prepared.forward(*given, scores.at(Origin(row=200, column=130)), aux)
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), (40, 0)])
+def test_dropout_in_segments_of_rows(window: tuple[int, int] | None) -> None:
+    """The same weights are dropped as in whole sequences: of packed ones only the second one is cut."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = (40, 300, 50)
+    ends = torch.tensor([0, 40, 340, 390], dtype=torch.int32)
+    leaves = [torch.randn(sum(lengths), n, 16, generator=generator).requires_grad_() for n in (2, 1, 1)]
+    how: dict[str, Any] = {"causal": True, "backend": "triton", "dropout_p": 0.3, "dropout_seed": 5}
+    how["window_size"] = window or (-1, -1)
+    found = []
+    for q_segment in (128, None):
+        out = dash_attn.flash_attn_varlen_func(*leaves, ends, ends, q_segment=q_segment, **how)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+    assert_same_bytes(found[0][0], found[1][0])
+    for cut, whole in zip(*found):
+        torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_in_the_public_functions() -> None:

@@ -102,7 +102,7 @@ class AuxTensors(NamedTuple):
     row_ends: Tensor | None = None
 
     @property
-    def given(self) -> dict[str, bool]:
+    def given(self) -> dict[str, Any]:
         """What fields of :class:`Scores` say of it; the seed belongs to a probability."""
         return {
             "sink": self.learnable_sink is not None,
@@ -334,8 +334,11 @@ def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int,
     return torch.zeros(size, dtype=dtype, device=like.device)
 
 
-def finish_rows(sums: Tensor, dk_scale: float, dk: Tensor, dv: Tensor) -> None:
-    """:meth:`Backend.finish_keys` of sums whose words are rows of (head_dim + head_dim_v) numbers."""
+def finish_rows(sums: Tensor, scales: tuple[float, float], dk: Tensor, dv: Tensor) -> None:
+    """:meth:`Backend.finish_keys` of sums whose words are rows of (head_dim + head_dim_v) numbers.
+
+    ``scales``: factors on dK and on dV.
+    """
     rows, of_qk = dk.shape[1], dk.shape[3]
     total = sums[..., 0, :]
     for group in range(1, sums.shape[3]):
@@ -344,8 +347,8 @@ def finish_rows(sums: Tensor, dk_scale: float, dk: Tensor, dv: Tensor) -> None:
     columns = of_qk + dv.shape[3]
     by_row = total.reshape(tiles, batch, kv_heads, words // columns, columns).permute(1, 0, 3, 2, 4)
     by_row = by_row.flatten(1, 2)[:, :rows]
-    dk.copy_(by_row[..., :of_qk] * dk_scale)
-    dv.copy_(by_row[..., of_qk:])
+    dk.copy_(by_row[..., :of_qk] * scales[0])
+    dv.copy_(by_row[..., of_qk:] * scales[1])
 
 
 def refuse_backward(keys: Keys | None) -> None:

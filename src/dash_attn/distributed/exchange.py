@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import CommunicationError, InputError
 
-__all__ = ["Move", "Moving", "Team", "errors_of", "team_of"]
+__all__ = ["Move", "Moving", "Team", "errors_of", "of_first_rank", "team_of"]
 
 
 class Team(NamedTuple):
@@ -43,6 +43,15 @@ def team_of(group: Any) -> Team:
     if rank < 0:
         raise InputError("this process is not in the group")
     return Team(group, rank, dist.get_world_size(group))
+
+
+def of_first_rank(team: Team, x: Tensor) -> Tensor:
+    """What rank 0 of the group has in place of x. On a GPU the host does not wait."""
+    found = x.clone()
+    if team.size > 1:
+        with errors_of(team):
+            dist.broadcast(found, group=team.group, group_src=0)
+    return found
 
 
 class Move(NamedTuple):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, completed
-from ..backends.base import AuxTensors
+from ..backends.base import NO_AUX, AuxTensors
 from ..errors import DashError, InputError
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout
 from ..spec import AttentionSpec
 from .agreement import agree
-from .exchange import Team, team_of
+from .exchange import Team, of_first_rank, team_of
 from .passes import Saved, backward, forward
 from .rows import lengths_of
 from .shared import Given, Shared
@@ -45,6 +45,8 @@ def attention(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,6 +76,12 @@ def attention(
         learnable_sink: (heads,), the same on all ranks. Its gradient is that of the rows and heads that this
             rank computed: add it up over the group, as gradients of other parameters.
         alibi_slopes: as in :func:`dash_attn.attention`, the same on all ranks.
+        dropout_p: as in :func:`dash_attn.attention`; the same weights are dropped. As with windows, sequences
+            are not cut unless ``q_segment`` is named, so "gather" and "ring" then give each to one rank.
+        dropout_seed: as in :func:`dash_attn.attention`, the same on all ranks: others are an error the first
+            time that a kind of call is seen, as other arguments are. None: every rank draws a number from
+            its default generator, and that of the group's rank 0 counts. In every call this rank sends its
+            seed, given or drawn, to all others; on a GPU the host does not wait for it.
         row_starts, row_ends: (batch, seqlen / N) int32, as in :func:`dash_attn.attention`, for the keys of
             this rank. Rows count from the first one of the whole sequence. As with slopes, a sequence is
             then not cut, so "gather" and "ring" give each to one rank.
@@ -87,10 +95,10 @@ def attention(
         CommunicationError: ranks were called with different arguments, another one has refused its own, or
             the exchange failed. On every rank.
     """
-    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
+    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
+    beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
-    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
-    found = _run((q, k, v), None, aux, asked, (group, layout, mode, return_lse))
+    found = _run((q, k, v), None, beside, asked, (group, layout, mode, return_lse))
     return found
 
 
@@ -113,6 +121,8 @@ def attention_varlen(
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -125,7 +135,7 @@ def attention_varlen(
         cu_seqlens: (sequences + 1,) int32, of the whole sequences: 0, then the end of each. Every length is a
             multiple of N, or of 2 N under the layout "zigzag".
         group, causal, window, softmax_scale, layout, mode, policy, return_lse, backend, q_segment, softcap,
-            learnable_sink: as in :func:`attention`.
+            learnable_sink, dropout_p, dropout_seed: as in :func:`attention`.
         alibi_slopes: (heads,) float32.
         row_starts, row_ends: (total / N,) int32; rows count from the first one of their sequence.
 
@@ -135,36 +145,47 @@ def attention_varlen(
     Raises:
         InputError, CommunicationError: as :func:`attention`.
     """
-    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, 0.0, q_segment)
+    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
+    beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
-    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
-    found = _run((q, k, v), cu_seqlens, aux, asked, (group, layout, mode, return_lse))
+    found = _run((q, k, v), cu_seqlens, beside, asked, (group, layout, mode, return_lse))
     return found
 
 
 _QKV = tuple[Tensor, Tensor, Tensor]
+_Beside = tuple[
+    Tensor | None,
+    Tensor | None,
+    tuple[float, int | Tensor | None],
+    tuple[Tensor | None, Tensor | None],
+]
+"""learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)"""
+
 _How = tuple[Any, str, str, bool]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(
-    qkv: _QKV, cu_seqlens: Tensor | None, aux: AuxTensors, asked: Asked, how: _How
+    qkv: _QKV, cu_seqlens: Tensor | None, beside: _Beside, asked: Asked, how: _How
 ) -> Tensor | tuple[Tensor, Tensor]:
     group, layout, mode, return_lse = how
     team = team_of(group)
     refused: DashError | None = None
-    checked = None
+    checked, aux = None, NO_AUX
     try:
         check_flag("return_lse", return_lse)
+        aux = aux_of(qkv[0], *beside)
         checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
     except DashError as error:
         refused = error
     said = _said(qkv, aux, checked)
-    agree(team, said, refused)
+    agree(team, said, refused, dropout_seed=aux.dropout_seed)
     assert checked is not None
     (q, k, v), aux, spec, given = checked
     shared = _shared(given, spec, team, q.device)
-    aux = completed(aux, 0.0, q)
+    aux = completed(aux, spec.dropout_p, q)
+    if aux.dropout_seed is not None:
+        aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
     if given.packed:
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         if aux.rows is not None:
@@ -247,7 +268,8 @@ def _said(qkv: tuple[Any, ...], aux: AuxTensors, checked: _Checked | None) -> tu
         del given["lengths"]
     wanted = (*qkv, aux.learnable_sink)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
-    return (*shapes, *spec.items(), *given.items(), ("gradients", gradients))
+    seeded = ("a seed given", aux.dropout_seed is not None)
+    return (*shapes, *spec.items(), *given.items(), ("gradients", gradients), seeded)
 
 
 @lru_cache(64)

@@ -71,16 +71,18 @@ def _forward_step(shared: Shared, given: _QKV, heads: Heads, aux: AuxTensors) ->
     q, k, v = given
     kv_heads = heads[1] - heads[0]
     if shared.whole:
-        call = shared.whole_call(kv_heads)
+        call, origin = shared.whole_call(kv_heads), shared.origin(heads)
         if not shared.given.packed:
-            return call.forward(q, k, v, aux)
-        out, lse = call.forward(q[0], k[0], v[0], _packed(aux))
+            return call.forward(q, k, v, aux, origin)
+        out, lse = call.forward(q[0], k[0], v[0], _packed(aux), origin)
         return out.unsqueeze(0), lse.unsqueeze(0)
     outs, lses = [], []
     for rows, place in zip(shared.rows, places(shared.rows)):
-        at = _keys_at(shared, rows.sequence, shared.seen(rows))
+        keys = shared.seen(rows)
+        at = _keys_at(shared, rows.sequence, keys)
         call = shared.dense_call(rows.last - rows.first, at.stop - at.start, kv_heads)
-        out, lse = call.forward(q[:, place], k[:, at], v[:, at], _of_keys(aux, at))
+        origin = shared.origin(heads, rows.sequence, rows.first, keys[0])
+        out, lse = call.forward(q[:, place], k[:, at], v[:, at], _of_keys(aux, at), origin)
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -133,7 +135,7 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
 def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors) -> Made:
     kv_heads = heads[1] - heads[0]
     if shared.whole:
-        return _whole(shared, mine, kv_heads, aux)
+        return _whole(shared, mine, heads, aux)
     sink = aux.learnable_sink
     wide = aux if sink is None else aux._replace(learnable_sink=sink.float())
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in mine[1:4])
@@ -141,10 +143,11 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
     dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.float32)
     for rows, place in zip(shared.rows, places(shared.rows)):
         found: Tensor | None
+        origin = shared.origin(heads, rows.sequence)
         if rows.sequence in complete:
             at = _keys_at(shared, rows.sequence, (0, rows.last))
             call = shared.dense_call(rows.last, rows.last, kv_heads)
-            grads = call.backward(_rows(mine, place, at), _of_keys(wide, at))
+            grads = call.backward(_rows(mine, place, at), _of_keys(wide, at), origin)
             dq[:, place], dk[:, at], dv[:, at] = grads[:3]
             dsinks = [grads.dsink]
         else:
@@ -159,19 +162,19 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
                     sums[rows.sequence, index] = cut.new_sums(mine.k, last - first)
                     into = sums[rows.sequence, index], dq[:, of_rows]
                     with as_current(shared.device):
-                        dsinks.append(cut.backward(index, tensors, shared.scores, wide, *into))
+                        dsinks.append(cut.backward(index, tensors, shared.scores.at(origin), wide, *into))
         for found in dsinks:
             if dsink is not None and found is not None:
                 dsink = dsink + found
     return Made(dq, dsink, dk, dv, sums)
 
 
-def _whole(shared: Shared, mine: Tensors, kv_heads: int, aux: AuxTensors) -> Made:
-    call = shared.whole_call(kv_heads)
+def _whole(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors) -> Made:
+    call, origin = shared.whole_call(heads[1] - heads[0]), shared.origin(heads)
     if not shared.given.packed:
-        grads = call.backward(mine, aux)
+        grads = call.backward(mine, aux, origin)
         return Made(grads.dq, grads.dsink, grads.dk, grads.dv, {})
-    grads = call.backward(Tensors(*(x[0] for x in mine)), _packed(aux))
+    grads = call.backward(Tensors(*(x[0] for x in mine)), _packed(aux), origin)
     dq, dk, dv = (x.unsqueeze(0) for x in grads[:3] if x is not None)
     return Made(dq, grads.dsink, dk, dv, {})
 

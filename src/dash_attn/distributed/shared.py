@@ -16,6 +16,7 @@ from ..ops.segments import CutSequence
 from ..problem import IntArray
 from ..schedule.constants import FORWARD_SEGMENT
 from ..schedule.sharing import Cut, Layout, Route, Rows, deal, in_place, routes
+from ..scores import Origin
 from ..spec import AttentionSpec
 from .exchange import Move, Moving, Team
 
@@ -197,6 +198,10 @@ class Shared:
     def of_step(self, step: int) -> list[Heads]:
         """The kv heads of every rank in a step."""
         return [self.steps(rank)[step] for rank in range(self.team.size)]
+
+    def origin(self, heads: Heads, sequence: int = 0, row: int = 0, column: int = 0) -> Origin:
+        """Where a call of some kv heads lies in the whole: a sequence of packed ones, a row and a column."""
+        return Origin(sequence, heads[0] * self.group, row, column)
 
     # Calls of one GPU
 

@@ -150,13 +150,15 @@ def _attention(
             )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise InputError(f"query has {query.shape[1]} heads, key {key.shape[1]}, and enable_gqa is False")
+    how: dict[str, Any]
     if (spread := current_spread()) is not None:
-        refuse_inside(attn_mask=attn_mask, dropout_p=dropout_p)
-        shared: Tensor = _spread_attention(spread, (query, key, value), is_causal, scale)
+        refuse_inside(attn_mask=attn_mask)
+        how = {"causal": is_causal, "softmax_scale": scale, "dropout_p": dropout_p}
+        shared: Tensor = _spread_attention(spread, (query, key, value), how)
         return shared
     band, row_starts, row_ends = _shown(query, key, attn_mask, is_causal)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    how: dict[str, Any] = {"softmax_scale": scale, "dropout_p": dropout_p}
+    how = {"softmax_scale": scale, "dropout_p": dropout_p}
     how |= {"causal": band.causal, "window_size": (band.left, band.right)}
     out = flash_attn_func(q, k, v, row_starts=row_starts, row_ends=row_ends, **how)
     assert isinstance(out, Tensor)  # no log-sum-exp was asked for
@@ -164,9 +166,7 @@ def _attention(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _spread_attention(
-    spread: Spread, qkv: tuple[Tensor, Tensor, Tensor], is_causal: bool, scale: float | None
-) -> Tensor:
+def _spread_attention(spread: Spread, qkv: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]) -> Tensor:
     """Attention over a group; tensors have the rows of this rank, and may be DTensors of all rows."""
     query, like_query = spread.local(qkv[0], 2)
     key, value = (spread.local(x, 2)[0] for x in qkv[1:])
@@ -176,7 +176,7 @@ def _spread_attention(
             f"ranks, {INSIDE}"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = spread.attend(q, k, v, causal=is_causal, softmax_scale=scale)
+    out = spread.attend(q, k, v, **how)
     return like_query(in_layout_of(query, out.transpose(1, 2)))
 
 

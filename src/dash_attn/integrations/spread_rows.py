@@ -79,7 +79,7 @@ class Layer(NamedTuple):
         causal: counts without a mask.
         sliding_window: tokens a row sees, itself included, or None.
         position_ids: of the rows, or None.
-        how: softmax_scale, softcap and learnable_sink.
+        how: softmax_scale, softcap, learnable_sink and dropout_p.
     """
 
     mask: tuple[bool, int | None] | None

@@ -107,7 +107,8 @@ def attention_forward(
         attention_mask: what :func:`.token_mask` made, which then decides alone what a row sees, as masks do
             for transformers' eager attention. Or (batch, seqlen_k): 0 for padding, otherwise the number of
             the sequence. Or None.
-        dropout: the ``dropout_p`` of :func:`dash_attn.attention`; the seed is drawn as there.
+        dropout: the ``dropout_p`` of :func:`dash_attn.attention`; the seed is drawn as there. Inside
+            ``distributed.context`` that of rank 0 counts.
         scaling: factor on Q K^T, default ``head_dim ** -0.5``.
         sliding_window: tokens a row sees, itself included; without ``is_causal``, to each side. A
             :class:`.TokenMask` with another window is an error.
@@ -130,12 +131,13 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if (spread := _spread_of(attention_mask)) is not None:
-        refuse_inside(dropout=dropout, cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+        refuse_inside(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
         causal, mask = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
         if isinstance(attention_mask, TokenMask):
             _check_sizes(attention_mask, sizes)
             mask = attention_mask.causal, attention_mask.local_size
         how: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+        how["dropout_p"] = dropout
         layer = Layer(mask, causal, sliding_window, position_ids, how)
         return attend_spread(spread, q, k, v, layer), None
     if isinstance(attention_mask, TokenMask):

@@ -29,7 +29,7 @@ from ..backends.base import (
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
-from ..scores import Scores
+from ..scores import ORIGIN, Origin, Scores
 from ..spec import AttentionSpec
 from .lengths import Lengths, host_lengths, host_used
 from .policies import forget_with, schedule_named
@@ -137,18 +137,20 @@ class Call:
         """What names the numerics of the backward."""
         return fingerprint_of_parts(self.parts) if self.parts else self.plan.fingerprint
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
-        """(out, lse)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX, origin: Origin = ORIGIN
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse). ``origin``: where the call begins in another one that it is a part of."""
         with as_current(self.device):
-            return self.prepared.forward(q, k, v, self.scores, aux)
+            return self.prepared.forward(q, k, v, self.scores.at(origin), aux)
 
-    def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX) -> Gradients:
+    def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX, origin: Origin = ORIGIN) -> Gradients:
         """The gradients; in the plan's order unless the spec and the process permit others."""
-        ordered = self.spec.ordered or _order_is_required()
+        ordered, scores = self.spec.ordered or _order_is_required(), self.scores.at(origin)
         with as_current(self.device):
             if ordered and self.parts:
-                return run_parts(self.parts, tensors, self.scores, aux)
-            return self.prepared.backward(self.plan, tensors, self.scores, aux, ordered=ordered)
+                return run_parts(self.parts, tensors, scores, aux)
+            return self.prepared.backward(self.plan, tensors, scores, aux, ordered=ordered)
 
 
 def _order_is_required() -> bool:

@@ -19,7 +19,7 @@ from ..problem import Problem
 from ..schedule import Plan, build_plan, choose_policy
 from ..schedule.defaults import choose_policy_of_segment
 from ..schedule.segments import Segment, head_groups_of_segments, segments_of
-from ..scores import Scores
+from ..scores import Origin, Scores
 from ..spec import AttentionSpec
 from .policies import forget_with, schedule_named
 
@@ -78,7 +78,7 @@ class CutSequence:
         Args:
             index: of the segment.
             tensors: dout, q, out and lse of the segment's rows; k and v of the keys that these see; dense.
-            scores, aux: of the call; a sink in fp32.
+            scores, aux: of these sequences; a sink in fp32.
             sums: those of the segment's keys, :meth:`tiles_of`.
             dq: of the segment's rows.
         """
@@ -87,6 +87,8 @@ class CutSequence:
             sink = aux.learnable_sink
             return None if sink is None else torch.zeros_like(sink)
         plan, prepared = self._of(index)
+        (row, _), (column, _) = self.segments[index]
+        scores = scores.at(Origin(row=row, column=column))
         return prepared.backward_segment(plan, tensors, scores, aux, sums, dq)
 
 
@@ -109,11 +111,13 @@ class Part(NamedTuple):
     """A part of a call: sequences that are cut, or packed sequences that are not.
 
     Attributes:
+        first: the number of its first sequence.
         rows, keys: of packed tensors; of dense ones all.
         cut: the sequences, if they are cut.
         plan, prepared: of those that are not.
     """
 
+    first: int
     rows: slice
     keys: slice
     cut: CutSequence | None
@@ -136,7 +140,7 @@ def parts_of(
         return ()
     everything = slice(0, None)
     if not packed:
-        return (Part(everything, everything, CutSequence(problem, spec, backend, device)),)
+        return (Part(0, everything, everything, CutSequence(problem, spec, backend, device)),)
     return _packed_parts(problem, cut, spec, backend, device)
 
 
@@ -147,26 +151,27 @@ def _packed_parts(
     run: list[tuple[int, int]] = []
     first = at = (0, 0)
 
-    def end_run() -> None:
+    def end_run(behind: int) -> None:
         if run:
             between = replace(problem, sequences=tuple(run))
             schedule = choose_policy(between) if spec.policy == "auto" else schedule_named(spec.policy)
             prepared = backend.prepare(between, device, packed=True)
             plan = build_plan(between, schedule)
-            parts.append(Part(slice(first[0], at[0]), slice(first[1], at[1]), None, plan, prepared))
+            places = slice(first[0], at[0]), slice(first[1], at[1])
+            parts.append(Part(behind - len(run), *places, None, plan, prepared))
             run.clear()
 
-    for pair, is_cut in zip(problem.sequences, cut):
+    for number, (pair, is_cut) in enumerate(zip(problem.sequences, cut)):
         end = at[0] + pair[0], at[1] + pair[1]
         if is_cut:
-            end_run()
+            end_run(number)
             alone = CutSequence(replace(problem, sequences=(pair,)), spec, backend, device)
-            parts.append(Part(slice(at[0], end[0]), slice(at[1], end[1]), alone))
+            parts.append(Part(number, slice(at[0], end[0]), slice(at[1], end[1]), alone))
             first = end
         else:
             run.append(pair)
         at = end
-    end_run()
+    end_run(len(cut))
     return tuple(parts)
 
 
@@ -192,20 +197,18 @@ def run_parts(parts: tuple[Part, ...], tensors: Tensors, scores: Scores, aux: Au
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     total: Tensor | None = None
     for part in parts:
-        mine, target = (
-            _rows_of(tensors, part),
-            Gradients(grads.dq[part.rows], grads.dk[part.keys], grads.dv[part.keys]),
-        )
+        mine, of_part = _rows_of(tensors, part), scores.at(Origin(sequence=part.first))
+        target = Gradients(grads.dq[part.rows], grads.dk[part.keys], grads.dv[part.keys])
         if part.cut is None:
             assert part.plan is not None
             assert part.prepared is not None
-            found = part.prepared.backward(part.plan, mine, scores, wide)
+            found = part.prepared.backward(part.plan, mine, of_part, wide)
             for to, x in zip(target, found[:3]):
                 assert to is not None
                 to.copy_(x)
             dsinks = [found.dsink]
         else:
-            dsinks = _run_cut(part.cut, mine, target, scores, wide)
+            dsinks = _run_cut(part.cut, mine, target, of_part, wide)
         for dsink in dsinks:
             total = dsink if total is None or dsink is None else total + dsink
     return grads if sink is None or total is None else grads._replace(dsink=total.to(sink.dtype))

@@ -73,8 +73,7 @@ def _unary(function: Callable[..., np.ndarray]) -> Callable[[Instruction, Slot],
 
 def _approximate(function: Callable[..., np.ndarray]) -> Callable[[Instruction, Slot], Compute]:
     def near(x: np.ndarray) -> np.ndarray:
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            found = function(x.astype(np.float64)).astype(np.float32)
+        found = function(x.astype(np.float64)).astype(np.float32)
         return np.where(np.abs(found) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), found), found)
 
     return _unary(near)

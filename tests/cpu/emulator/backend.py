@@ -12,6 +12,7 @@ from dash_attn.backends.sm90 import backend, launch, resident, segments
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
+from dash_attn.backends.sm90.tiles import TILES
 
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
@@ -29,18 +30,23 @@ class _Upload:
         return self._tensors
 
 
+def _has_kernel(head_dim: int, head_dim_v: int) -> bool:
+    """Whether some kernel takes tensors of these head dims, offered to users or not."""
+    return any(head_dim <= of_qk and head_dim_v <= of_v for of_qk, of_v in TILES)
+
+
 @contextmanager
-def emulated(blocks: int = 2, seed: int = 0, late: bool = True) -> Iterator[None]:
+def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False) -> Iterator[None]:
     """All functions with ``backend="sm90"`` take CPU tensors.
 
     Args:
         blocks: SMs of the GPU, each of which has one block.
         seed: of the order in which warps run and copies end.
-        late: see :class:`~emulator.machine.Machine`.
+        late, races: see :class:`~emulator.machine.Machine`.
     """
 
     def program(config: Config) -> Emulated:
-        return Emulated(config, seed, late)
+        return Emulated(config, seed, late, races)
 
     def count(_device: torch.device) -> int:
         return blocks
@@ -54,7 +60,7 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True) -> Iterator[None
         return why_not(problem, torch.device("cuda"), packed, scores)
 
     patches: dict[object, dict[str, object]] = {
-        backend: {"_capability": lambda _: (9, 0)},
+        backend: {"_capability": lambda _: (9, 0), "covers": _has_kernel},
         backend.BACKEND: {"why_not": why_not_here},
         launch: {
             "program": program, "multiprocessors": count, "usable_multiprocessors": count,

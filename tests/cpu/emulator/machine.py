@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from . import warps
 from .arithmetic import Registers, compiled
+from .common import Act, Pending, finish
 from .memory import Memory, TensorMap
 from .program import LANES, Instruction, Kernel
+from .races import Races
 
 SHARED_BYTES = 232448
 PATIENCE = 2000
@@ -64,6 +66,9 @@ class Block:
     copies: list[Callable[[], None]] = field(default_factory=list)
     warps: list[Warp] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        return "block " + " ".join(map(str, self.index))
+
 
 @dataclass(eq=False)
 class Warp:
@@ -75,26 +80,22 @@ class Warp:
         came_in: phase of the named barrier that it waits for.
         products: wgmma instructions that were issued and not executed, by group; the last one is open.
         stores, fetches: the same of copies from shared memory, and of cp.async.
+        written: stores whose writes nobody has waited for.
     """
 
     block: Block
     number: int
+    agent: int
     registers: Registers
     pc: int = 0
     pcs: np.ndarray | None = None
     alive: np.ndarray = field(default_factory=lambda: np.ones(LANES, bool))
     came_in: int = -1
-    products: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
-    stores: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
-    fetches: deque[list[Callable[[], None]]] = field(default_factory=lambda: deque([[]]))
-
-    @property
-    def done(self) -> bool:
-        return not self.alive.any()
-
-
-Act = Callable[["Machine", Warp, np.ndarray], bool]
-"""What an instruction does to a warp, for some of its lanes; False if they must wait at it."""
+    products: Pending = field(default_factory=lambda: deque([[]]))
+    stores: Pending = field(default_factory=lambda: deque([[]]))
+    fetches: Pending = field(default_factory=lambda: deque([[]]))
+    written: Pending = field(default_factory=lambda: deque([[]]))
+    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class Machine:
         memory: what the kernel sees.
         seed: of the interleaving.
         late: products and stores are executed when they are waited for, not when they are issued.
+        races: whether to look for accesses that nothing orders.
+        poisoned: products, as in ``Races.doubtful``, whose values are NaN.
     """
 
     def __init__(
@@ -127,17 +130,22 @@ class Machine:
         memory: Memory,
         seed: int = 0,
         late: bool = True,
+        races: bool = False,
+        poisoned: Collection[tuple[int, int]] = (),
     ):
         assert [len(p) for p in parameters if isinstance(p, bytes)] == [
             size for p, size in zip(parameters, kernel.parameters, strict=True) if isinstance(p, bytes)
         ], kernel.parameters
-        self.kernel, self.parameters, self.memory = kernel, parameters, memory
-        self.random, self.late, self.noticed, self.clock = random.Random(seed), late, 0, 0
+        self.kernel, self.grid, self.parameters, self.memory = kernel, grid, parameters, memory
+        self.random, self.late, self.noticed, self.agents = random.Random(seed), late, 0, 0
         self.kinds, self.constants = list(kernel.kinds), dict[tuple[int, type[np.generic]], int]()
         self.steps = [self._step(i) for i in kernel.instructions]
         self.blocks = [
             self._block((x, y, z), grid) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])
         ]
+
+        names = [f"warp {w.number} of {b}" for b in self.blocks for w in b.warps]
+        self.watch, self.poisoned = Races(names) if races else None, poisoned
 
     # Set-up
 
@@ -173,7 +181,8 @@ class Machine:
                 value = self.kernel.constants[operand]
                 value = special[value] if isinstance(value, str) else value
                 registers[slot] = _constant(value, kind)
-            block.warps.append(Warp(block, number, registers))
+            block.warps.append(Warp(block, number, self.agents, registers))
+            self.agents += 1
         return block
 
     # Running
@@ -192,63 +201,80 @@ class Machine:
             if warp.block.copies and self.random.random() < 0.5:
                 warp.block.copies.pop(self.random.randrange(len(warp.block.copies)))()
                 self.notice()
-            self._advance(warp)
+            with np.errstate(all="ignore"):
+                self._advance(warp)
             if warp.done:
                 warp.stores.append([])
-                warps.finish(warp.stores, 0)
+                finish(warp.stores, 0)
                 assert not any([*warp.products, *warp.fetches]), "work that nobody waited for"
                 running.remove(warp)
             idle = 0 if self.noticed > before else idle + 1
             if idle > PATIENCE + 50 * len(running):
                 raise DeadlockError("\n".join(self._where(w) for w in running))
 
+    def change(self, block: Block, address: int, arrivals: int = 0, expected: int = 0) -> None:
+        """Arrivals at an mbarrier, and bytes that it shall wait for."""
+        barrier = block.barriers[address]
+        before = barrier.phase
+        barrier.change(arrivals, expected)
+        if self.watch is not None and barrier.phase > before:
+            self.watch.meeting((block.index, address)).end()
+
     def notice(self) -> None:
         self.noticed += 1
 
     def _where(self, warp: Warp) -> str:
         pc = warp.pc if warp.pcs is None else int(warp.pcs[warp.alive].min())
-        return f"block {warp.block.index} warp {warp.number}: {self.kernel.instructions[pc].text}"
+        return f"{warp.block} warp {warp.number}: {self.kernel.instructions[pc].text}"
 
     def _advance(self, warp: Warp) -> None:
         """Execute a warp until it must wait, has looked at what others write, or has ended."""
         skipped: set[int] = set()
-        while not warp.done:
+        while True:
             if warp.pcs is None:
                 pc, lanes = warp.pc, warp.alive
-            else:  # the lanes that are behind go first
-                places = [int(p) for p in np.unique(warp.pcs[warp.alive]) if p not in skipped]
-                if not places:
-                    return
-                pc = places[0]
+            elif (pc := self._behind(warp, skipped)) < 0:
+                return
+            else:
                 lanes = warp.alive & (warp.pcs == pc)
             step = self.steps[pc]
-            i = step.instruction
-            acting = lanes
+            i, acting = step.instruction, lanes
             if i.predicate >= 0:
                 acting = lanes & (warp.registers[i.predicate] == i.wanted)
-            if acting.any():
-                if step.compute is not None:
-                    self._compute(warp, step, acting)
-                elif step.target >= 0:
-                    self._branch(warp, pc, lanes, acting, step.target)
+                if not acting.any():
+                    self._go(warp, lanes, pc + 1)
                     continue
-                elif i.form[0] == "ret":
-                    warp.alive = warp.alive & ~acting
-                    self.notice()
-                    if warp.done:
-                        return
-                    lanes = lanes & ~acting
-                    if warp.pcs is None and not lanes.any():
-                        return
-                elif not step.act(self, warp, acting):
-                    if warp.pcs is None:
-                        return
-                    skipped.add(pc)
-                    continue
+            if step.compute is not None:
+                self._compute(warp, step, acting)
+            elif step.target >= 0:
+                self._branch(warp, pc, lanes, acting, step.target)
+                skipped.clear()
+                continue
+            elif step.act is None:
+                if self._end(warp, acting):
+                    return
+                lanes = lanes & ~acting
+            elif not step.act(self, warp, acting):
+                if warp.pcs is None:
+                    return
+                skipped.add(pc)
+                continue
             skipped.clear()
             self._go(warp, lanes, pc + 1)
-            if acting.any() and "acquire" in i.form:
+            if "acquire" in i.form:
                 return
+
+    def _behind(self, warp: Warp, skipped: set[int]) -> int:
+        """Where the lanes are that go next, those that are behind first; -1 if all must wait."""
+        places = [int(p) for p in np.unique(warp.pcs[warp.alive]) if p not in skipped]
+        return places[0] if places else -1
+
+    def _end(self, warp: Warp, lanes: np.ndarray) -> bool:
+        """Lanes have ended; whether all have."""
+        warp.alive = warp.alive & ~lanes
+        warp.done = not warp.alive.any()
+        self.notice()
+        return warp.done
 
     def _compute(self, warp: Warp, step: Step, lanes: np.ndarray) -> None:
         to, r = step.instruction.operands[0], warp.registers
@@ -256,10 +282,10 @@ class Machine:
         kind = self.kinds[to]
         if value.dtype != kind:
             value = value.astype(kind) if value.dtype.itemsize != np.dtype(kind).itemsize else value.view(kind)
-        r[to] = value if lanes.all() else np.where(lanes, value, r[to])
+        r[to] = value if lanes is warp.alive else np.where(lanes, value, r[to])
 
     def _branch(self, warp: Warp, pc: int, lanes: np.ndarray, taken: np.ndarray, target: int) -> None:
-        if (taken == lanes).all():
+        if taken is lanes or (taken == lanes).all():
             return self._go(warp, lanes, target)
         if warp.pcs is None:
             warp.pcs = np.full(LANES, pc)

@@ -38,7 +38,14 @@ class Memory:
             self.add(base, np.frombuffer((ctypes.c_uint8 * size).from_address(base), np.uint8))
         return tensor.data_ptr()
 
-    def _region(self, first: int, last: int) -> tuple[int, np.ndarray]:
+    def copied(self) -> list[bytes]:
+        return [region.tobytes() for region in self.regions]
+
+    def restore(self, copies: list[bytes]) -> None:
+        for region, before in zip(self.regions, copies, strict=True):
+            region[:] = np.frombuffer(before, np.uint8)
+
+    def region(self, first: int, last: int) -> tuple[int, np.ndarray]:
         at = bisect_right(self.bases, first) - 1
         if at >= 0:
             base, region = self.bases[at], self.regions[at]
@@ -48,19 +55,19 @@ class Memory:
 
     def read(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """(n, size) bytes."""
-        base, region = self._region(int(addresses.min()), int(addresses.max()) + size)
+        base, region = self.region(int(addresses.min()), int(addresses.max()) + size)
         return region[self._places(addresses, base, size)]
 
     def write(self, addresses: np.ndarray, values: np.ndarray) -> None:
         """``values``: (n, size) bytes."""
         size = values.shape[1]
-        base, region = self._region(int(addresses.min()), int(addresses.max()) + size)
+        base, region = self.region(int(addresses.min()), int(addresses.max()) + size)
         region[self._places(addresses, base, size)] = values
 
     def words(self, address: int, count: int, kind: type[np.generic] = np.uint32) -> np.ndarray:
         """A view of so many values from an address on."""
         size = count * np.dtype(kind).itemsize
-        base, region = self._region(address, address + size)
+        base, region = self.region(address, address + size)
         return region[address - base : address - base + size].view(kind)
 
     @staticmethod
@@ -119,21 +126,29 @@ class TensorMap:
         )
         return first, max(last - first, 0) if inside else 0, address % WRAP, width
 
-    def fetch(self, memory: Memory, shared: np.ndarray, to: int, at: list[int]) -> int:
-        """Copy to shared memory, zeros where nothing exists; the bytes that a barrier counts."""
+    @property
+    def bytes(self) -> int:
+        """Of a copy, as a barrier counts them."""
+        return self.rows * self.row_bytes
+
+    def lines(self, at: list[int]) -> tuple[np.ndarray, int]:
+        """Addresses of the rows of a copy that exist, and bytes of each."""
+        _, count, address, width = self._rows(at)
+        return address + np.arange(count if width else 0) * self.strides[1], width
+
+    def fetch(self, memory: Memory, shared: np.ndarray, to: int, at: list[int]) -> None:
+        """Copy to shared memory, zeros where nothing exists."""
         box = np.zeros((self.rows, self.row_bytes), np.uint8)
-        first, count, address, width = self._rows(at)
-        if count and width:
-            rows = address + np.arange(count) * self.strides[1]
-            box[first : first + count, :width] = memory.read(rows, width)
+        first, (lines, width) = self._rows(at)[0], self.lines(at)
+        if len(lines):
+            box[first : first + len(lines), :width] = memory.read(lines, width)
         shared[self._places(to)] = box.reshape(-1, 16)
-        return box.size
 
     def store(self, memory: Memory, shared: np.ndarray, source: int, at: list[int]) -> None:
         box = shared[self._places(source)].reshape(self.rows, self.row_bytes)
-        first, count, address, width = self._rows(at)
-        if count and width:
-            memory.write(address + np.arange(count) * self.strides[1], box[first : first + count, :width])
+        first, (lines, width) = self._rows(at)[0], self.lines(at)
+        if len(lines):
+            memory.write(lines, box[first : first + len(lines), :width])
 
     def _places(self, address: int) -> np.ndarray:
         assert address % 128 == 0, "a tile begins at a multiple of 128 bytes"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import numpy as np
 
@@ -26,8 +27,8 @@ def _descriptor(value: int) -> tuple[int, int, int, int]:
     return *offsets, SWIZZLES[value >> 62]
 
 
-def operand(shared: np.ndarray, descriptor: int, rows: np.ndarray, transposed: bool, dtype: str) -> np.ndarray:
-    """(rows, 16) float64 of a matrix whose K is contiguous, or its rows if ``transposed``."""
+def places(descriptor: int, rows: np.ndarray, transposed: bool) -> np.ndarray:
+    """(rows, 16) addresses in shared memory of a matrix whose K is contiguous, or its rows if ``transposed``."""
     start, leading, stride, size = _descriptor(descriptor)
     row, depth = rows[:, None], np.arange(DEPTH)[None, :]
     if transposed:
@@ -35,8 +36,12 @@ def operand(shared: np.ndarray, descriptor: int, rows: np.ndarray, transposed: b
         at = start + row % wide * 2 + row // wide * leading + depth % 8 * size + depth // 8 * stride
     else:
         at = start + row // 8 * stride + row % 8 * size + depth * 2
-    values = shared.view(np.uint16)[swizzled(at, size) >> 1]
-    return float_of(values, dtype).astype(np.float64)
+    return swizzled(at, size)
+
+
+def operand(shared: np.ndarray, at: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 values at these addresses."""
+    return float_of(shared.view(np.uint16)[at >> 1], dtype).astype(np.float64)
 
 
 def fragment(registers: list[np.ndarray], dtype: str) -> np.ndarray:
@@ -63,17 +68,14 @@ def multiply(a: np.ndarray, b: np.ndarray, acc: list[np.ndarray] | None) -> list
 
     A GPU truncates where this rounds, so bits are not a GPU's. They depend on the operands of a value only.
     """
-    columns = len(b)
-    lane = np.arange(32)
-    total = np.zeros((ROWS, columns))
-    for k in range(DEPTH):
-        total += a[:, k, None] * b[None, :, k]
-    found = []
-    for number in range(columns // 2):
-        row = lane // 4 + number // 2 % 2 * 8
-        column = number // 4 * 8 + lane % 4 * 2 + number % 2
-        values = total[row, column]
-        if acc is not None:
-            values = values + acc[number].view(np.float32)
-        found.append(values.astype(np.float32).view(np.uint32))
-    return found
+    values = (a @ b.T)[_places_of(len(b))]
+    if acc is not None:
+        values = values + np.stack(acc).view(np.float32)
+    return list(values.astype(np.float32).view(np.uint32))
+
+
+@cache
+def _places_of(columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of what each register of each lane holds of 16 rows."""
+    number, lane = np.arange(columns // 2)[:, None], np.arange(32)[None, :]
+    return lane // 4 + number // 2 % 2 * 8, number // 4 * 8 + lane % 4 * 2 + number % 2

@@ -35,10 +35,10 @@ def kernels(config: Config) -> list[Kernel]:
 
 
 class Emulated:
-    """The program of a configuration, on CPU tensors. ``seed`` and ``late``: see :class:`Machine`."""
+    """The program of a configuration, on CPU tensors. ``seed``, ``late`` and ``races``: see :class:`Machine`."""
 
-    def __init__(self, config: Config, seed: int = 0, late: bool = True):
-        self.config, self.seed, self.late = config, seed, late
+    def __init__(self, config: Config, seed: int = 0, late: bool = True, races: bool = False):
+        self.config, self.seed, self.late, self.races = config, seed, late, races
 
     def __call__(self, *arguments: Any) -> None:
         run = getattr(self, f"_{self.config.direction}")
@@ -52,7 +52,15 @@ class Emulated:
         self, kernel: Kernel, grid: tuple[int, ...], parameters: Iterable[Parameter], memory: Memory
     ) -> None:
         fitted = [_fitted(p, size) for p, size in zip(parameters, kernel.parameters, strict=True)]
-        Machine(kernel, (*grid, 1)[:3], fitted, memory, self.seed, self.late).run()
+        before = memory.copied() if self.races else []
+        machine = Machine(kernel, (*grid, 1)[:3], fitted, memory, self.seed, self.late, self.races)
+        machine.run()
+        if machine.watch is None or not machine.watch.doubtful:
+            return
+        after, doubtful = memory.copied(), machine.watch.doubtful
+        memory.restore(before)
+        Machine(kernel, machine.grid, fitted, memory, self.seed, self.late, True, doubtful).run()
+        assert memory.copied() == after, "values that nothing orders were used"
 
     def _forward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config

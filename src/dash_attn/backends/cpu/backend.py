@@ -140,7 +140,7 @@ class _CPU(Backend):
         return head_groups, problem.tile_n * (problem.head_dim + problem.head_dim_v)
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
-        finish_rows(sums, scores.softmax_scale, dk, dv)
+        finish_rows(sums, (scores.softmax_scale, scores.dropout_rescale), dk, dv)
 
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
         return Cached(problem)

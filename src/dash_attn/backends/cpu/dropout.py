@@ -28,15 +28,18 @@ class Dropout(NamedTuple):
         place: the q head, and the number of the sequence in its batch.
         threshold: of :class:`.Scores`.
         rescale: factor on what is kept.
+        corner: the row and the column that stand for the first row and the first column.
     """
 
     seed: int
     place: tuple[int, int]
     threshold: int
     rescale: float
+    corner: tuple[int, int] = (0, 0)
 
     def kept(self, top: int, left: int, rows: int, columns: int) -> Tensor:
         """(rows, columns) bool on the CPU, of the rows from ``top`` and the columns from ``left`` on."""
+        top, left = top + self.corner[0], left + self.corner[1]
         first = left // 4
         quarter = torch.arange(first, (left + columns + 3) // 4, device="cpu")
         row = torch.arange(top, top + rows, device="cpu")[:, None]
@@ -45,12 +48,13 @@ class Dropout(NamedTuple):
 
 
 def dropout_of(scores: Scores, aux: AuxTensors, sequence: int, head: int) -> Dropout | None:
-    """The dropout of a q head, None if there is none."""
+    """The dropout of a q head, None if there is none; both are counted in the call."""
     if not scores.dropout_p:
         return None
     assert aux.dropout_seed is not None, "callers draw one where none is given"
-    place = (head, sequence)
-    return Dropout(int(aux.dropout_seed), place, scores.dropout_threshold, scores.dropout_rescale)
+    first = scores.origin
+    place, corner = (first.head + head, first.sequence + sequence), (first.row, first.column)
+    return Dropout(int(aux.dropout_seed), place, scores.dropout_threshold, scores.dropout_rescale, corner)
 
 
 def philox(counter: tuple[Tensor | int, ...], seed: int) -> tuple[Tensor, ...]:

@@ -142,7 +142,7 @@ def _why_no_scores(scores: Scores) -> str:
     if scores.row_intervals:
         return "row_starts and row_ends are not supported by sm90"
     for name, value in scores._asdict().items():
-        if value and name not in ("softmax_scale", "sink"):
+        if value and name not in ("softmax_scale", "sink", "origin"):  # only dropout counts from an origin
             said = "alibi_slopes" if name == "alibi" else f"{name} {value}"
             return f"{said} is not supported by sm90"
     return ""

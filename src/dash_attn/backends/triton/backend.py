@@ -178,7 +178,7 @@ class _Triton(Backend):
         return 1, problem.tile_n * (problem.head_dim + problem.head_dim_v)
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
-        finish_rows(sums, 1.0, dk, dv)
+        finish_rows(sums, (1.0, 1.0), dk, dv)
 
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
         if reason := _why_unavailable(device):

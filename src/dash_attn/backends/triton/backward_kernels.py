@@ -99,7 +99,7 @@ def sinks_kernel(sums, dsink, sequences, heads):
 @triton.jit
 def add_rows(
     dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, seed, threshold,
-    rescale, record, q_row, q_head, do_row, do_head, lse_head,
+    rescale, origin, record, q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
     cap2, starts, ends, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     INTERVALS: tl.constexpr, CUT: tl.constexpr,
@@ -142,7 +142,7 @@ def add_rows(
             p = tl.where(seen, p, 0.0)
         weights = p
         if DROPOUT:
-            keep = tl.trans(kept(tl.load(seed), threshold, record, head, rows, begin, KEYS))
+            keep = tl.trans(kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS))
             weights = tl.where(keep, p, 0.0)
         dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
@@ -166,6 +166,7 @@ def add_rows(
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head",
         "lse_batch", "lse_head", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
+        "origin_sequence", "origin_head", "origin_row", "origin_quarter",
     ]
 )  # fmt: skip
 def dkdv_kernel(
@@ -173,6 +174,7 @@ def dkdv_kernel(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, lse_batch, lse_head,
     group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
+    origin_sequence, origin_head, origin_row, origin_quarter,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -186,6 +188,7 @@ def dkdv_kernel(
     PARTS: tl.constexpr = TILE_N // KEYS
     # Large heads have no registers for three loops; INTERVALS may cut any tile.
     LOOPS: tl.constexpr = 3 if BLOCK_D <= 128 and BLOCK_DV <= 128 and not INTERVALS else 1
+    origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     part = pid % PARTS
     record = table + (pid // PARTS).to(tl.int64) * 16
@@ -233,7 +236,7 @@ def dkdv_kernel(
         for third in tl.static_range(LOOPS):
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
-                slopes, slope_batch, seed, threshold, rescale, record,
+                slopes, slope_batch, seed, threshold, rescale, origin, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
                 bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
                 cap2, starts, ends, SOFTCAP, ALIBI, DROPOUT, INTERVALS, third != 1,
@@ -291,13 +294,15 @@ def fold_kernel(
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
         "tiles", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
+        "origin_sequence", "origin_head", "origin_row", "origin_quarter",
     ]
 )  # fmt: skip
 def dq_kernel(
     q, k, v, dout, lse2, delta, slopes, seed, row_starts, row_ends, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
-    tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale, nothing,
+    tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
+    origin_sequence, origin_head, origin_row, origin_quarter, nothing,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -312,6 +317,7 @@ def dq_kernel(
     """
     PARTS: tl.constexpr = TILE_M // ROWS
     STEPS: tl.constexpr = TILE_N // KEYS
+    origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     part = pid % PARTS
     head = (pid // PARTS // tiles).to(tl.int64)
@@ -374,7 +380,7 @@ def dq_kernel(
                 p = tl.exp2(s - lse_here[:, None])
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
                 if DROPOUT:
-                    keep = kept(tl.load(seed), threshold, record, head, rows, begin, KEYS)
+                    keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS)
                     dp = tl.where(keep, dp * rescale, 0.0)
                 ds = p * (dp - delta_here[:, None])
                 if SOFTCAP:

@@ -31,6 +31,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "out_batch", "out_row", "out_head", "lse_batch", "lse_head", "tiles", "group", "left", "right",
         "slope_batch", "rows_batch", "threshold",
+        "origin_sequence", "origin_head", "origin_row", "origin_quarter",
         "batch", "seqlen_cached", "total_q", "most", "size", "number",
     ]
 )  # fmt: skip
@@ -39,6 +40,7 @@ def forward_kernel(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     out_batch, out_row, out_head, lse_batch, lse_head,
     tiles, group, left, right, slope_batch, rows_batch, scale2, cap2, threshold, rescale,
+    origin_sequence, origin_head, origin_row, origin_quarter,
     batch, seqlen_cached, total_q, most, size, number,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     INTERVALS: tl.constexpr, CACHED: tl.constexpr,
@@ -47,12 +49,13 @@ def forward_kernel(
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
     with a softcap what ``capped`` takes; ``cap2``: softcap * log2(e). ``sink``: (heads,), read if SINK;
-    ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``seed``: (), read if DROPOUT; ``row_starts`` and
-    ``row_ends``: one per key, read if INTERVALS.
+    ``slopes``: (heads,) or (batch, heads), read if ALIBI; ``seed``: (), read if DROPOUT, which counts
+    from ``origin_*``, as ``kept`` has them; ``row_starts`` and ``row_ends``: one per key, read if INTERVALS.
 
     CACHED: ``table`` has page numbers, (batch, most), of pages of ``size`` tokens; lengths of keys and bounds
     of rows are on the device, and ``seqlen_cached`` is the number of rows where q is dense, otherwise -1.
     Rows of a tile are those of all q heads of kv head ``head``, token by token."""
+    origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     if CACHED:
@@ -146,7 +149,8 @@ def forward_kernel(
             p = tl.exp2(s - shift[:, None])
             total_here = total_here * decay + tl.sum(p, 1)
             if DROPOUT:
-                p = tl.where(kept(tl.load(seed), threshold, record, head, rows, begin, TILE), p, 0.0)
+                keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, TILE)
+                p = tl.where(keep, p, 0.0)
             if CACHED:
                 v_tile = load_pages(
                     v_base, v_batch, v_row, pages, size, number, keys_here, TILE, HEAD_DIM_V, BLOCK_DV

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...errors import InputError
 from ...problem import Problem
 from ...schedule import Plan
 from ...schedule.constants import SINK_ROWS
@@ -258,12 +259,15 @@ def variant_of(scores: Scores, aux: AuxTensors) -> dict[str, bool]:
     }
 
 
-def of_scores(scores: Scores) -> tuple[float, float, int, float]:
+def of_scores(scores: Scores) -> tuple[float, ...]:
     """What makes scores in base 2 of products: a factor and 0, or of a softcap what ``capped`` takes.
 
-    Then what dropout takes.
+    Then what dropout takes: the threshold, the factor, and where it counts from, columns by fours.
     """
-    dropout = scores.dropout_threshold, scores.dropout_rescale
+    *places, column = scores.origin
+    if column % 4:
+        raise InputError(f"column {column} of {scores.origin} is no multiple of 4, as dropout draws them")
+    dropout = scores.dropout_threshold, scores.dropout_rescale, *places, column // 4
     if scores.softcap == 0:
         return scores.softmax_scale * _LOG2E, 0.0, *dropout
     return scores.softmax_scale / scores.softcap, scores.softcap * _LOG2E, *dropout

@@ -98,15 +98,18 @@ def distance(positions, keys):
 
 
 @triton.jit
-def kept(seed, threshold, record, head, rows, begin, KEYS: tl.constexpr):
+def kept(seed, threshold, origin, record, head, rows, begin, KEYS: tl.constexpr):
     """(rows, KEYS): which weights dropout keeps, as ``backends/cpu/dropout.py`` says.
 
-    ``begin``: the first key, a multiple of 4.
+    ``begin``: the first key, a multiple of 4. ``origin``: the sequence, q head, row and quarter of a column
+    that are the first ones of the call.
     """
     ROWS: tl.constexpr = rows.shape[0]
-    row = tl.broadcast_to(rows[:, None], (ROWS, KEYS // 4))
-    quarter = tl.broadcast_to((begin // 4 + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
-    a, b, c, d = tl.philox(seed, quarter, row, head.to(tl.int32), tl.load(record + 14))
+    row = tl.broadcast_to((origin[2] + rows)[:, None], (ROWS, KEYS // 4))
+    first = origin[3] + begin // 4
+    quarter = tl.broadcast_to((first + tl.arange(0, KEYS // 4))[None, :], (ROWS, KEYS // 4))
+    sequence = origin[0] + tl.load(record + 14)
+    a, b, c, d = tl.philox(seed, quarter, row, origin[1] + head.to(tl.int32), sequence)
     words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, KEYS))
     return (words >> 8).to(tl.int32) >= threshold
 

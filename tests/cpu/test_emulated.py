@@ -1,0 +1,225 @@
+"""The Hopper kernels' machine code (its PTX) executed on the CPU: numbers, bytes, and the order of accesses.
+
+See emulator/. Bits are not a GPU's, for wgmma and exp2 round in another way. But what must be equal is equal
+here, too, and what nothing orders is found whether or not it does harm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulator import programs
+from emulator.backend import emulated
+from emulator.machine import DeadlockError, Machine
+from emulator.memory import Memory, OutOfBoundsError
+from emulator.program import Instruction, kernels_of
+from emulator.races import RaceError
+from kvcache_cases import random_history
+from torch import Tensor
+
+from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.backends.base import AuxTensors
+from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
+from dash_attn.backends.sm90.compile import variants
+from dash_attn.problem import Mask
+from dash_attn.testing import assert_same_bytes, same_bytes
+
+pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
+pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
+
+slow = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Case:
+    """Packed sequences (queries, keys), and how they attend."""
+
+    name: str
+    sequences: tuple[tuple[int, int], ...]
+    heads: tuple[int, int]
+    head_dim: int
+    head_dim_v: int = 0
+    mask: Mask = Mask.causal()
+    dtype: torch.dtype = torch.bfloat16
+    sink: bool = False
+    how: tuple[tuple[str, Any], ...] = ()
+
+    def tensors(self) -> tuple[list[Tensor], Tensor]:
+        """q, k, v and the sink if there is one; dout."""
+        generator = torch.Generator().manual_seed(len(self.name))
+        columns = self.head_dim_v or self.head_dim
+        rows, keys = (sum(lengths) for lengths in zip(*self.sequences))
+        shapes = [(rows, self.heads[0], self.head_dim), (keys, self.heads[1], self.head_dim)]
+        shapes += [(keys, self.heads[1], columns), (rows, self.heads[0], columns)]
+        q, k, v, dout = (torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
+        sink = [torch.linspace(-1.0, 2.0, self.heads[0])] if self.sink else []
+        return [x.requires_grad_() for x in (q, k, v, *sink)], dout
+
+    def run(self, **how: Any) -> dict[str, Tensor]:
+        """out, lse and gradients by the public functions."""
+        inputs, dout = self.tensors()
+        left, right = self.mask.sides
+        given = dict(self.how) | how
+        given |= {"window_size": (left, right), "backend": "sm90", "return_lse": True}
+        if self.sink:
+            given["learnable_sink"] = inputs[3]
+        if len(self.sequences) == 1:
+            out, lse = flash_attn_func(*(x[None] for x in inputs[:3]), **given)
+            out, lse = out[0], lse[0]
+        else:
+            bounds = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*self.sequences)]
+            most = [max(lengths) for lengths in zip(*self.sequences)]
+            starts = [torch.tensor(each, dtype=torch.int32) for each in bounds]
+            out, lse = flash_attn_varlen_func(*inputs[:3], *starts, *most, **given)
+        gradients = torch.autograd.grad(out, inputs, dout)
+        named = dict(zip(("dq", "dk", "dv", "dsink"), gradients))
+        return {"out": out.detach(), "lse": lse.detach(), **named}
+
+    def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The same by plain attention in a dtype."""
+        inputs, dout = self.tensors()
+        q, k, v, *sink = (x.detach() for x in inputs)
+        aux = AuxTensors(learnable_sink=sink[0]) if sink else AuxTensors()
+        bounds = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*self.sequences)]
+        parts, dsink = [], torch.zeros(self.heads[0], dtype=torch.float64)
+        for (top, bottom), (first, last) in zip(*map(pairwise, bounds)):
+            rows, keys = slice(top, bottom), slice(first, last)
+            one = Inputs(dout[rows], q[rows], k[keys], v[keys])
+            parts.append(plain_attention(one, self.mask, self.head_dim**-0.5, dtype, aux=aux))
+            if sink:
+                dsink += sink_gradient(one.dout, parts[-1], sink[0])
+        found = {n: torch.cat([getattr(p, n) for p in parts]) for n in ("out", "dq", "dk", "dv")}
+        found["lse"] = torch.cat([p.lse for p in parts], 1)
+        return found | ({"dsink": dsink} if sink else {})
+
+
+WINDOW = Mask.window(100, 30)
+PACKED = ((150, 150), (1, 70), (0, 33), (40, 0), (129, 260))
+CASES = [
+    Case("causal", ((300, 300),), (2, 1), 64),
+    Case("full-128", ((140, 300),), (1, 1), 128, mask=Mask.full()),
+    Case("causal-128-groups", ((280, 280),), (2, 1), 128),
+    Case("packed", PACKED, (2, 2), 64),
+    Case("packed-128-fp16", PACKED, (1, 1), 128, dtype=torch.float16),
+    Case("window-fp16", ((260, 330),), (1, 1), 64, mask=WINDOW, dtype=torch.float16),
+    Case("head-groups", ((200, 200),), (8, 1), 64),
+    Case("sink", ((200, 200),), (2, 2), 64, sink=True),
+    Case("sink-128-packed", PACKED, (2, 1), 128, sink=True),
+    Case("padded-72", ((200, 200),), (2, 1), 72),
+    Case("padded-40-32", ((200, 200),), (1, 1), 40, 32),
+    Case("segments", ((300, 300),), (2, 1), 64, how=(("q_segment", 128),)),
+    Case("segments-128-window", ((200, 290),), (1, 1), 128, mask=WINDOW, how=(("q_segment", 128),)),
+    Case("rings", ((300, 300),), (2, 2), 64, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
+    Case("symmetric", ((300, 300),), (2, 2), 64, how=(("policy", "symmetric_shift"),)),
+    Case("wide", ((300, 300),), (2, 1), 192, 128),
+    Case("wide-full", ((140, 300),), (1, 1), 192, 128, mask=Mask.full(), dtype=torch.float16),
+    Case("wide-packed", PACKED, (2, 2), 192, 128),
+    Case("wide-packed-sink-fp16", PACKED, (2, 1), 192, 128, dtype=torch.float16, sink=True),
+    Case("wide-window-segments", ((200, 290),), (1, 1), 192, 128, mask=WINDOW, how=(("q_segment", 128),)),
+    Case("wide-head-groups", ((200, 200),), (8, 1), 192, 128),
+    Case("wide-padded-160-96", ((200, 200),), (2, 1), 160, 96),
+    Case("wide-rings", ((300, 300),), (2, 2), 192, 128, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
+]
+
+
+@slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_numbers_and_bytes(case: Case) -> None:
+    """Errors are at most twice those of plain attention in the same dtype; nothing that matters is left
+    without an order; another interleaving, more blocks, and work that is done at once leave all bytes."""
+    with emulated(blocks=4, seed=1, races=True):
+        found = case.run()
+    exact, plain = case.expected(torch.float64), case.expected(case.dtype)
+    for name, x in found.items():
+        there = exact[name].isfinite()
+        error, usual = (
+            float((y.double() - exact[name])[there].norm()) for y in (x, plain.get(name, exact[name]))
+        )
+        scale = float(exact[name][there].norm())
+        assert error <= 2 * usual + 1e-5 * scale, f"{name}: {error:.3g}, plain attention {usual:.3g}"
+        assert same_bytes(x[~there].double(), exact[name][~there].double())
+    with emulated(blocks=6, seed=2, late=False):
+        for name, x in case.run().items():
+            assert_same_bytes(x, found[name], name)
+
+
+@slow
+def test_sums_that_nothing_orders_are_found() -> None:
+    """The negative control: without tickets blocks add to dQ as they come."""
+    case = Case("without-order", ((400, 400),), (1, 1), 64, how=(("deterministic", False),))
+    with emulated(blocks=3, seed=1, races=True), pytest.raises(RaceError, match="writes of stores"):
+        case.run()
+
+
+@slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int) -> None:
+    whole = Case("whole", ((300, 300),), (2, 1), head_dim)
+    q, k, v = (x.detach() for x in whole.tensors()[0])
+    how = {"causal": True, "backend": "sm90", "return_lse": True}
+    with emulated(blocks=3):
+        out, lse = flash_attn_func(q[None], k[None], v[None], **how)
+        chunk = flash_attn_func(q[None, 130:257], k[None, :257], v[None, :257], **how)
+        alone = flash_attn_func(q[None, 211:212], k[None, :212], v[None, :212], **how)
+        ends = torch.tensor([0, 1, 212], dtype=torch.int32)
+        packed = flash_attn_varlen_func(
+            q[:212].repeat(1, 2, 1), k[:212].repeat(1, 2, 1), v[:212].repeat(1, 2, 1), ends, ends, 211, 211, **how
+        )
+        other = flash_attn_func(q[None, 1:212], k[None, 1:212], v[None, 1:212], **how)
+    assert_same_bytes(chunk[0], out[:, 130:257])
+    assert_same_bytes(chunk[1], lse[..., 130:257])
+    assert_same_bytes(alone[0], out[:, 211:212])
+    assert_same_bytes(alone[1], lse[..., 211:212])
+    assert_same_bytes(packed[0][1:, 0], other[0][0, :, 0])
+    assert not same_bytes(other[0][:, -1], out[:, 211])  # one key less
+
+
+@slow
+@pytest.mark.parametrize("number", range(12))
+def test_histories_of_a_cache(number: int) -> None:
+    """Every row of every call over a cache has the bytes of one forward; behind used keys lie NaN or inf."""
+    dtype = torch.bfloat16 if number % 3 else torch.float16
+    with emulated(blocks=3, seed=number, late=bool(number % 2), races=number % 4 == 0):
+        random_history(number, "cpu", dtype, 150, head_dims=(64, 72, 128), backend="sm90").run()
+
+
+# The emulator itself
+
+DROPPED = ("fence.proxy", "wgmma.wait_group", "cp.async.bulk.wait_group", "mbarrier.try_wait", "bar.sync")
+"""Instructions without which a kernel is wrong, or may be."""
+
+
+def without(instruction: Instruction) -> Instruction | None:
+    """An instruction that no longer waits or orders; None if it does neither."""
+    if instruction.operation.startswith(DROPPED):
+        return replace(instruction, operation="prefetch", form=("prefetch",), operands=())
+    orders = [part for part in instruction.form if part in ("acquire", "release")]
+    if orders and instruction.form[0] in ("ld", "st", "red"):
+        return replace(instruction, form=tuple(part for part in instruction.form if part not in orders))
+    return None
+
+
+def mutants(case: Case, kernel: str) -> list[int]:
+    """Places in the main kernel of a variant of instructions that can be left out."""
+    return [n for n, i in enumerate(programs.kernels(variants()[kernel])[1].instructions) if without(i)]
+
+
+def run_without(monkeypatch: pytest.MonkeyPatch, case: Case, kernel: str, place: int) -> dict[str, Tensor]:
+    config, kernels = variants()[kernel], programs.kernels
+
+    def changed(asked: Any) -> Any:
+        before, main, *after = kernels(asked)
+        if asked == config:
+            instructions = list(main.instructions)
+            instructions[place] = without(instructions[place])
+            main = replace(main, instructions=instructions)
+        return [before, main, *after]
+
+    monkeypatch.setattr(programs, "kernels", changed)
+    with emulated(blocks=2, seed=1, races=True):
+        return case.run()
