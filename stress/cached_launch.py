@@ -20,7 +20,8 @@ BOUNDS = (0, 5, 6, 80)
 
 
 def cached_problems(config: CachedConfig, fewer: int) -> Iterator[tuple[str, CachedProblem, int | None]]:
-    """What a variant is launched with, and on how many blocks (None: on all). ``fewer``: columns than tiles."""
+    """What a variant is launched with, and on how many blocks (None: on all). ``fewer``: columns than tiles
+    have."""
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.dtype]
     size = 2 * config.piece  # of a page
     most = -(-max(LENGTHS) // size) + 1

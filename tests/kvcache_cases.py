@@ -21,7 +21,8 @@ BAD = (float("nan"), float("inf"), -float("inf"))
 
 @dataclass
 class History:
-    """Requests that share a cache. Keys behind the used ones are ``bad``. ``head_dim``: of V another, if two."""
+    """Requests that share a cache. Keys behind the used ones are ``bad``. ``head_dim``: two, if V has another
+    one."""
 
     rng: random.Random
     device: str

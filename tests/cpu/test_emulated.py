@@ -119,7 +119,7 @@ CASES = [
     Case("wide", ((300, 300),), (2, 1), 192, 128),
     Case("wide-full", ((140, 300),), (1, 1), 192, 128, mask=Mask.full(), dtype=torch.float16),
     Case("wide-packed", PACKED, (2, 2), 192, 128),
-    Case("wide-packed-sink-fp16", PACKED, (2, 1), 192, 128, dtype=torch.float16, sink=True),
+    Case("wide-packed-sink", PACKED, (2, 1), 192, 128, sink=True),
     Case("wide-window-segments", ((200, 290),), (1, 1), 192, 128, mask=WINDOW, how=(("q_segment", 128),)),
     Case("wide-head-groups", ((200, 200),), (8, 1), 192, 128),
     Case("wide-padded-160-96", ((200, 200),), (2, 1), 160, 96),

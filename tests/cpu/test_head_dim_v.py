@@ -331,8 +331,8 @@ def test_the_order_of_sums_is_that_of_the_plan() -> None:
 
 
 def test_plans_of_the_hopper_forward_have_the_numerics_of_the_problem() -> None:
-    for head_dim_v in (64, 128):
-        problem = Problem.dense(seqlen=300, head_dim=128, head_dim_v=head_dim_v)
+    for head_dim, head_dim_v in ((128, 64), (128, 128), (192, 128)):
+        problem = Problem.dense(seqlen=300, head_dim=head_dim, head_dim_v=head_dim_v)
         plan = Forward(problem, torch.device("cuda", 0), blocks=2).plan()
         assert plan.numerics.fingerprint == ForwardNumerics.of(problem).fingerprint
 

@@ -47,7 +47,9 @@ PROBLEMS = {
 }
 
 
-def forward(problem: Problem, tensors: Tensors, blocks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    problem: Problem, tensors: Tensors, blocks: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse."""
     q, k, v = tensors.q, tensors.k, tensors.v
     return Forward(problem, q.device, blocks=blocks)(q, k, v, problem.head_dim**-0.5)

@@ -129,8 +129,8 @@ def _check_tiles(plan: Plan) -> None:
     kernel = tiles_of(*head_dims)
     if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
         raise PlanMismatchError(
-            f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {name_of(*head_dims)} has "
-            f"{kernel.tile_m} x {kernel.tile_n}"
+            f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim "
+            f"{name_of(*head_dims)} has {kernel.tile_m} x {kernel.tile_n}"
         )
     if p.q_starts is not None:
         raise PlanMismatchError(

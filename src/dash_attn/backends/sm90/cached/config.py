@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 from ..forward.config import ForwardConfig
@@ -51,10 +51,10 @@ def cached_config(head_dim: int, dtype: str, few: bool, piece: int, head_dim_v: 
     if stages is None:
         name = name_of(*head_dims)
         raise ValueError(f"no forward over a cache has head dim {name}; known: 64, 128, 192 (V: 128)")
-    both = {"piece": piece, "head_dim_v": head_dim_v, "kv_stages": stages[not few]}
-    if few:
-        return CachedConfig(head_dim, dtype, warpgroups=1, overlap="softmax", **both)
-    early, q_stages = head_dim == 64, 1 if head_dim == 192 else 2
-    return CachedConfig(
-        head_dim, dtype, warpgroups=3 if early else 2, q_stages=q_stages, early=early, **both
+    common = partial(
+        CachedConfig, head_dim, dtype, kv_stages=stages[not few], piece=piece, head_dim_v=head_dim_v
     )
+    if few:
+        return common(warpgroups=1, overlap="softmax")
+    early, q_stages = head_dim == 64, 1 if head_dim == 192 else 2
+    return common(warpgroups=3 if early else 2, q_stages=q_stages, early=early)

@@ -12,7 +12,7 @@ DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 def tile_layout(dtype, rows: int, columns: int, stages: int, row_bytes: int = 128):
-    """Shared-memory layout (rows, columns, stages), columns contiguous in swizzled atoms of 128 or 64 bytes."""
+    """Shared-memory layout (rows, columns, stages), columns contiguous in swizzled atoms of `row_bytes`."""
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {128: kinds.K_SW128, 64: kinds.K_SW64}[row_bytes]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
