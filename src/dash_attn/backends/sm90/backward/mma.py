@@ -197,8 +197,8 @@ class MmaRole:
 
         Expects S^T in acc_S, and leaves the next task's there unless it is the last.
         Beside dK and dV there is room for dP and the rounded P, and then for dQ, but not for P in fp32. So dS
-        is made of the rounded P that dV takes, and dQ and dK have 1.2 times the error. dK reads dS from shared
-        memory, which leaves dQ its registers.
+        is made of the rounded P that dV takes, and dQ and dK have 1.2 times the error. dK reads dS from
+        shared memory, which leaves dQ its registers.
         Tensor-core order: dV, dP, dQ, dK, next S; the dQ write-out beside dK. With dP before dV, dS would be
         made beside dV, but ptxas then finds too few registers, and serialises all products.
         """
