@@ -160,8 +160,10 @@ def random_history(
     kv_heads, group = rng.choice((1, 2)), rng.choice((1, 2, 3, 4))
     lengths = [rng.choice((1, rng.randint(1, 40), rng.randint(1, longest))) for _ in range(rng.randint(2, 4))]
     page_size = rng.choice((0, *PAGE_SIZES))
-    most = (min(lengths[:2]) - 1) // page_size * page_size if page_size else 0
-    shared = rng.choice((0, most))
+    shared = 0
+    if 0 < 4 * page_size <= longest and rng.random() < 0.4:
+        shared = page_size * rng.randint(1, 2)
+        lengths[:2] = [n + shared for n in lengths[:2]]
     how: dict[str, Any] = {"causal": True}
     if rng.random() < 0.4:
         how["window_size"] = (rng.randint(0, longest), 0)

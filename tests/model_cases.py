@@ -29,7 +29,6 @@ SIZE, RATE = 0.15, 0.003
 """Of new weights, large enough that scores differ, and of a step."""
 WINDOW = 16
 DROPOUT = 0.1
-VIT_TOKENS = 197
 
 TEXT = {
     "vocab_size": WORDS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,

@@ -36,6 +36,7 @@ __all__ = [
     "check_rows",
     "check_softcap",
     "completed",
+    "kind_of",
     "longest",
     "short",
     "spec_of",
@@ -317,6 +318,11 @@ def short(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{value!r:.40}"
+
+
+def kind_of(value: object) -> str:
+    """What it is, in a few words."""
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

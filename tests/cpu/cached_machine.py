@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import ptx_machine as base
-from forward_machine import ForwardMachine, Named
-from ptx_machine import LOAD_WARP, Block, Thread
+from forward_machine import ForwardMachine
+from ptx_machine import Thread
+from ptx_machine import main_kernel_ptx as cached_ptx
 
 from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
 from dash_attn.backends.sm90.cached.config import CachedConfig
+
+__all__ = [
+    "Batch",
+    "CachedMachine",
+    "CachedProgram",
+    "DealMachine",
+    "DealProgram",
+    "Record",
+    "cached_ptx",
+]
 
 TOTAL, FOLDS = 0, 2  # words of Deal's shared memory
 
@@ -71,22 +77,8 @@ class Batch:
         return [record for _, record in sorted(found, key=lambda each: -each[0])]
 
 
-@cache
-def cached_ptx(config: CachedConfig) -> str:
-    import cutlass.cute as cute
-
-    from dash_attn.backends.sm90.cached.program import Program, fake_arguments
-
-    with TemporaryDirectory() as folder:
-        options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
-        cute.compile(Program(config), *fake_arguments(config, True), options=options)
-        (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
-    return ptx
-
-
 class CachedProgram(base.Program):
-    def __init__(self, ptx: str):
-        super().__init__(ptx.replace("kernelCached_object", "kernelBackward_object"))
+    kernel = "kernelCached"
 
 
 class CachedMachine(ForwardMachine):
@@ -102,7 +94,8 @@ class CachedMachine(ForwardMachine):
         blocks: int,
         seed: int,
     ):
-        self.config, self.program, self.random, self.batch = config, program, random.Random(seed), batch
+        self._begin(program, blocks, config.threads // 32, seed)
+        self.config, self.batch = config, batch
         words = [len(entries), 0, section, *[0] * (HEADER_WORDS - 3)]
         words += [word for record in entries for word in record]
         self.memory = {TABLE + 4 * i: word & 0xFFFFFFFF for i, word in enumerate(words)}
@@ -110,15 +103,6 @@ class CachedMachine(ForwardMachine):
             for column in range(batch.most_pages):
                 at = sequence * batch.most_pages + column
                 self.memory[PAGES + 4 * at] = batch.page(sequence, column)
-        self.noticed, self.clock, self.warps = 0, 0, config.threads // 32
-        self.blocks = [Block(index, blocks) for index in range(blocks)]
-        self.started = blocks
-        self.named = defaultdict(Named)
-        self.waiting: dict[Thread, int] = {}
-        self.contributions, self.fetched = [], []
-        for block in self.blocks:
-            lanes = ((w, lane) for w in range(self.warps) for lane in range(32 if w == LOAD_WARP else 1))
-            block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
 
     def _parameter(self, number: int, offset: int) -> int:
         b = self.batch
@@ -148,8 +132,7 @@ DEAL_WARPS = 16
 
 
 class DealProgram(base.Program):
-    def __init__(self, ptx: str):
-        super().__init__(ptx.replace("dealDeal_object", "dealBackward_object"))
+    kernel = "dealDeal"
 
 
 class DealMachine(CachedMachine):
@@ -168,11 +151,8 @@ class DealMachine(CachedMachine):
         seed: int,
     ):
         """``capacity``: q tiles, places and folds that there may be."""
-        super().__init__(config, CachedProgram.__new__(CachedProgram), batch, [], 1, 1, seed)
-        self.program, self.warps, self.capacity = program, DEAL_WARPS, capacity
-        (block,) = self.blocks
-        lanes = ((w, lane) for w in range(self.warps) for lane in range(32 if w == LOAD_WARP else 1))
-        block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
+        self._begin(program, 1, DEAL_WARPS, seed)
+        self.config, self.batch, self.capacity = config, batch, capacity
         rows, keys = zip(*batch.sequences)
         bounds = [sum(rows[:i]) for i in range(len(rows) + 1)]
         self.memory = {LENGTHS + 4 * i: value & 0xFFFFFFFF for i, value in enumerate(keys)}

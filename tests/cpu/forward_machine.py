@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import ptx_machine as base
-from ptx_machine import LOAD_WARP, Block, Machine, Thread, _as
+from ptx_machine import LOAD_WARP, Machine, Thread, _as
+from ptx_machine import main_kernel_ptx as forward_ptx
 
 from dash_attn.backends.base import Keys
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.table import forward_table
 from dash_attn.problem import Problem
 from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan
+
+__all__ = ["ForwardMachine", "ForwardProgram", "Named", "forward_ptx", "plan_for"]
 
 TABLE, TENSORS = 1 << 20, 1 << 44
 TRACE = (TENSORS << 2) + (15 << 40)  # the parameter behind those of the workspace
@@ -29,22 +28,8 @@ def plan_for(problem: Problem, config: ForwardConfig, workers: int = 1) -> Forwa
     return build_forward_plan(problem, config.tile_m, workers, numerics)
 
 
-@cache
-def forward_ptx(config: ForwardConfig) -> str:
-    import cutlass.cute as cute
-
-    from dash_attn.backends.sm90.forward.program import Program, fake_arguments
-
-    with TemporaryDirectory() as folder:
-        options = f"--enable-tvm-ffi --gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
-        cute.compile(Program(config), *fake_arguments(config, True), options=options)
-        (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
-    return ptx
-
-
 class ForwardProgram(base.Program):
-    def __init__(self, ptx: str):
-        super().__init__(ptx.replace("Forward_object", "Backward_object"))
+    kernel = "kernelForward"
 
 
 @dataclass
@@ -66,19 +51,16 @@ class ForwardMachine(Machine):
         *,
         keys: Keys | None = None,
     ):
-        self.config, self.program, self.random = config, program, random.Random(seed)
-        self.plan, self.problem, self.keys = plan, plan.problem, keys
+        self._begin(program, blocks, config.threads // 32, seed)
+        self.config, self.plan, self.problem, self.keys = config, plan, plan.problem, keys
         words = np.frombuffer(forward_table(plan, keys and keys.starts).tobytes(), dtype=np.uint32)
         self.memory = {TABLE + 4 * i: int(word) for i, word in enumerate(words)}
-        self.noticed, self.clock, self.warps = 0, 0, config.threads // 32
-        self.blocks = [Block(index, blocks) for index in range(blocks)]
-        self.started = blocks
-        self.named = defaultdict(Named)
+
+    def _begin(self, program: base.Program, blocks: int, warps: int, seed: int) -> None:
+        super()._begin(program, blocks, warps, seed)
+        self.clock = 0
+        self.named: dict[tuple[int, int], Named] = defaultdict(Named)
         self.waiting: dict[Thread, int] = {}
-        self.contributions, self.fetched = [], []
-        for block in self.blocks:
-            lanes = ((w, lane) for w in range(self.warps) for lane in range(32 if w == LOAD_WARP else 1))
-            block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
 
     def _parameter(self, number: int, offset: int) -> int:
         p = self.problem

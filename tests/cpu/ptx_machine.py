@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class DeadlockError(Exception):
 
 
 @cache
-def main_kernel_ptx(config: BackwardConfig) -> str:
+def main_kernel_ptx(config: compile.Config) -> str:
     """The PTX file that has the main kernel of a configuration."""
     with TemporaryDirectory() as folder:
         compile._compile(config, f"--keep-ptx --dump-dir={folder}")
@@ -63,10 +63,13 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """The instructions of the main kernel in a PTX file, and its parameters."""
+    """The instructions of a kernel in a PTX file, and its parameters."""
+
+    kernel: ClassVar[str] = "kernelBackward"
+    """The end of its file's name, and its class."""
 
     def __init__(self, ptx: str):
-        start = re.search(r"\.visible \.entry \S*\w*Backward_object[^(]*\(", ptx)
+        start = re.search(rf"\.visible \.entry \w*{self.kernel}_object[^(]*\(", ptx)
         assert start is not None
         head, body = ptx[start.end() :].split("\n{", 1)
         self.parameters = head.count(".param")
@@ -161,8 +164,8 @@ class Machine:
     """
 
     def __init__(self, program: Program, plan: Plan, blocks: int, seed: int, one_by_one: bool = False):
-        self.program, self.plan, self.random = program, plan, random.Random(seed)
-        problem = plan.problem
+        self._begin(program, blocks, WARPS, seed)
+        self.plan, problem = plan, plan.problem
         self.workers = min(blocks, len(plan.items))
         contributions = [plan.pattern(i).grid.contributions for i in range(len(problem.sequences))]
         tiles = problem.heads * sum(map(len, contributions))
@@ -171,13 +174,17 @@ class Machine:
         self.memory = {PLAN + 4 * i: int(word) for i, word in enumerate(words)}
         for queued in range(CONTROL_WORDS + tiles, CONTROL_WORDS + 2 * tiles):
             self.memory[CONTROL + 4 * queued] = 0xFFFFFFFF
+        self.started = 1 if one_by_one else blocks
+
+    def _begin(self, program: Program, blocks: int, warps: int, seed: int) -> None:
+        """What a launch of any kernel begins with. All blocks have started."""
+        self.program, self.random, self.warps = program, random.Random(seed), warps
+        self.noticed, self.started = 0, blocks
         self.contributions: list[tuple[int, int, bool]] = []  # (block, dQ tile, added), in order
         self.fetched: list[tuple[int, int]] = []  # to be converted: (dQ tile, contributions to it so far)
-        self.noticed = 0
         self.blocks = [Block(index, blocks) for index in range(blocks)]
-        self.started = 1 if one_by_one else blocks
         for block in self.blocks:
-            lanes = ((warp, lane) for warp in range(WARPS) for lane in range(32 if warp == LOAD_WARP else 1))
+            lanes = ((warp, lane) for warp in range(warps) for lane in range(32 if warp == LOAD_WARP else 1))
             block.threads = [Thread(block, warp, lane) for warp, lane in lanes]
 
     def run(self, patience: int = PATIENCE) -> None:

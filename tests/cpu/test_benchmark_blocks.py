@@ -225,9 +225,10 @@ def test_what_the_docs_would_quote(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
-def test_steps_of_a_model(benchmark: SimpleNamespace, capsys: Any) -> None:
+def test_steps_of_a_model(benchmark: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Eager and compiled, in a fixed order and not; every step goes on from the one before it."""
     steps = import_module("steps")
+    monkeypatch.setattr(steps, "LAYERS", 2)  # each is compiled by itself
     case = small(benchmark.models, "LLaMA3-8B")._replace(seqlen=16)
     torch._dynamo.reset()
     made = steps.steps(case, CPU, words=31, backend="aot_eager")

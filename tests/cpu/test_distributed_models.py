@@ -256,8 +256,14 @@ def on_refused_masks():
 
 TURNS = {
     "bytes": (on_models, on_dropout),
-    "rest": (on_gradients_of_weights, on_checkpoints, on_all_tokens, on_refused_caches, on_refused_masks),
-    "refused": (on_refused_models,),
+    "rest": (
+        on_gradients_of_weights,
+        on_checkpoints,
+        on_all_tokens,
+        on_refused_models,
+        on_refused_caches,
+        on_refused_masks,
+    ),
 }
 
 

@@ -15,11 +15,8 @@ import pytest
 import torch
 from emulator import programs
 from emulator.backend import emulated
-from emulator.machine import DeadlockError, Machine
-from emulator.memory import Memory, OutOfBoundsError
-from emulator.program import Instruction, kernels_of
+from emulator.program import Instruction
 from emulator.races import RaceError
-from kvcache_cases import random_history
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
@@ -28,11 +25,13 @@ from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
 from dash_attn.backends.sm90.compile import variants
 from dash_attn.problem import Mask
 from dash_attn.testing import assert_same_bytes, same_bytes
+from kvcache_cases import random_history
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 
 slow = pytest.mark.slow
+CAUSAL, WINDOW = Mask.causal(), Mask.window(100, 30)
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Case:
     heads: tuple[int, int]
     head_dim: int
     head_dim_v: int = 0
-    mask: Mask = Mask.causal()
+    mask: Mask = CAUSAL
     dtype: torch.dtype = torch.bfloat16
     sink: bool = False
     how: tuple[tuple[str, Any], ...] = ()
@@ -98,7 +97,6 @@ class Case:
         return found | ({"dsink": dsink} if sink else {})
 
 
-WINDOW = Mask.window(100, 30)
 PACKED = ((150, 150), (1, 70), (0, 33), (40, 0), (129, 260))
 CASES = [
     Case("causal", ((300, 300),), (2, 1), 64),
@@ -168,7 +166,14 @@ def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int) -> Non
         alone = flash_attn_func(q[None, 211:212], k[None, :212], v[None, :212], **how)
         ends = torch.tensor([0, 1, 212], dtype=torch.int32)
         packed = flash_attn_varlen_func(
-            q[:212].repeat(1, 2, 1), k[:212].repeat(1, 2, 1), v[:212].repeat(1, 2, 1), ends, ends, 211, 211, **how
+            q[:212].repeat(1, 2, 1),
+            k[:212].repeat(1, 2, 1),
+            v[:212].repeat(1, 2, 1),
+            ends,
+            ends,
+            211,
+            211,
+            **how,
         )
         other = flash_attn_func(q[None, 1:212], k[None, 1:212], v[None, 1:212], **how)
     assert_same_bytes(chunk[0], out[:, 130:257])

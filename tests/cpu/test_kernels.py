@@ -222,7 +222,7 @@ if sys.argv[1] == "load":
     compile._PROGRAMS._compile = lambda config: sys.exit("compiled again")
 print("ready", flush=True)
 sys.stdin.readline()
-assert callable(compile.program(compile.variants()["backward-d128-bf16"]))
+assert callable(compile.program(compile.variants()["add-sums"]))  # the one that compiles fastest
 """
 
 

@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.backends.base import NO_AUX
-from dash_attn.backends.cached import PAGE_SIZES, CachedProblem
+from dash_attn import (
+    Support,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    is_supported,
+)
+from dash_attn.backends.base import NO_AUX, backend_named
+from dash_attn.backends.cached import CachedProblem
 from dash_attn.backends.cpu import forward as reference
 from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
 from dash_attn.backends.sm90.cached.launch import config_of
 from dash_attn.errors import InputError
+from dash_attn.ops.cached import _call
 from dash_attn.ops.operators import APPEND, CACHED
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import ForwardNumerics
@@ -35,15 +42,33 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("number", range(40))
+FAST = 24
+"""Histories in `make test`. They have all sizes of pages, windows, sinks, and shared prefixes."""
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n < FAST else pytest.mark.slow) for n in range(40)]
+)
 def test_histories(number: int) -> None:
     """Chunks, steps, changing batches, pages, shared prefixes; NaN or infinity behind the used keys."""
     dtype = (torch.float32, torch.bfloat16, torch.float64)[number % 3]
     assert random_history(number, "cpu", dtype, 300, head_dims=(8, 16), backend="cpu").run()
 
 
-@pytest.mark.parametrize("page_size", [0, *PAGE_SIZES])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_shared_prefixes(page_size: int) -> None:
+    """A request begins with tokens, and pages, of another one."""
+    rng, how = random.Random(page_size), {"causal": True}
+    history = History(rng, "cpu", torch.float32, [200, 150, 9], (4, 2), 16, page_size, how, shared=128)
+    count = 128 // page_size
+    assert history.table[0, :count].tolist() == history.table[1, :count].tolist()
+    assert history.table[0, count] != history.table[1, count]
+    history.run()
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 256])
 def test_masks_sinks_and_caps(page_size: int) -> None:
+    """No pages, parts of a kv tile, more than one. (Histories have all sizes.)"""
     for at, how in enumerate(({}, {"window_size": (40, 9)}, {"window_size": (-1, 3), "softcap": 2.0})):
         causal = {**how, "causal": at != 1, "softmax_scale": 0.3}
         if not causal["causal"]:  # a row must see no key that comes after it, or chunks would differ
@@ -175,11 +200,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def supported(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any = None, v: Any = None, **how: Any
+) -> Support:
+    """Whether the same call of ``flash_attn_with_kvcache`` would be accepted."""
+    new = None if k is None and v is None else (k, v)
+    if new is None and not how.keys() & {"cache_seqlens", "cache_batch_idx", "page_table"}:
+        how["cache_seqlens"] = k_cache.shape[1]  # a full cache has nothing else that says whose call it is
+    return is_supported(q, k_cache, v_cache, new=new, **how)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_calls_name_what_is_wrong(case: str) -> None:
     changed, message = REFUSED[case]
-    with pytest.raises(InputError, match=message):
-        flash_attn_with_kvcache(**({"q": Q, "k_cache": CACHE, "v_cache": CACHE} | changed))
+    given = {"q": Q, "k_cache": CACHE, "v_cache": CACHE} | changed
+    with pytest.raises(InputError, match=message) as error:
+        flash_attn_with_kvcache(**given)
+    assert supported(**given) == Support(False, str(error.value))
 
 
 PAGED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -201,13 +238,65 @@ def test_refused_calls_with_pages(case: str) -> None:
         "page_table": TABLE,
     }  # fmt: skip
     flash_attn_varlen_func(**given)
-    with pytest.raises(InputError, match=message):
+    assert is_supported(**given) == Support(True, "", "cpu")
+    with pytest.raises(InputError, match=message) as error:
         flash_attn_varlen_func(**(given | changed))
+    assert is_supported(**(given | changed)) == Support(False, str(error.value))
 
 
 def test_others_say_who_has_pages() -> None:
     with pytest.raises(InputError, match="flash_attn_varlen_func and flash_attn_with_kvcache have it"):
         flash_attn_func(Q, Q, Q, page_table=TABLE)
+
+
+STRANGE: dict[str, dict[str, Any]] = {
+    "alibi": {"alibi_slopes": torch.ones(4)},
+    "dropout": {"dropout_p": 0.5},
+    "policy": {"policy": "descending"},
+    "order": {"deterministic": False},
+    "segments": {"q_segment": 128},
+    "rows": {"row_ends": int32(1, 2)},
+    "packed q": {"cu_seqlens_q": int32(0, 3, 6)},
+    "used keys": {"seqused_k": USED},
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_arguments_of_other_functions(name: str) -> None:
+    with pytest.raises((InputError, TypeError)) as error:
+        flash_attn_with_kvcache(Q, CACHE, CACHE, cache_seqlens=USED, **STRANGE[name])
+    found = is_supported(Q, CACHE, CACHE, cache_seqlens=USED, **STRANGE[name])
+    assert found == Support(False, str(error.value))
+
+
+def test_what_is_supported_is_not_run() -> None:
+    caches = CACHE.clone(), CACHE.clone()
+    given = {"cache_seqlens": USED, "causal": True, "learnable_sink": torch.zeros(4), "softcap": 3.0}
+    assert is_supported(Q, *caches, new=(NEW, NEW), **given) == Support(True, "", "cpu")
+    assert all(torch.equal(x, CACHE) for x in caches)
+    assert is_supported(Q, PAGES, PAGES, page_table=TABLE, window_size=(3, 0)).backend == "cpu"
+    assert is_supported(Q, PAGES, PAGES, block_table=TABLE, seqused_k=USED).backend == "cpu"
+    assert is_supported(Q, CACHE, CACHE, cache_batch_idx=int32(1, 1)).backend == "cpu"
+    assert is_supported(Q[:0], CACHE[:0], CACHE[:0], cache_seqlens=0)
+
+
+def test_nothing_is_appended_for_a_call_that_no_backend_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    _call.cache_clear()
+    monkeypatch.setattr(type(backend_named("cpu")), "why_not_cached", lambda *_: "no time")
+    caches = CACHE.clone(), CACHE.clone()
+    call = (Q, *caches, NEW, NEW)
+    with pytest.raises(InputError, match="no time"):
+        flash_attn_with_kvcache(*call, cache_seqlens=USED)
+    assert all(torch.equal(x, CACHE) for x in caches)
+    assert supported(*call, cache_seqlens=USED) == Support(False, "no time")
+
+
+def test_tokens_are_appended_where_columns_lie_side_by_side() -> None:
+    turned = CACHE.transpose(1, 3).contiguous().transpose(1, 3)
+    with pytest.raises(InputError, match="k_cache must have a last dimension of stride 1") as error:
+        flash_attn_with_kvcache(Q, turned, CACHE, NEW, NEW, cache_seqlens=USED)
+    assert supported(Q, turned, CACHE, NEW, NEW, cache_seqlens=USED) == Support(False, str(error.value))
+    assert supported(Q, turned, CACHE, cache_seqlens=USED)
 
 
 # Operators

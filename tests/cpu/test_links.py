@@ -55,6 +55,16 @@ def test_what_cannot_be_shared_is_an_error() -> None:
         predict(Problem.dense(seqlen_q=128, seqlen_k=256), 2, "gather")
     with pytest.raises(InputError, match="no multiple of 4"):
         predict(Problem.dense(seqlen=1026), 2, "gather")
+    with pytest.raises(InputError, match="4 kv heads are no multiple of 8"):
+        predict(Problem.dense(heads=4, seqlen=4096), 8, "ulysses")
+    with pytest.raises(InputError, match="mode must be one of auto, ulysses, .*, got 'one'"):
+        memory_gb(Problem.dense(seqlen=4096), 2, "one")
+
+
+def test_a_mode_means_what_it_means_where_it_runs() -> None:
+    problem = Problem.dense(heads=4, seqlen=65536, mask=Mask.causal())
+    assert predict(problem, 4, "auto") == predict(problem, 4, "ulysses")
+    assert predict(problem, 8, "auto") == predict(problem, 8, "ulysses+ring") != predict(problem, 8, "ring")
 
 
 def test_windows_and_full_masks_have_the_work_that_they_leave() -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.compile import backward_variants
+from dash_attn.backends.sm90.forward.config import ForwardConfig
 from gpu_cases import CAUSAL, auto_plan, packed
-from sanitize import TOOLS, contributed, findings, inputs, plans
+from sanitize import RACE_READERS, RACE_WRITERS, TOOLS, contributed, findings, inputs, plans
 
 
 def race(*accesses: tuple[str, str], kernel: str = "kernel_sm90Backward_1") -> str:
@@ -56,12 +58,26 @@ def test_what_is_explained_is_no_finding() -> None:
         ),
         (race(("Read", "0x10"), ("Write", "0x20"), kernel="kernel_Forward_1"), "0x10 of kernel_Forward_1"),
         (race(("Read", "0x10"), ("Write", "0x20"), kernel="kernel_Convert_1"), "0x10 of kernel_Convert_1"),
+        *(
+            (race(first, second, kernel=f"kernel_{name}_object_1"), f"0x10 of kernel_{name}_object_1")
+            for name in CachedConfig.kernels
+            for first, second in ((("Write", "0x10"), READ), (("Read", "0x10"), ("Write", "0x20")))
+        ),
     ],
 )
 def test_any_other_race_is_a_finding(hazard: str, message: str) -> None:
     hazards = (KNOWN + hazard).count("Race reported")
     (found,) = findings("racecheck", DONE + KNOWN + hazard + DONE + summary(hazards))
     assert message in found
+
+
+def test_main_kernels_have_numbers_of_their_own() -> None:
+    """What a main kernel is excused for was looked up in its code, and is not that of another kernel."""
+    for config in (BackwardConfig, ForwardConfig, CachedConfig):
+        (main,) = (name for name in config.kernels if name.lower() == config.direction)
+        for table in (RACE_WRITERS, RACE_READERS):
+            assert [name for name in table if name in main] == [main]
+    assert set(RACE_WRITERS) == set(RACE_READERS) == {"Backward", "Forward", "Cached"}
 
 
 @pytest.mark.parametrize("end", ["", summary(4), summary(11).replace("(11", "(96")])

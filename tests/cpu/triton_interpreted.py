@@ -1027,12 +1027,14 @@ def test_rows_that_are_far_apart_are_copied() -> None:
 # Caches of keys
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_histories_over_a_cache(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "longest"), [*((n, 150) for n in range(4)), (10, 300)])
+def test_histories_over_a_cache(number: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths, bounds and pages are read by the programs, which also append new keys."""
     monkeypatch.setattr("dash_attn.backends.cpu.cached.append", append)
     dtype = (torch.float16, torch.float32)[number % 2]
-    random_history(number, "cpu", dtype, 150, head_dims=(16, 24), backend="triton").run()
+    history = random_history(number, "cpu", dtype, longest, head_dims=(16, 24), backend="triton")
+    assert (history.shared > 0) == (number == 10)  # it has a prefix that two requests share
+    history.run()
 
 
 def test_lengths_pages_and_bounds_out_of_range_are_clamped() -> None:

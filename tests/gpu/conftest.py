@@ -48,9 +48,11 @@ def replays() -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _dynamo_knows_pytorch() -> None:
-    """Dynamo lists PyTorch's functions at its first compilation: before any test replaces one."""
+def _pytorch_knows_its_functions() -> None:
+    """Dynamo, and ``with device:``, list PyTorch's functions at first use: before any test replaces one."""
     torch.compile(torch.neg, backend="eager")(torch.ones(1))
+    with torch.device("cpu"):
+        torch.empty(0)
 
 
 @pytest.fixture(autouse=True)

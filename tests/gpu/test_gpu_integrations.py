@@ -306,6 +306,10 @@ def test_the_demo_repeats_and_its_control_drifts():
     settings = DemoSettings(steps=20, batch=8, shape=shape, device="cuda")
     result = run_demo(settings, say=lambda line: None)
     assert result.identical
+    for _ in range(4):  # beside other work on the GPU, sums without an order may repeat by chance
+        if result.sha256[0] != result.sha256[2]:
+            break
+        result = run_demo(settings, say=lambda line: None)
     assert result.sha256[0] != result.sha256[2]
     assert result.drift[20] > 0
     assert run_demo(replace(settings, steps=3), say=lambda line: None).losses == result.losses[:3]

@@ -7,9 +7,9 @@
 :func:`context` makes models of other libraries do so.
 """
 
-from ..schedule.sharing import LAYOUTS
+from ..schedule.sharing import LAYOUTS, MODES
 from .context import context
-from .functional import MODES, attention, attention_varlen
+from .functional import attention, attention_varlen
 from .rows import positions, shard, unshard
 
 __all__ = ["LAYOUTS", "MODES", "attention", "attention_varlen", "context", "positions", "shard", "unshard"]

@@ -12,9 +12,9 @@ from torch import Tensor
 from ..arguments import check_q_segment
 from ..errors import InputError
 from ..ops.spread import spread_by
-from ..schedule.sharing import LAYOUTS
+from ..schedule.sharing import LAYOUTS, MODES
 from .exchange import Team, team_of
-from .functional import MODES, attention
+from .functional import attention
 from .rows import positions
 
 __all__ = ["context"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -14,7 +13,7 @@ from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, 
 from ..backends.base import NO_AUX, AuxTensors
 from ..errors import DashError, InputError
 from ..schedule import Numerics, Schedule
-from ..schedule.sharing import Layout
+from ..schedule.sharing import Layout, teams_of
 from ..spec import AttentionSpec
 from .agreement import agree
 from .exchange import Team, of_first_rank, team_of
@@ -22,9 +21,7 @@ from .passes import Saved, backward, forward
 from .rows import lengths_of
 from .shared import Given, Shared
 
-__all__ = ["MODES", "attention", "attention_varlen"]
-
-MODES = ("auto", "ulysses", "gather", "ring", "ulysses+gather", "ulysses+ring")
+__all__ = ["attention", "attention_varlen"]
 
 
 def attention(
@@ -228,26 +225,11 @@ def _checked(
         local = Packing(one, one, None, None)
     call = check_call(q, k, v, local, asked, aux)
     q, k, v = call.q, call.k, call.v
-    head_ranks, in_turns = _teams(mode, team.size, k.shape[-2])
+    teams = teams_of(mode, team.size, k.shape[-2])
     sizes = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     batch = q.shape[0] if cu_seqlens is None else 1
-    given = Given(lengths, cu_seqlens is not None, batch, *sizes, q.dtype, layout, head_ranks, in_turns)
+    given = Given(lengths, cu_seqlens is not None, batch, *sizes, q.dtype, layout, *teams)
     return (q, k, v), call.aux, call.spec, given
-
-
-def _teams(mode: str, ranks: int, kv_heads: int) -> tuple[int, bool]:
-    """(ranks that share the heads of the same rows, whether heads take turns)."""
-    if mode not in MODES:
-        raise InputError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    common = math.gcd(ranks, kv_heads)
-    if mode == "auto":
-        return common, common < ranks
-    if mode == "ulysses" and common < ranks:
-        raise InputError(
-            f"mode 'ulysses' needs kv heads for every rank: {kv_heads} kv heads are no multiple of {ranks} "
-            f"ranks; 'ulysses+gather' shares heads among {common}"
-        )
-    return (common if "ulysses" in mode else 1), mode.endswith("ring")
 
 
 def _said(qkv: tuple[Any, ...], aux: AuxTensors, checked: _Checked | None) -> tuple[tuple[str, Any], ...]:

@@ -59,7 +59,7 @@ class Leaving:
         shared, moves = self._shared, []
         tile_n = shared.cut.tile_n
         for worker, heads in enumerate(shared.of_step(self._step)):
-            for sequence, index in shared.segments(worker):
+            for sequence, index in shared.segments[worker]:
                 cut = shared.cut_of(sequence, heads[1] - heads[0])
                 first, last = cut.tiles_of(index)
                 for owner, chunks in enumerate(shared.layout.chunks):

@@ -139,7 +139,7 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
     sink = aux.learnable_sink
     wide = aux if sink is None else aux._replace(learnable_sink=sink.float())
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in mine[1:4])
-    complete, sums = shared.complete(shared.team.rank), {}
+    complete, sums = shared.complete[shared.team.rank], {}
     dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.float32)
     for rows, place in zip(shared.rows, places(shared.rows)):
         found: Tensor | None

@@ -139,8 +139,7 @@ class Shared:
     @cached_property
     def _home_ways(self) -> list[_Way]:
         """Of the keys of sequences that their worker has whole."""
-        complete = [self.complete(rank) for rank in range(self.team.size)]
-        return self._ways(self.keys, lambda rank, rows: rows.sequence in complete[rank])
+        return self._ways(self.keys, lambda rank, rows: rows.sequence in self.complete[rank])
 
     def _ways(
         self, blocks: Sequence[Sequence[Rows]], wanted: Callable[[int, Rows], bool] | None = None
@@ -173,20 +172,29 @@ class Shared:
         kept: NDArray[np.bool_] = np.concatenate([np.zeros(0, dtype=bool), *each])[route.at]
         return kept
 
-    def complete(self, rank: int) -> set[int]:
-        """The sequences all of whose rows a rank computes."""
+    @cached_property
+    def complete(self) -> list[set[int]]:
+        """The sequences all of whose rows a rank computes, of every rank."""
         lengths = self.given.lengths
-        return {mine.sequence for mine in self.work[rank].rows if mine[1:] == (0, lengths[mine.sequence])}
+        return [
+            {mine.sequence for mine in work.rows if mine[1:] == (0, lengths[mine.sequence])}
+            for work in self.work
+        ]
 
-    def segments(self, rank: int) -> list[tuple[int, int]]:
-        """(sequence, number of the segment) that a rank computes of sequences that it has not whole."""
-        complete, found = self.complete(rank), []
-        for mine in self.work[rank].rows:
-            if mine.sequence not in complete:
-                for index, segment in enumerate(self.cut.segments(self.given.lengths[mine.sequence])):
-                    if mine.first <= segment.rows[0] < mine.last:
-                        found.append((mine.sequence, index))
-        return found
+    @cached_property
+    def segments(self) -> list[list[tuple[int, int]]]:
+        """(sequence, number of the segment) that a rank computes of sequences that it has not whole, of every
+        rank."""
+        return [
+            [
+                (mine.sequence, index)
+                for mine in work.rows
+                if mine.sequence not in complete
+                for index, segment in enumerate(self.cut.segments(self.given.lengths[mine.sequence]))
+                if mine.first <= segment.rows[0] < mine.last
+            ]
+            for work, complete in zip(self.work, self.complete)
+        ]
 
     def steps(self, rank: int) -> list[Heads]:
         """The kv heads of a rank, as they are computed one after the other."""

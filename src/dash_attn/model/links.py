@@ -7,7 +7,6 @@ the first kv head.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from ..errors import ProblemError
 from ..problem import Mask, Problem
 from ..schedule.constants import Q_SEGMENT
 from ..schedule.segments import Segment, head_groups_of_segments
-from ..schedule.sharing import Cut, Layout, Rows, Work, deal
+from ..schedule.sharing import Cut, Layout, Rows, Teams, Work, deal, teams_of
 
 __all__ = ["H200_LINKS", "Links", "Prediction", "memory_gb", "predict"]
 
@@ -71,13 +70,13 @@ def predict(
     Args:
         problem: of the whole sequences, bf16 or fp16.
         ranks: GPUs; with 1 the mode is no matter.
-        mode, layout: as in :func:`dash_attn.distributed.attention`, without "auto".
+        mode, layout: as in :func:`dash_attn.distributed.attention`.
         links: what GPUs and links do.
         q_segment: rows per segment.
 
     Raises:
         ProblemError: the sequences are no self-attention of one length.
-        InputError: they cannot be spread evenly.
+        InputError: they cannot be spread evenly, or there is no such mode for so many kv heads.
 
     >>> long = Problem.dense(heads=16, kv_heads=4, seqlen=65536, mask=Mask.causal())
     >>> one, two = (predict(long, ranks, "ulysses") for ranks in (1, 2))
@@ -115,9 +114,8 @@ class _Plan:
     def __init__(self, problem: Problem, ranks: int, mode: str, layout: str, q_segment: int) -> None:
         self.problem, self.ranks = problem, ranks
         self.length = problem.sequences[0][0]
-        common = math.gcd(ranks, problem.kv_heads)
-        self.head_ranks = common if "ulysses" in mode else 1
-        self.in_turns = mode.endswith("ring")
+        teams = teams_of(mode, ranks, problem.kv_heads) if ranks > 1 else Teams(1, False)
+        self.head_ranks, self.in_turns = teams
         self.cut = Cut(problem.mask, problem.tile_n, q_segment)
         self.layout = Layout((self.length,), ranks, layout)
         self.work = deal(self.layout, self.cut, problem.kv_heads, self.head_ranks)

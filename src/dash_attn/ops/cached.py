@@ -17,7 +17,7 @@ from ..spec import AttentionSpec
 from .calls import DTYPE_NAMES
 from .policies import forget_with
 
-__all__ = ["CachedCall", "append", "cached_call", "check_rows_of_q", "check_tokens"]
+__all__ = ["CachedCall", "append", "cached_call", "check_last_strides", "check_rows_of_q", "check_tokens"]
 
 
 class CachedCall:
@@ -127,6 +127,17 @@ def check_rows_of_q(cu_seqlens_q: Tensor, q: Tensor, longest_q: int) -> None:
         raise InputError(f"max_seqlen_q is {longest_q}, the longest sequence has {lengths.longest}")
 
 
+def check_last_strides(cache: tuple[Tensor, Tensor]) -> None:
+    """Tokens can be appended only where the columns of a cache lie side by side.
+
+    Raises:
+        InputError: they do not.
+    """
+    for name, x in zip(("k_cache", "v_cache"), cache):
+        if x.stride(-1) != 1:
+            raise InputError(f"{name} must have a last dimension of stride 1, got strides {x.stride()}")
+
+
 def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:
     """Write new keys and values behind the first ``at`` tokens of every sequence, in place.
 
@@ -140,9 +151,7 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     """
     if not new[0].numel() and not new[1].numel():
         return
-    for name, x in zip(("k_cache", "v_cache"), cache):
-        if x.stride(-1) != 1:
-            raise InputError(f"{name} must have a last dimension of stride 1, got strides {x.stride()}")
+    check_last_strides(cache)
     where = "cpu.cached" if cache[0].device.type == "cpu" else "triton.append"
     module: Any = import_module(f"..backends.{where}", __package__)
     with as_current(cache[0].device):

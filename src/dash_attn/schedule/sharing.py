@@ -5,6 +5,7 @@ Imports neither torch nor a backend: all of it is plain data, the same on every 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -16,9 +17,52 @@ from ..errors import InputError
 from ..problem import IntArray, Mask
 from .segments import Segment, segments_of
 
-__all__ = ["LAYOUTS", "Chunk", "Layout", "Route", "Rows", "Work", "deal", "in_place", "routes"]
+__all__ = [
+    "LAYOUTS",
+    "MODES",
+    "Chunk",
+    "Layout",
+    "Route",
+    "Rows",
+    "Teams",
+    "Work",
+    "deal",
+    "in_place",
+    "routes",
+    "teams_of",
+]
 
 LAYOUTS = ("zigzag", "contiguous")
+MODES = ("auto", "ulysses", "gather", "ring", "ulysses+gather", "ulysses+ring")
+
+
+class Teams(NamedTuple):
+    """What a mode means: so many ranks share the heads of the same rows; whether kv heads take turns."""
+
+    head_ranks: int
+    in_turns: bool
+
+
+def teams_of(mode: str, ranks: int, kv_heads: int) -> Teams:
+    """What a mode means for so many ranks.
+
+    Raises:
+        InputError: there is no such mode, or "ulysses" has no kv heads for some ranks.
+
+    >>> teams_of("auto", 4, 8), teams_of("auto", 4, 6)
+    (Teams(head_ranks=4, in_turns=False), Teams(head_ranks=2, in_turns=True))
+    """
+    if mode not in MODES:
+        raise InputError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+    common = math.gcd(ranks, kv_heads)
+    if mode == "auto":
+        return Teams(common, common < ranks)
+    if mode == "ulysses" and common < ranks:
+        raise InputError(
+            f"mode 'ulysses' needs kv heads for every rank: {kv_heads} kv heads are no multiple of {ranks} "
+            f"ranks; 'ulysses+gather' shares heads among {common}"
+        )
+    return Teams(common if "ulysses" in mode else 1, mode.endswith("ring"))
 
 
 class Rows(NamedTuple):

@@ -90,7 +90,7 @@ def run_kernels(args: argparse.Namespace) -> int:
 
 
 def _require_hashes_of_all(args: argparse.Namespace) -> None:
-    """Compiling all variants takes a minute: see first that the file is meant, whole and can be written."""
+    """Compiling all variants takes minutes: see first that the file is meant, whole and can be written."""
     from ..model.output import check_writable
 
     if not args.hashes or args.only:

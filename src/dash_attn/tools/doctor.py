@@ -41,6 +41,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "head_dim 192, of v 128": {"causal": True, "head_dim": 192, "head_dim_v": 128},
     "documents by row_ends": {"causal": True, "documents": True},
     "dropout": {"causal": True, "dropout_p": 0.1},
+    "a cache of keys, in pages": {"causal": True, "pages": True},
 }
 """Typical calls: which backend supports each of them here?"""
 
@@ -137,6 +138,7 @@ def _support(
     alibi: bool = False,
     documents: bool = False,
     dropout_p: float = 0.0,
+    pages: bool = False,
 ) -> str:
     from ..api import is_supported
 
@@ -152,6 +154,7 @@ def _support(
         learnable_sink=torch.zeros(4, device=device) if sink else None,
         alibi_slopes=torch.zeros(4, device=device) if alibi else None, dropout_p=dropout_p,
         row_ends=torch.full(k.shape[:-2], 256, dtype=torch.int32) if documents else None,
+        page_table=torch.zeros(1, 1, dtype=torch.int32) if pages else None,
     )  # fmt: skip
     return "yes" if found else f"no: {found.reason}"
 

@@ -129,7 +129,7 @@ def _divide(whole: bool) -> Callable[[Instruction, Slot], Compute]:
     return _binary(divide)
 
 
-def _limits(function: Callable[..., np.ndarray], of_floats: Callable[..., np.ndarray]):  # noqa: ANN202
+def _limits(function: Callable[..., np.ndarray], of_floats: Callable[..., np.ndarray]):
     def make(i: Instruction, slot: Slot) -> Compute:
         compute = _binary(of_floats if i.form[-1] == "f32" else function)(i, slot)
         if "relu" not in i.form:
@@ -222,7 +222,9 @@ def _cvt(i: Instruction, slot: Slot) -> Compute:
     if to in ("bf16", "f16"):
         a = slot(i.operands[1], np.float32)
         return lambda r: (
-            bf16_of(r[a].view(np.float32)) if to == "bf16" else _unsigned(r[a].view(np.float32).astype(np.float16))
+            bf16_of(r[a].view(np.float32))
+            if to == "bf16"
+            else _unsigned(r[a].view(np.float32).astype(np.float16))
         )
     kind, given = TYPES[to], TYPES[source]
     a = slot(i.operands[1], given)

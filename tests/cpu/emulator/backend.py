@@ -13,7 +13,6 @@ from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
 from dash_attn.backends.sm90.tiles import TILES
-
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
 

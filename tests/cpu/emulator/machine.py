@@ -100,7 +100,7 @@ class Warp:
 
 @dataclass(frozen=True)
 class Step:
-    """An instruction that is ready to be executed: it computes (``compute``), acts, goes elsewhere, or ends."""
+    """An instruction that is ready to be executed: it computes, acts, goes to ``target``, or ends."""
 
     instruction: Instruction
     compute: Callable[[Registers], np.ndarray] | None
@@ -141,7 +141,10 @@ class Machine:
         self.kinds, self.constants = list(kernel.kinds), dict[tuple[int, type[np.generic]], int]()
         self.steps = [self._step(i) for i in kernel.instructions]
         self.blocks = [
-            self._block((x, y, z), grid) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])
+            self._block((x, y, z), grid)
+            for z in range(grid[2])
+            for y in range(grid[1])
+            for x in range(grid[0])
         ]
 
         names = [f"warp {w.number} of {b}" for b in self.blocks for w in b.warps]
@@ -281,7 +284,9 @@ class Machine:
         value = step.compute(r)
         kind = self.kinds[to]
         if value.dtype != kind:
-            value = value.astype(kind) if value.dtype.itemsize != np.dtype(kind).itemsize else value.view(kind)
+            value = (
+                value.astype(kind) if value.dtype.itemsize != np.dtype(kind).itemsize else value.view(kind)
+            )
         r[to] = value if lanes is warp.alive else np.where(lanes, value, r[to])
 
     def _branch(self, warp: Warp, pc: int, lanes: np.ndarray, taken: np.ndarray, target: int) -> None:

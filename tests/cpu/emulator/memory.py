@@ -98,9 +98,7 @@ class TensorMap:
     row_bytes: int
 
     @classmethod
-    def of(
-        cls, tensor: torch.Tensor, rows: int, used: bool = False, row_bytes: int = ROW_BYTES
-    ) -> TensorMap:
+    def of(cls, tensor: torch.Tensor, rows: int, used: bool = False, row_bytes: int = ROW_BYTES) -> TensorMap:
         """As ``sm90/device/copies.py`` sees a (batch, seqlen, heads, head_dim) tensor."""
         batches, length, heads, columns = tensor.shape
         batch_stride, row_stride, head_stride, _ = tensor.stride()

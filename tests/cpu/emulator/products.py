@@ -28,7 +28,7 @@ def _descriptor(value: int) -> tuple[int, int, int, int]:
 
 
 def places(descriptor: int, rows: np.ndarray, transposed: bool) -> np.ndarray:
-    """(rows, 16) addresses in shared memory of a matrix whose K is contiguous, or its rows if ``transposed``."""
+    """(rows, 16) addresses of a matrix in shared memory: K is contiguous, or rows are if ``transposed``."""
     start, leading, stride, size = _descriptor(descriptor)
     row, depth = rows[:, None], np.arange(DEPTH)[None, :]
     if transposed:

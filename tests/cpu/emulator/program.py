@@ -80,7 +80,9 @@ def kernels_of(ptx: str) -> list[Kernel]:
     for part in ptx.split(".visible .entry ")[1:]:
         head, body = part.split("\n{", 1)
         name = head[: head.index("(")]
-        parameters = [int(size or 0) for size in re.findall(r"\.param [^,\n]*?_param_\d+(?:\[(\d+)\])?", head)]
+        parameters = [
+            int(size or 0) for size in re.findall(r"\.param [^,\n]*?_param_\d+(?:\[(\d+)\])?", head)
+        ]
         scalars = re.findall(r"\.param (?:\.align \d+ )?\.([a-z]\d+) \S*?_param_\d+(\[\d+\])?", head)
         sizes = [size or int(kind[1:]) // 8 for size, (kind, _) in zip(parameters, scalars, strict=True)]
         threads = re.search(r"\.reqntid (\d+)", head)

@@ -1,4 +1,4 @@
-"""Programs of the Hopper backend that run on CPU tensors: called like what the compiler makes of a variant."""
+"""Programs of the Hopper backend on CPU tensors, called like what the compiler makes of a variant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from dash_attn.backends.sm90.cached import arguments as cached
 from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ROWS
-
 from dash_attn.backends.sm90.sinks.kernels import SinkTotals
 
 from .machine import Machine
@@ -35,7 +34,7 @@ def kernels(config: Config) -> list[Kernel]:
 
 
 class Emulated:
-    """The program of a configuration, on CPU tensors. ``seed``, ``late`` and ``races``: see :class:`Machine`."""
+    """The program of a configuration. ``seed``, ``late`` and ``races``: see :class:`Machine`."""
 
     def __init__(self, config: Config, seed: int = 0, late: bool = True, races: bool = False):
         self.config, self.seed, self.late, self.races = config, seed, late, races
@@ -102,7 +101,8 @@ class Emulated:
         described = [*of_groups, lse, sink, *map(_tensor, (places.pages, *workspace))]
         ratios = (x.stride(0) // x.stride(1) for x in (tensors.k, tensors.v))
         numbers = (
-            launch.scale, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages, *ratios
+            launch.scale, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages,
+            *ratios,
         )  # fmt: skip
         maps = _maps((_as_rows(x), c.piece, False) for x in (tensors.k, tensors.v))
         self._launch(

@@ -155,7 +155,9 @@ class Races:
             shadow.read[agent] = np.zeros(len(shadow.writer), np.int64)
         shadow.read[agent][at] = time
 
-    def _write(self, agent: int, time: int, known: np.ndarray, of: tuple[object, int], at: np.ndarray) -> None:
+    def _write(
+        self, agent: int, time: int, known: np.ndarray, of: tuple[object, int], at: np.ndarray
+    ) -> None:
         shadow = self._shadow(*of)
         warp = agent in self.clocks
         late = shadow.written[at] > known[shadow.writer[at]]
@@ -176,7 +178,9 @@ class Races:
         return self.names[agent].startswith(PRODUCTS)
 
     def _said(self, agent: int, does: str, region: object, at: int, other: int, did: str) -> str:
-        return f"{self.names[agent]} {does} byte {WORD * int(at)} of {region}, which {self.names[other]} {did}"
+        return (
+            f"{self.names[agent]} {does} byte {WORD * int(at)} of {region}, which {self.names[other]} {did}"
+        )
 
     # Orders
 

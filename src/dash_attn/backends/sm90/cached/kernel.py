@@ -6,17 +6,15 @@ wrote, on the device. And K and V come in pages. What a row computes is the same
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from ..forward.arguments import Layouts, Products, Shared
-from ..forward.config import ROWS
-from ..forward.item import info_words
+from ..forward.arguments import Layouts, Products
+from ..forward.block import layouts_of, products_of, shared_of, storage_of
 from .arguments import Copies, Memory
 from .config import CachedConfig
 from .item import Rings
@@ -65,37 +63,6 @@ class Cached:
         self.dtype = DTYPES[config.dtype]
         self.load_role, self.mma_role = CachedLoad(config, self.dtype), CachedMma(config, self.dtype)
 
-    def _tiled_mmas(self) -> Products:
-        c = self.config
-        major, source = cute.nvgpu.OperandMajorMode, warpgroup.OperandSource
-        make = hopper_helpers.make_trivial_tiled_mma
-        types = self.dtype, self.dtype, major.K
-        scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM)
-        out = make(*types, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim_v), source.RMEM)
-        return Products(scores, out)
-
-    def _storage(self):
-        c, dtype = self.config, self.dtype
-
-        def tile(rows, columns, stages):
-            return cute.struct.Align[cute.struct.MemRange[dtype, rows * columns * stages], 1024]
-
-        @cute.struct
-        class Storage:
-            item_full: cute.struct.MemRange[Int64, c.q_stages]
-            q_full: cute.struct.MemRange[Int64, c.q_stages]
-            q_empty: cute.struct.MemRange[Int64, c.q_stages]
-            k_full: cute.struct.MemRange[Int64, c.kv_stages]
-            k_empty: cute.struct.MemRange[Int64, c.kv_stages]
-            v_full: cute.struct.MemRange[Int64, c.kv_stages]
-            v_empty: cute.struct.MemRange[Int64, c.kv_stages]
-            item: cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16]
-            q: tile(ROWS, c.head_dim, c.q_stages * c.warpgroups)
-            k: tile(c.tile_n, c.head_dim, c.kv_stages)
-            v: tile(c.tile_n, c.head_dim_v, c.kv_stages)
-
-        return Storage
-
     def _barrier_counts(self):
         c = self.config
         warps = 4 * c.warpgroups
@@ -108,12 +75,7 @@ class Cached:
     @cute.jit
     def __call__(self, tensors, memory: Memory, launch, stream):
         c = self.config
-        layouts = Layouts(
-            q=tile_layout(self.dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
-            k=tile_layout(self.dtype, c.tile_n, c.head_dim, c.kv_stages),
-            v=tile_layout(self.dtype, c.tile_n, c.head_dim_v, c.kv_stages),
-            out=None,
-        )
+        layouts = layouts_of(c, self.dtype)
         piece, fetch = tile_layout(self.dtype, c.piece, BOX, 1), cpasync.CopyBulkTensorTileG2SOp()
         copies = Copies(
             k=copy_of(fetch, as_packed(tensors.k), piece, c.piece),
@@ -125,7 +87,7 @@ class Cached:
             tensors.k.shape[0], tensors.k.shape[1], launch.most_pages,
             *(Int32(x.stride[0] // x.stride[1]) for x in (tensors.k, tensors.v)),
         )  # fmt: skip
-        self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
+        self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers).launch(
             grid=(launch.grid, 1, 1),
             block=(c.threads, 1, 1),
             stream=stream,
@@ -141,23 +103,19 @@ class Cached:
         if warp_idx == LOAD_WARP:
             for each in copies:
                 cpasync.prefetch_descriptor(each.atom)
-        storage = SmemAllocator().allocate(self._storage())
-        barriers = {name: getattr(storage, name).data_ptr() for name in self._barrier_counts()}
+        counts = self._barrier_counts()
+        storage = SmemAllocator().allocate(storage_of(c, self.dtype, counts))
+        barriers = {name: getattr(storage, name).data_ptr() for name in counts}
         rings = Rings(
             q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
             k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
             v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
             item=barriers["item_full"],
         )
-        shared = Shared(
-            q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-            k=storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
-            v=storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
-            item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
-        )
+        shared = shared_of(storage, c, layouts)
         if warp_idx == LOAD_WARP:
             with cute.arch.elect_one():
-                for name, (stages, count) in self._barrier_counts().items():
+                for name, (stages, count) in counts.items():
                     for stage in range(stages):
                         cute.arch.mbarrier_init(barriers[name] + stage, count)
             cute.arch.mbarrier_init_fence()

@@ -1,0 +1,272 @@
+"""What the functions over a cache of keys accept; see arguments.py."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .arguments import Asked, check_aux, check_flash_options, kind_of, longest, short, spec_of
+from .backends.base import AuxTensors, check_device
+from .backends.cached import PAGE_SIZES, CachedTensors
+from .errors import InputError
+from .ops.autograd import needs_grad
+from .ops.cached import check_last_strides, check_rows_of_q, check_tokens
+from .ops.calls import DTYPE_NAMES
+from .spec import AttentionSpec
+
+__all__ = [
+    "CheckedCache",
+    "Kept",
+    "Paged",
+    "block_table_or",
+    "check_cache_options",
+    "check_kvcache",
+    "check_paged",
+    "paged_of",
+]
+
+NO_GRADIENT = (
+    "a cache of keys has no backward: call it under torch.no_grad(), or with tensors that need no gradient"
+)
+
+_ROTARY = ("rotary_cos", "rotary_sin", "rotary_seqlens")
+
+_QKV = tuple[Tensor, Tensor, Tensor]
+
+
+class Kept(NamedTuple):
+    """Where the keys of ``flash_attn_with_kvcache`` lie, as the caller gave it."""
+
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    page_table: Tensor | None
+
+
+class Paged(NamedTuple):
+    """How the sequences of a call with pages lie, as the caller gave it."""
+
+    cu_seqlens_q: Tensor | None
+    seqused_k: Tensor
+    page_table: Tensor
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+
+class CheckedCache(NamedTuple):
+    """A checked call over a cache of keys.
+
+    Attributes:
+        tensors: on one device. Their lengths count tokens that are appended, too.
+        aux: tensors beside them.
+        spec: what is asked.
+        longest_q: no sequence of packed q has more rows; -1: unknown.
+        new: keys and values to append, None: none.
+        before: (batch,) int32, tokens in the cache before them.
+    """
+
+    tensors: CachedTensors
+    aux: AuxTensors
+    spec: AttentionSpec
+    longest_q: int = -1
+    new: tuple[Tensor, Tensor] | None = None
+    before: Tensor | None = None
+
+
+def check_kvcache(
+    qkv: _QKV, new: tuple[Tensor | None, Tensor | None], kept: Kept, aux: AuxTensors, asked: Asked
+) -> CheckedCache:
+    """Check a call of ``flash_attn_with_kvcache``. ``new``: k and v that are appended."""
+    q, k_cache, v_cache = qkv
+    _check_caches(q, k_cache, v_cache, 4)
+    checked_new = _checked_new(q, k_cache, v_cache, *new)
+    check_aux(aux, q, q.shape[0])
+    spec = spec_of(q, asked, aux)
+    _refuse_gradients(q, k_cache, v_cache, *new, *aux)
+    table = _table(q, k_cache, kept.page_table, kept.cache_batch_idx)
+    contiguous, more = kept.page_table is None, 0 if checked_new is None else checked_new[0].shape[1]
+    before = _lengths(q, kept.cache_seqlens, k_cache.shape[1] * table.shape[1], checked_new is not None)
+    if not torch.compiler.is_compiling():
+        check_tokens("cache_seqlens", before, more, table, k_cache, contiguous=contiguous)
+        if checked_new is not None:
+            check_last_strides((k_cache, v_cache))
+    before, table = (x.to(q.device).contiguous() for x in (before, table))
+    tensors = CachedTensors(q, k_cache, v_cache, before + more if more else before, table)
+    return CheckedCache(tensors, aux, spec, new=checked_new, before=before)
+
+
+def paged_of(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, page_table: Tensor,
+    max_seqlen_q: Any, max_seqlen_k: Any,
+) -> Paged:  # fmt: skip
+    """Where the sequences of ``flash_attn_varlen_func`` lie if it has a page table."""
+    if seqused_k is None or cu_seqlens_k is not None:
+        given = f"{kind_of(seqused_k)} and {kind_of(cu_seqlens_k)}"
+        raise InputError(f"page_table needs seqused_k and no cu_seqlens_k, got {given}")
+    return Paged(cu_seqlens_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+
+
+def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> CheckedCache:
+    """Check a call of ``flash_attn_varlen_func`` with a page table."""
+    q, k, v = qkv
+    cu_seqlens_q, seqused_k, page_table, longest_q, longest_k = paged
+    for name, value in aux._asdict().items():
+        if value is not None and name != "learnable_sink":
+            raise InputError(f"{name} is not supported with page_table")
+    if asked.dropout_p:
+        raise InputError(f"dropout_p {asked.dropout_p!r:.40} is not supported with page_table")
+    _check_caches(q, k, v, 4 if cu_seqlens_q is None else 3, names=("k", "v"))
+    batch = q.shape[0]
+    if cu_seqlens_q is not None:
+        _check_int32("cu_seqlens_q", cu_seqlens_q, q, None)
+        batch = cu_seqlens_q.shape[0] - 1
+    _check_int32("seqused_k", seqused_k, q, (batch,))
+    check_aux(aux, q, batch)
+    spec = spec_of(q, asked, aux)
+    _refuse_gradients(q, k, v, *aux)
+    table = _table(q, k, page_table, None, batch)
+    most = longest("max_seqlen_q", longest_q)
+    longest("max_seqlen_k", longest_k)  # nothing depends on it
+    if not torch.compiler.is_compiling():
+        check_tokens("seqused_k", seqused_k, 0, table, k, contiguous=False)
+        if cu_seqlens_q is not None:
+            check_rows_of_q(cu_seqlens_q, q, most)
+    seqused_k, table = (x.to(q.device).contiguous() for x in (seqused_k, table))
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = cu_seqlens_q.to(q.device).contiguous()
+    return CheckedCache(CachedTensors(q, k, v, seqused_k, table, cu_seqlens_q), aux, spec, most)
+
+
+def block_table_or(page_table: Tensor | None, options: dict[str, Any]) -> Tensor | None:
+    """The table under either of its names, taken from the other options."""
+    other = options.pop("block_table", None)
+    if other is not None and page_table is not None:
+        raise InputError("give page_table or block_table, got both")
+    return page_table if other is None else other
+
+
+def check_cache_options(options: dict[str, Any]) -> None:
+    """As ``check_flash_options``, of ``flash_attn_with_kvcache``."""
+    for name in _ROTARY:
+        if options.get(name) is not None:
+            raise InputError(f"{name} is not supported: rotate q and k before the call")
+    # Interleaved or not asks for nothing without the others.
+    others = {name: x for name, x in options.items() if name not in (*_ROTARY, "rotary_interleaved")}
+    check_flash_options("flash_attn_with_kvcache", others)
+
+
+def _check_caches(
+    q: Tensor, k: Tensor, v: Tensor, dims_q: int, names: tuple[str, str] = ("k_cache", "v_cache")
+) -> None:
+    for name, x, dims in (("q", q, dims_q), (names[0], k, 4), (names[1], v, 4)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided or x.is_nested:
+            layout = "nested" if x.is_nested else x.layout
+            raise InputError(f"{name} must be a dense tensor, got layout {layout}")
+        if x.ndim != dims:
+            raise InputError(f"{name} must have {dims} dimensions, got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise InputError(f"{name} is on {x.device}, q is on {q.device}")
+        if x.dtype not in DTYPE_NAMES or x.dtype != q.dtype:
+            raise InputError(f"{name} has dtype {x.dtype}, q has {q.dtype}")
+    check_device(q.device)
+    if k.shape[3] != q.shape[-1]:
+        raise InputError(f"{names[0]} has head_dim {k.shape[3]}, q has {q.shape[-1]}")
+    if k.shape[:3] != v.shape[:3]:
+        raise InputError(
+            f"{names[0]} has shape {tuple(k.shape)}, {names[1]} has {tuple(v.shape)}: "
+            "only head_dim may differ"
+        )
+
+
+def _checked_new(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    if k is None and v is None:
+        return None
+    if k is None or v is None:
+        raise InputError("give k and v, or neither; got only one of them")
+    rows = None
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if not isinstance(x, Tensor):
+            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (q.shape[0], *cache.shape[2:]):
+            wanted = f"({q.shape[0]}, seqlen_new, {cache.shape[2]}, {cache.shape[3]})"
+            raise InputError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise InputError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+        rows = x.shape[1] if rows is None else rows
+        if x.shape[1] != rows:
+            raise InputError(f"v has {x.shape[1]} new tokens, k has {rows}")
+    return k, v
+
+
+def _refuse_gradients(*tensors: Tensor | None) -> None:
+    if not torch.compiler.is_compiling() and needs_grad(*tensors):
+        raise InputError(NO_GRADIENT)
+
+
+def _table(
+    q: Tensor, cache: Tensor, pages: Tensor | None, places: Tensor | None, batch: int | None = None
+) -> Tensor:
+    """The page table; of a contiguous cache the place of each sequence."""
+    batch = q.shape[0] if batch is None else batch
+    if pages is not None:
+        if places is not None:
+            raise InputError("cache_batch_idx is not supported with page_table, which says the same")
+        _check_int32("page_table", pages, q, (batch, -1))
+        if cache.shape[1] not in PAGE_SIZES:
+            sizes = ", ".join(map(str, PAGE_SIZES))
+            raise InputError(f"pages must have {sizes} tokens, got k_cache of shape {tuple(cache.shape)}")
+        return pages
+    if places is not None:
+        _check_int32("cache_batch_idx", places, q, (batch,))
+        return places[:, None]
+    if cache.shape[0] != batch:
+        raise InputError(f"k_cache has batch {cache.shape[0]}, q has {batch}: give cache_batch_idx")
+    # A graph's memory must not be kept beyond its capture.
+    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    return _own_places(batch, q.device)
+
+
+@lru_cache(64)
+def _own_places(batch: int, device: torch.device) -> Tensor:
+    return torch.arange(batch, dtype=torch.int32, device=device)[:, None]
+
+
+def _lengths(q: Tensor, given: object, room: int, appends: bool) -> Tensor:
+    """Tokens in the cache before the call."""
+    if given is None:
+        if appends:
+            raise InputError("k and v need cache_seqlens, which says where they go; got None")
+        given = room
+    if isinstance(given, Tensor):
+        _check_int32("cache_seqlens", given, q, (q.shape[0],))
+        return given
+    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+        raise InputError(f"cache_seqlens must be None, an integer or a tensor, got {short(given)}")
+    if not 0 <= given <= room:
+        raise InputError(f"cache_seqlens is {given}, a sequence has room for 0 to {room} keys")
+    return torch.full((q.shape[0],), int(given), dtype=torch.int32, device=q.device)
+
+
+def _check_int32(name: str, x: object, q: Tensor, shape: tuple[int, ...] | None) -> None:
+    """int32, on q's device or the CPU. ``shape``: -1: any; None: (batch + 1,)."""
+    if not isinstance(x, Tensor):
+        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype != torch.int32:
+        raise InputError(f"{name} must be torch.int32, got {x.dtype}")
+    if shape is None:
+        fits, wanted = x.ndim == 1 and x.shape[0] >= 1, "(batch + 1,)"
+    else:
+        fits = x.ndim == len(shape) and all(b in (-1, a) for a, b in zip(x.shape, shape))
+        wanted = f"({', '.join('any' if n < 0 else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+    if not fits:
+        raise InputError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
+    if x.device != q.device and x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}, q is on {q.device}; it may be there or on the cpu")

@@ -1,0 +1,113 @@
+"""How a call runs: at once if a call like it was accepted before, else checked first."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .arguments import Asked, CheckedCall, Packing, Used, check_call, check_flag, completed
+from .backends.base import NO_AUX, AuxTensors
+from .errors import InputError
+from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
+from .ops.calls import Call, dense_call, packed_call, used_call
+from .ops.known import KnownCalls
+from .ops.operators import DENSE, USED, VARLEN
+from .spec import AttentionSpec
+
+__all__ = ["QKV", "find_call", "is_empty", "run_dense", "run_packed"]
+
+QKV = tuple[Tensor, Tensor, Tensor]
+
+_KNOWN: KnownCalls[Call] = KnownCalls()
+_KNOWN_PACKED: KnownCalls[tuple[AttentionSpec, tuple[int, int]]] = KnownCalls()
+
+
+def run_dense(
+    q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors, asked: Asked, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A dense call. One that is like an earlier one is neither checked nor looked up again."""
+    check_flag("return_lse", return_lse)
+    more = () if aux is NO_AUX else aux
+    if call_directly(q, k, v, aux) and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
+        out, lse = attend(call, q, k, v, completed(aux, asked.dropout_p, q))
+        return (out, lse) if return_lse else out
+    call, out, lse = _run(check_call(q, k, v, None, asked, aux))
+    if call is not None:
+        _KNOWN.add(call, q, k, v, asked, more)
+    return (out, lse) if return_lse else out
+
+
+def run_packed(
+    qkv: QKV, packing: Packing | Used, aux: AuxTensors, asked: Asked, return_lse: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """A packed call. One that is like an earlier one is not checked again, but for its lengths."""
+    check_flag("return_lse", return_lse)
+    q, k, v = qkv
+    more = packing if aux is NO_AUX else (*packing, *aux)
+    if call_directly(q, k, v, aux) and (known := _KNOWN_PACKED.find(q, k, v, asked, more)) is not None:
+        spec, longest = known
+        aux = completed(aux, asked.dropout_p, q)
+        if isinstance(packing, Used):
+            refuse_gradients(q, k, v, *aux)
+            out, lse = used_call(q, k, v, (*packing[:3], *longest), spec).forward(q, k, v, aux)
+        else:
+            call = packed_call(q, k, v, (*packing[:2], *longest), spec)
+            out, lse = attend(call, q, k, v, aux)
+        return (out, lse) if return_lse else out
+    checked = check_call(q, k, v, packing, asked, aux)
+    made, out, lse = _run(checked)
+    if made is not None and checked.packing is not None:
+        _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, more)
+    return (out, lse) if return_lse else out
+
+
+def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
+    """(call, out, lse); the call of those that need no operator."""
+    q, k, v, aux, _, packing = checked
+    if is_empty(checked):
+        return None, *_empty_results(q, k, v, aux)
+    aux = completed(aux, checked.spec.dropout_p, q)
+    checked = checked._replace(aux=aux)
+    if call_directly(q, k, v, aux):
+        call = find_call(checked)
+        return call, *attend(call, q, k, v, aux)
+    if isinstance(packing, Used):
+        out, lse = USED(q, k, v, *checked.rest)
+        return None, out, lse
+    functions = DENSE if packing is None else VARLEN
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return None, *functions.forward(q, k, v, *checked.rest)
+    return None, *with_gradients(functions, q, k, v, *checked.rest)
+
+
+def find_call(checked: CheckedCall) -> Call:
+    q, k, v, _, spec, packing = checked
+    if isinstance(packing, Used):
+        return used_call(q, k, v, packing, spec)
+    return dense_call(q, k, v, spec) if packing is None else packed_call(q, k, v, packing, spec)
+
+
+def is_empty(checked: CheckedCall) -> bool:
+    """Whether there is no sequence at all."""
+    packing = checked.packing
+    if packing is None:
+        return checked.q.shape[0] == 0
+    if isinstance(packing, Used):
+        if packing.seqused_k.shape[0]:
+            return False
+    elif packing.cu_seqlens_q.shape[0] > 1:
+        return False
+    for name, x in (("q", checked.q), ("k", checked.k)):
+        if x.shape[0]:
+            raise InputError(f"cu_seqlens_{name} has no sequence, {name} has {x.shape[0]} rows")
+    return True
+
+
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
+    """Results without rows, with gradients without rows, or of 0."""
+    out = q.sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1]) + 0 * (k.sum() + v.sum())
+    if aux.learnable_sink is not None:
+        out = out + 0 * aux.learnable_sink.sum()
+    *batch, rows, heads, _ = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)

@@ -1,0 +1,277 @@
+"""What a call would do: whether it is supported, its plan, and what names its numerics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .arguments import Asked, Packing, Used, Window, aux_of, check_call, check_flag, check_flash_options
+from .backends.base import AuxTensors, backends_for
+from .cache_arguments import (
+    CheckedCache,
+    Kept,
+    block_table_or,
+    check_cache_options,
+    check_kvcache,
+    check_paged,
+    paged_of,
+)
+from .dispatch import QKV, find_call, is_empty
+from .errors import DashError, InputError
+from .ops.cached import cached_call
+from .ops.calls import Call
+from .schedule import Numerics, Plan, Schedule
+
+__all__ = ["Fingerprints", "Support", "fingerprints", "is_supported", "plan_for"]
+
+
+@dataclass(frozen=True)
+class Support:
+    """What :func:`is_supported` found; true in a condition if the call would work.
+
+    Attributes:
+        ok: True if the function accepts these arguments.
+        reason: the message of the error it raises otherwise, empty if ok.
+        backend: what would run it ("cpu", "sm90" or "triton"), None if not ok.
+    """
+
+    ok: bool
+    reason: str = ""
+    backend: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def is_supported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    window_size: Window = None,
+    softmax_scale: float | None = None,
+    policy: str | Numerics | Schedule = "auto",
+    deterministic: bool = True,
+    return_lse: bool = False,
+    seqused_k: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
+    backend: str = "auto",
+    q_segment: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
+    **flash_options: Any,
+) -> Support:
+    """Whether a public function accepts these arguments, with the reason if not; it does not raise.
+
+    With ``cu_seqlens_q``, ``cu_seqlens_k`` or ``seqused_k``, with ``page_table`` or not, it speaks of
+    :func:`dash_attn.flash_attn_varlen_func`. With ``cache_seqlens``, ``cache_batch_idx``, ``new`` or
+    ``page_table`` alone it speaks of :func:`dash_attn.flash_attn_with_kvcache`: then k and v are the caches,
+    and ``new`` is (k, v), which would be appended. Nothing is written. (Of a cache that is full, name its
+    length as ``cache_seqlens``.)
+
+    >>> import torch
+    >>> q = torch.zeros(1, 8, 4, 64)
+    >>> is_supported(q, q[:, :, :3], q[:, :, :3]).reason
+    'heads (4) must be a multiple of kv_heads (3)'
+    >>> pages, table = torch.zeros(9, 16, 4, 64), torch.zeros(1, 5, dtype=torch.int32)
+    >>> is_supported(q, pages, pages, cache_seqlens=81, page_table=table).reason
+    'cache_seqlens is 81, a sequence has room for 0 to 80 keys'
+    >>> is_supported(q, pages, pages, cache_seqlens=80, page_table=table).backend
+    'cpu'
+    """
+    packing = cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k
+    try:
+        check_flag("return_lse", return_lse)
+        kept = Kept(cache_seqlens, cache_batch_idx, block_table_or(page_table, flash_options))
+        window = _one_window(window, window_size)
+        asked = Asked(
+            causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
+        )
+        dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
+        aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+        if _is_over_cache(kept, new, packing[:3]):
+            check_cache_options(_beyond_a_cache(packing, asked, aux) | flash_options)
+            checked = check_kvcache((q, k, v), new or (None, None), kept, aux, asked)
+            return Support(True, backend=_backend_over_cache(checked))
+        check_flash_options("is_supported", flash_options)
+        found = _backend_of((q, k, v), packing, kept.page_table, aux, asked)
+    except (DashError, TypeError) as error:
+        return Support(False, str(error))
+    return Support(True, backend=found)
+
+
+_Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Any, Any]
+"""cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k."""
+
+
+def _is_over_cache(kept: Kept, new: object, bounds: tuple[Tensor | None, ...]) -> bool:
+    """Whether the arguments are those of ``flash_attn_with_kvcache``."""
+    paged = kept.page_table is not None and all(x is None for x in bounds)
+    return paged or any(x is not None for x in (kept.cache_seqlens, kept.cache_batch_idx, new))
+
+
+def _beyond_a_cache(packing: _Lengths, asked: Asked, aux: AuxTensors) -> dict[str, object]:
+    """What other functions are asked for, by name: ``flash_attn_with_kvcache`` has no such arguments."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+    plain = Asked()._asdict()
+    given = dict(zip(names, packing)) | aux._asdict()
+    given |= {name: x for name, x in asked._asdict().items() if x != plain[name]}
+    taken = ("causal", "window", "softmax_scale", "backend", "softcap", "learnable_sink")
+    return {name: x for name, x in given.items() if x is not None and name not in taken}
+
+
+def _backend_over_cache(checked: CheckedCache) -> str:
+    return cached_call(checked.tensors, checked.spec, checked.longest_q).backend.name
+
+
+def _backend_of(qkv: QKV, lengths: _Lengths, page_table: Tensor | None, aux: AuxTensors, asked: Asked) -> str:
+    cu_seqlens_q, cu_seqlens_k, seqused_k, *longest = lengths
+    if page_table is not None:
+        paged = paged_of(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, *longest)
+        return _backend_over_cache(check_paged(qkv, paged, aux, asked))
+    packing: Packing | Used | None
+    if seqused_k is None:
+        packing = _packing(cu_seqlens_q, cu_seqlens_k, *longest)
+    else:
+        packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
+    checked = check_call(*qkv, packing, asked, aux)
+    if is_empty(checked):
+        return backends_for(checked.q.device, asked.backend)[0].name
+    return find_call(checked).backend.name
+
+
+def plan_for(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    window_size: Window = None,
+    policy: str | Numerics | Schedule = "auto",
+    backend: str = "auto",
+    q_segment: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
+) -> Plan:
+    """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
+
+    It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide; they may lead to another backend.
+
+    Raises:
+        InputError, UnsupportedMaskError: as :func:`dash_attn.attention`; also for sequences longer than
+            ``q_segment``, which have several plans.
+
+    >>> import torch
+    >>> q = torch.zeros(1, 512, 2, 64)
+    >>> plan_for(q, q, q, causal=True)
+    Plan(spt, 8 items, 20 tasks)
+    """
+    window = _one_window(window, window_size)
+    asked = Asked(causal, window, None, policy, True, backend, softcap, dropout_p, q_segment)
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
+    if call.parts:
+        raise InputError(
+            f"the backward is cut into segments of {call.spec.rows_per_segment} rows of q, each with a plan: "
+            "give a larger q_segment for a plan of whole sequences; fingerprints() names all of them"
+        )
+    return call.plan
+
+
+class Fingerprints(NamedTuple):
+    """What names the numerics of a call: two runs with the same three round in the same places.
+
+    Attributes:
+        forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``), or the name
+            and version of the library whose kernel it is.
+        backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``), or of those of all
+            segments of long sequences.
+        backend: its name. Two backends may have the same two numerics, and still round otherwise.
+    """
+
+    forward: str
+    backward: str
+    backend: str
+
+
+def fingerprints(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    causal: bool = False,
+    window: Window = None,
+    window_size: Window = None,
+    policy: str | Numerics | Schedule = "auto",
+    backend: str = "auto",
+    q_segment: int | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
+) -> Fingerprints:
+    """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
+
+    Arguments and errors are those of :func:`plan_for`.
+
+    >>> import torch
+    >>> q = torch.zeros(1, 512, 2, 64)
+    >>> names = fingerprints(q, q, q, causal=True)
+    >>> len(names.forward), len(names.backward), names.backend
+    (64, 64, 'cpu')
+    """
+    window = _one_window(window, window_size)
+    asked = Asked(causal, window, None, policy, True, backend, softcap, dropout_p, q_segment)
+    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
+    return Fingerprints(call.prepared.forward_fingerprint, call.fingerprint, call.backend.name)
+
+
+def _call_of(
+    qkv: QKV, cu_seqlens: tuple[Tensor | None, Tensor | None], aux: AuxTensors, asked: Asked
+) -> Call:
+    """The call that these arguments lead to, checked and not run."""
+    return find_call(check_call(*qkv, _packing(*cu_seqlens, None, None), asked, aux))
+
+
+def _packing(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: Any, max_seqlen_k: Any
+) -> Packing | None:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return None
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise InputError("give cu_seqlens_q and cu_seqlens_k, or neither; got only one of them")
+    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+
+
+def _one_window(window: Window, window_size: Window) -> Window:
+    if window is not None and window_size is not None:
+        raise InputError(f"give window or window_size, got {window!r} and {window_size!r}")
+    return window_size if window is None else window
