@@ -53,6 +53,8 @@ def launch_cached(config: CachedConfig, problem: CachedProblem, blocks: int | No
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=device) if problem.packed else None
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     tensors = CachedTensors(q, k, v, used, table.to(device), bounds)
-    out, lse = Cached(problem, device, blocks=blocks, config=config).forward(tensors, Scores(0.1))
+    out, lse = Cached(problem, device, blocks=blocks, config=config).forward(
+        tensors, Scores(0.1, 2.0 * config.softcap)
+    )
     if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
         raise RuntimeError("out or lse is not a number")

@@ -37,9 +37,11 @@ from dash_attn.backends.sm90.key_sums.config import KeySumsConfig
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.backends.sm90.segments import add_sums, finish_keys, run_segment
 from dash_attn.backends.sm90.sinks.config import SinkConfig
+from dash_attn.backends.sm90.softcap import cap_of
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from dash_attn.schedule.constants import FORWARD_SEGMENT
+from dash_attn.scores import Scores
 from gpu_cases import CAUSAL, FULL, WINDOW, auto_plan, dense, packed
 
 TOOLS = {
@@ -68,6 +70,9 @@ RACE_READERS = {"Backward": 4, "Forward": 0, "Cached": 0}
 and two of converting warps (where a tile belongs). All lanes of a warp read, bar.warp.sync follows, then one
 lane writes, or arrives on the barrier for which the writer waits; racecheck does not follow bar.warp.sync."""
 
+
+CAP = 2.0
+"""Of variants with a softcap."""
 
 FEWER = 24
 """So many columns less than their kernel has have tensors that it pads."""
@@ -194,7 +199,8 @@ def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> N
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (given.q, given.k, given.v))
     debug = Debug(bounded=isinstance(config, BackwardConfig) and config.spin_limit > 0)
     scale = problem.head_dim**-0.5
-    run_segment(auto_plan(problem, head_groups=2), given, scale, sums, dq, debug=debug)
+    scores = Scores(scale, CAP * (isinstance(config, BackwardConfig) and config.softcap))
+    run_segment(auto_plan(problem, head_groups=2), given, scores, sums, dq, debug=debug)
     total = sums.clone()
     add_sums(total, sums)
     finish_keys(total, scale, dk, dv)
@@ -218,7 +224,10 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
     blocks that wait for each other at every task, packed with empty sequences, and in head groups."""
     like = columns(config, FEWER * config.padded)
     yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
-    if config == BackwardConfig(config.head_dim, config.dtype, config.padded, head_dim_v=config.head_dim_v):
+    of_users = BackwardConfig(
+        config.head_dim, config.dtype, config.padded, softcap=config.softcap, head_dim_v=config.head_dim_v
+    )
+    if config == of_users:
         yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
         lengths = ((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64)
         yield "packed", auto_plan(packed(*lengths, mask=CAUSAL, **like))
@@ -257,7 +266,8 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
         mock.patch.object(launcher, "allocate", apart),
     ):
-        result = run_backward(plan, arguments, problem.head_dim**-0.5, ordered=config.ordered, debug=debug)
+        scores = Scores(problem.head_dim**-0.5, CAP * config.softcap)
+        result = run_backward(plan, arguments, scores, ordered=config.ordered, debug=debug)
     if size not in filled:
         raise RuntimeError(f"no buffer of {size} fp32 values was allocated for dQ")
     for name in ("dq", "dk", "dv"):
@@ -315,7 +325,8 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, 
         if config.trace:
             trace = empty_trace(forward.plan(), q.device)
         sink = torch.zeros(problem.heads, device=q.device) if config.sink else None
-        out, lse = forward(q, k, v, problem.head_dim**-0.5, sink=sink, trace=trace)
+        scores = Scores(problem.head_dim**-0.5, CAP * config.softcap)
+        out, lse = forward(q, k, v, scores.softmax_scale, sink=sink, trace=trace, cap=cap_of(scores))
     if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
         raise RuntimeError("out or lse is not a number")
     if trace is not None and not trace[:, :2].cpu().all():

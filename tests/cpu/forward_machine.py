@@ -71,7 +71,7 @@ class ForwardMachine(Machine):
         numbers = (
             len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads, k_batch, k_rows
         )  # fmt: skip
-        known = {11: TABLE, **dict(enumerate(numbers, 16 + self.config.trace))}
+        known = {11: TABLE, **dict(enumerate(numbers, 16 + self.config.trace + self.config.softcap))}
         if number in known and (offset == 0):
             return known[number]
         return (TENSORS << 2) + (number << 40) if offset == 0 else 1

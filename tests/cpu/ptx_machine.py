@@ -274,7 +274,7 @@ class Machine:
             if offset:
                 return (extents | strides)[offset]
         known = {8: PLAN, 7: CONTROL, 6: ERRORS, 2: self.workers, 1: self.complete}
-        return known.get(from_the_end, TENSORS << from_the_end)
+        return known.get(from_the_end, TENSORS << max(from_the_end, 0))
 
     # Instructions: each says whether the thread may go on to the next one
 

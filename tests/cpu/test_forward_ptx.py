@@ -93,6 +93,13 @@ def test_it_does_so_where_the_next_item_starts_early(name: str, kv_stages: int) 
     check(config, name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["causal", "packed"])
+def test_it_does_so_with_a_softcap(name: str, head_dim: int) -> None:
+    check(replace(forward_config(head_dim, "bf16"), segment=256, softcap=True), name)
+
+
 def check(config: ForwardConfig, name: str) -> None:
     head_dim = config.head_dim
     program, p = ForwardProgram(forward_ptx(config)), problem(name, head_dim)

@@ -303,5 +303,6 @@ def test_sm90_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "_capability", lambda device: (9, 0))
     problem, device = Problem.dense(seqlen=256, head_dim=64), torch.device("cuda", 0)
     assert sm90.BACKEND.why_not(problem, device, False, Scores(0.125, sink=True)) == ""
-    reason = sm90.BACKEND.why_not(problem, device, False, Scores(0.125, softcap=2.0, sink=True))
-    assert reason == "softcap 2.0 is not supported by sm90"
+    assert sm90.BACKEND.why_not(problem, device, False, Scores(0.125, softcap=2.0, sink=True)) == ""
+    reason = sm90.BACKEND.why_not(problem, device, False, Scores(0.125, alibi=True, sink=True))
+    assert reason == "alibi_slopes is not supported by sm90"

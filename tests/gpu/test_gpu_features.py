@@ -35,7 +35,10 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(64, 64, torch.bfloat16, ("softcap",)),
+    Kind(64, 64, torch.bfloat16, ("softcap",), "sm90"),
+    Kind(128, 128, torch.float16, ("softcap", "sink"), "sm90"),
+    Kind(40, 40, torch.bfloat16, ("softcap",), "sm90"),
+    Kind(64, 64, torch.bfloat16, ("softcap", "alibi")),
     Kind(256, 256, torch.bfloat16, ("softcap",)),
     Kind(192, 128, torch.bfloat16),
     Kind(192, 128, torch.float16, ("intervals", "dropout")),

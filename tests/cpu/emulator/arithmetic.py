@@ -131,7 +131,8 @@ def _divide(whole: bool) -> Callable[[Instruction, Slot], Compute]:
 
 def _limits(function: Callable[..., np.ndarray], of_floats: Callable[..., np.ndarray]):
     def make(i: Instruction, slot: Slot) -> Compute:
-        compute = _binary(of_floats if i.form[-1] == "f32" else function)(i, slot)
+        passes_nan = "NaN" in i.form or i.form[-1] != "f32"
+        compute = _binary(function if passes_nan else of_floats)(i, slot)
         if "relu" not in i.form:
             return compute
         kind = TYPES[i.form[-1]]

@@ -146,7 +146,7 @@ def _fetch(i: Instruction, slot: Slot) -> Act:
         targets, sources = addresses(warp, to), addresses(warp, source)
         size = int(r[sizes[0]][0])
         if (by := _begin(machine, warp, "cp.async", warp.fetches)) is not None:
-            machine.watch.write_beside(by, *in_shared(warp, targets[lanes], size))
+            machine.watch.write_beside(by, "shared", *in_shared(warp, targets[lanes], size))
 
         def do() -> None:
             for lane in np.flatnonzero(lanes):
@@ -179,7 +179,7 @@ def _tile(i: Instruction, slot: Slot) -> Act:
             barrier = one(addresses(warp, i.operands[2]), lanes)
             by = _begin(machine, warp, f"copies of barrier {barrier}")
             if by is not None:
-                machine.watch.write_beside(by, *inside)
+                machine.watch.write_beside(by, "shared", *inside)
             do = lambda: tensor_map.fetch(memory, shared, address, at)  # noqa: E731
             _arrive_later(machine, warp, (barrier, tensor_map.bytes), do, by)
         else:
@@ -220,7 +220,7 @@ def _leave(
     machine.watch.read_beside(by, "shared", *source)
     by = _begin(machine, warp, f"writes of {kind}", warp.written)
     if len(lines[0]):
-        machine.watch.write_beside(by, *in_global(machine, *lines))
+        machine.watch.write_beside(by, "global", *in_global(machine, *lines))
 
 
 def _line(i: Instruction, slot: Slot) -> Act:
@@ -252,7 +252,7 @@ def _line_in(machine: Machine, warp: Warp, of: tuple[int, int, int], barrier: in
     by = _begin(machine, warp, f"copies of barrier {barrier}")
     if by is not None:
         machine.watch.read_beside(by, "global", *in_global(machine, np.array([given]), count))
-        machine.watch.write_beside(by, *in_shared(warp, np.array([target]), count))
+        machine.watch.write_beside(by, "shared", *in_shared(warp, np.array([target]), count))
 
     def do() -> None:
         shared[target : target + count] = machine.memory.words(given, count, np.uint8)

@@ -20,6 +20,8 @@ from .races import Races
 SHARED_BYTES = 232448
 PATIENCE = 2000
 """Turns of all warps without anything that others could notice."""
+TURN = 10_000
+"""Most instructions that a warp executes at a time."""
 
 
 class DeadlockError(Exception):
@@ -233,7 +235,7 @@ class Machine:
     def _advance(self, warp: Warp) -> None:
         """Execute a warp until it must wait, has looked at what others write, or has ended."""
         skipped: set[int] = set()
-        while True:
+        for _ in range(TURN):
             if warp.pcs is None:
                 pc, lanes = warp.pc, warp.alive
             elif (pc := self._behind(warp, skipped)) < 0:

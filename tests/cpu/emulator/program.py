@@ -97,7 +97,7 @@ _OPERAND = re.compile(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+")
 
 class _Parser:
     def __init__(self, kernel: Kernel):
-        self.kernel, self.numbers, self.predicates = kernel, dict[str, int](), set[str]()
+        self.kernel, self.numbers, self.declared = kernel, dict[str, int](), dict[str, type[np.generic]]()
 
     def parse(self, body: str) -> Kernel:
         lines: list[str] = []
@@ -107,8 +107,9 @@ class _Parser:
             if label := re.match(r"(\$L\w+):", text):
                 labels[label[1]] = len(lines)
             for each in re.sub(r"^\{\s", "", text).split(";")[:-1]:
-                if declared := re.match(r"\s*\.reg \.pred\s+(\w+)$", each):
-                    self.predicates.add(declared[1])
+                if declared := re.match(r"\s*\.reg \.(pred|f32)\s+([\w, ]+)$", each):
+                    kind = np.bool_ if declared[1] == "pred" else np.uint32
+                    self.declared |= dict.fromkeys(re.findall(r"\w+", declared[2]), kind)
                 # Branches without such a label belong to the wait before them.
                 elif re.match(r"\s*[@a-z]", each) and ("bra" not in each or "$L" in each):
                     lines.append(each.strip())
@@ -148,8 +149,8 @@ class _Parser:
         return self.numbers[text]
 
     def _kind(self, text: str) -> type[np.generic]:
-        if text in self.predicates:
-            return np.bool_
+        if text in self.declared:
+            return self.declared[text]
         if found := re.match(r"%(p|rs|rd|r|f)\d+$", text):
             return _KINDS[found[1]]
         value: int | str = text

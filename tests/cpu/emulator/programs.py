@@ -64,7 +64,9 @@ class Emulated:
     def _forward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
         tensors, workspace = forward.Tensors(*given[:5]), forward.Workspace(*given[5:9])
-        launch, extra = forward.Launch(*given[9:16]), given[16:]
+        launch, extra, scales = forward.Launch(*given[9:16]), given[16:], given[9:10]
+        if c.softcap:
+            extra, scales = extra[:-2], extra[-2:]
         claims, main, fold = kernels(c)
         heads, k = tensors.q.shape[2], tensors.k
         if launch.grid < launch.entries * heads:
@@ -76,8 +78,8 @@ class Emulated:
             heads, k.shape[0], k.shape[1],
         )  # fmt: skip
         named = [tensors.lse, *workspace, *extra]
-        parameters = [*_maps(maps), DUMMY, DUMMY, *map(_tensor, named), _number(launch.scale)]
-        self._launch(main, (launch.grid, 1), [*parameters, *map(_number, numbers)], memory)
+        parameters = [*_maps(maps), DUMMY, DUMMY, *map(_tensor, named)]
+        self._launch(main, (launch.grid, 1), [*parameters, *map(_number, (*scales, *numbers))], memory)
         if launch.folds:
             sink = extra[:1] if c.sink else []
             named = [tensors.out, tensors.lse, workspace.table, workspace.partial, *sink]
@@ -87,7 +89,8 @@ class Emulated:
     def _cached(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
         tensors, places = cached.Tensors(*given[:5]), cached.Places(*given[5:9])
-        workspace, launch = cached.Workspace(*given[9:13]), cached.Launch(*given[13:])
+        workspace, launch = cached.Workspace(*given[9:13]), cached.Launch(*given[13:24])
+        scales = given[24:] or [launch.scale]
         deal, main, fold = kernels(c)
         (total_q, heads), (pages, page_size, kv_heads) = tensors.q.shape[1:3], tensors.k.shape[:3]
         group = heads // kv_heads
@@ -101,7 +104,7 @@ class Emulated:
         described = [*of_groups, lse, sink, *map(_tensor, (places.pages, *workspace))]
         ratios = (x.stride(0) // x.stride(1) for x in (tensors.k, tensors.v))
         numbers = (
-            launch.scale, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages,
+            *scales, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages,
             *ratios,
         )  # fmt: skip
         maps = _maps((_as_rows(x), c.piece, False) for x in (tensors.k, tensors.v))
@@ -134,7 +137,7 @@ class Emulated:
     def _backward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
         tensors, workspace = backward.Tensors(*given[:9]), backward.Workspace(*given[9:18])
-        launch = backward.Launch(*given[18:])
+        launch, cap = backward.Launch(*given[18:24]), given[24:]
         before, main, after = kernels(c)
         heads, named = tensors.q.shape[2], tensors._asdict() | workspace._asdict()
 
@@ -150,7 +153,7 @@ class Emulated:
             (named[n], rows.get(n, c.tile_n), False, row_bytes.get(n, ROW_BYTES))
             for n in backward.Copies._fields
         )
-        numbers = [_number(n) for n in (launch.scale, launch.workers, launch.complete)]
+        numbers = [_number(n) for n in (launch.scale, launch.workers, launch.complete, *cap)]
         products = [DUMMY] * (len(main.parameters) - len(maps) - len(backward.Memory._fields) - len(numbers))
         parameters = [*maps, *products, *memory_of(backward.Memory._fields), *numbers]
         self._launch(main, (launch.grid, 1), parameters, memory)

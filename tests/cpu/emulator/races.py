@@ -138,10 +138,12 @@ class Races:
         self._read(agent, time, known.proxy[space], (region, words), places)
 
     def write_beside(
-        self, by: tuple[int, int, Clock], region: object, words: int, places: np.ndarray
+        self, by: tuple[int, int, Clock], space: str, region: object, words: int, places: np.ndarray
     ) -> None:
+        """In global memory what is behind other copies' writes must be so by a proxy fence."""
         agent, time, known = by
-        self._write(agent, time, known.seen, (region, words), places)
+        seen = known.seen if space == "shared" else known.proxy[space]
+        self._write(agent, time, seen, (region, words), places)
 
     def _read(self, agent: int, time: int, known: np.ndarray, of: tuple[object, int], at: np.ndarray) -> None:
         shadow = self._shadow(*of)

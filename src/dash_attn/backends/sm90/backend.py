@@ -31,7 +31,8 @@ from .cached.launch import Cached
 from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
-from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
+from .softcap import cap_of, why_no_cap
+from .tiles import HEAD_DIMS, covers, has_softcap, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -41,7 +42,7 @@ class _Prepared(Prepared):
         if reason := _why_no_head_dim(problem):
             raise InputError(reason)
         self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
-        self._forwards: dict[bool, Forward] = {}
+        self._forwards: dict[tuple[bool, bool], Forward] = {}
         self._shapes = forward_shapes(problem, packed, keys)
 
     @property
@@ -58,14 +59,15 @@ class _Prepared(Prepared):
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, lse if sink is None else lse.copy_(sink[:, None])
-        forward = self._forwards.get(sink is not None) or self._forward(sink is not None)
-        return forward(q, k, v, scores.softmax_scale, sink=sink)
+        asked = (sink is not None, scores.softcap > 0)
+        forward = self._forwards.get(asked) or self._forward(*asked)
+        return forward(q, k, v, scores.softmax_scale, sink=sink, cap=cap_of(scores))
 
-    def _forward(self, sink: bool) -> Forward:
+    def _forward(self, sink: bool, softcap: bool) -> Forward:
         problem = self.problem
-        config = replace(config_of(problem), sink=sink)
+        config = replace(config_of(problem), sink=sink, softcap=softcap)
         found = Forward(problem, self.device, keys=self._keys, config=config)
-        return self._forwards.setdefault(sink, found)
+        return self._forwards.setdefault((sink, softcap), found)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
@@ -87,9 +89,7 @@ class _Prepared(Prepared):
     ) -> Gradients:
         refuse_backward(self._keys)
         sink, in_order = _sink_of(scores, aux), ordered and disorder is None
-        result = run_backward(
-            plan, tensors, scores.softmax_scale, sink=sink, ordered=in_order, debug=_debug()
-        )
+        result = run_backward(plan, tensors, scores, sink=sink, ordered=in_order, debug=_debug())
         dsink = result.dsink
         if dsink is not None and aux.learnable_sink is not None:
             dsink = dsink.to(aux.learnable_sink.dtype)
@@ -106,7 +106,7 @@ class _Prepared(Prepared):
     ) -> Tensor | None:
         """See :meth:`Prepared.backward_segment`."""
         sink = _sink_of(scores, aux)
-        return run_segment(plan, tensors, scores.softmax_scale, sums, dq, sink=sink, debug=_debug())
+        return run_segment(plan, tensors, scores, sums, dq, sink=sink, debug=_debug())
 
 
 @cache
@@ -138,14 +138,15 @@ def _why_no_head_dim(problem: Problem) -> str:
 
 @lru_cache
 def _why_no_scores(scores: Scores) -> str:
-    """Why the kernels do not have what is made of scores: they have the softmax scale, and sinks."""
+    """Why the kernels do not have what is made of scores: they have the softmax scale, softcap and sinks."""
     if scores.row_intervals:
         return "row_starts and row_ends are not supported by sm90"
     for name, value in scores._asdict().items():
-        if value and name not in ("softmax_scale", "sink", "origin"):  # only dropout counts from an origin
+        # Only dropout counts from an origin.
+        if value and name not in ("softmax_scale", "softcap", "sink", "origin"):
             said = "alibi_slopes" if name == "alibi" else f"{name} {value}"
             return f"{said} is not supported by sm90"
-    return ""
+    return why_no_cap(scores)
 
 
 def _sink_of(scores: Scores, aux: AuxTensors) -> Tensor | None:
@@ -176,6 +177,8 @@ class _SM90(Backend):
         of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
         if reason := _why_no_head_dim(problem) or of_scores:
             return reason
+        if scores.softcap and not has_softcap(problem.head_dim, problem.head_dim_v):
+            return f"softcap {scores.softcap} is not supported by sm90 at head_dim {problem.head_dim}"
         if problem.q_starts is not None:
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from .cached.config import PIECES, CachedConfig, cached_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
-from .tiles import TILES
+from .tiles import TILES, has_softcap
 
 __all__ = [
     "ARCH",
@@ -70,12 +71,12 @@ def variants() -> dict[str, Config]:
 
 def backward_variants() -> dict[str, BackwardConfig]:
     """Those of the backward: product, of segments of queries, unordered, and debug; each also for tensors of
-    fewer columns."""
+    fewer columns, and with a softcap."""
     found = {}
-    for padded in (False, True):
-        for name, (head_dim, head_dim_v), dtype in _kinds("backward"):
-            base = BackwardConfig(head_dim, dtype, padded, head_dim_v=head_dim_v)
-            name += "-padded" if padded else ""
+    for softcap, padded in product((False, True), repeat=2):
+        for name, (head_dim, head_dim_v), dtype in _kinds("backward", softcap):
+            base = BackwardConfig(head_dim, dtype, padded, softcap=softcap, head_dim_v=head_dim_v)
+            name += "-padded" * padded + "-softcap" * softcap
             found[name] = base
             found[f"{name}-sums"] = replace(base, key_sums=True)
             found[f"{name}-sums-bounded"] = replace(base, key_sums=True, spin_limit=1)
@@ -88,30 +89,39 @@ def backward_variants() -> dict[str, BackwardConfig]:
 
 
 def forward_variants() -> dict[str, ForwardConfig]:
-    """Those of the forward: product, with a sink, and debug."""
+    """Those of the forward: product, with a sink, debug, and with a softcap."""
     found = {}
     for name, (head_dim, head_dim_v), dtype in _kinds("forward"):
         base = forward_config(head_dim, dtype, head_dim_v)
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
+        if has_softcap(head_dim, head_dim_v):
+            found[f"{name}-softcap"] = replace(base, softcap=True)
+            found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)
     return found
 
 
 def cached_variants() -> dict[str, CachedConfig]:
-    """Those of the forward over a cache: for few and for many rows, by the rows of a copy."""
+    """Those of the forward over a cache: for few and for many rows, by the rows of a copy; each also with a
+    softcap."""
     found = {}
     for name, (head_dim, head_dim_v), dtype in _kinds("cached"):
         for few in (True, False):
             for piece in PIECES:
                 rows = "few" if few else "many"
-                found[f"{name}-{rows}-{piece}"] = cached_config(head_dim, dtype, few, piece, head_dim_v)
+                base = cached_config(head_dim, dtype, few, piece, head_dim_v)
+                found[f"{name}-{rows}-{piece}"] = base
+                if has_softcap(head_dim, head_dim_v):
+                    found[f"{name}-{rows}-{piece}-softcap"] = replace(base, softcap=True)
     return found
 
 
-def _kinds(direction: str) -> Iterator[tuple[str, tuple[int, int], str]]:
-    """A name, head dims of Q and V, and a dtype."""
+def _kinds(direction: str, softcap: bool = False) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """A name, head dims of Q and V, and a dtype. ``softcap``: those that have variants with one."""
     for head_dim, head_dim_v in TILES:
+        if softcap and not has_softcap(head_dim, head_dim_v):
+            continue
         of_v = "" if head_dim_v == head_dim else f"v{head_dim_v}"
         for dtype in ("bf16", "fp16"):
             yield f"{direction}-d{head_dim}{of_v}-{dtype}", (head_dim, head_dim_v), dtype

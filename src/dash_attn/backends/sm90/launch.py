@@ -23,6 +23,7 @@ from torch import Tensor
 from ...errors import HandOverError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
+from ...scores import Scores, scores_of
 from ..base import NOTHING, Gradients, Shapes, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
@@ -32,6 +33,7 @@ from .backward.config import Accumulation, BackwardConfig
 from .compile import program
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
+from .softcap import cap_of
 from .tiles import Kernel, kernel_of
 
 __all__ = [
@@ -97,7 +99,7 @@ class Result:
 def run_backward(
     plan: Plan,
     tensors: Sequence[Tensor],
-    softmax_scale: float,
+    scores: Scores | float,
     *,
     sink: Tensor | None = None,
     ordered: bool = True,
@@ -109,7 +111,7 @@ def run_backward(
     Args:
         plan: a proven plan of the sequences in the tensors, with the tiles of the kernels.
         tensors: dout, q, k, v, out and lse (:class:`Tensors`), bf16 or fp16 with any strides, lse fp32.
-        softmax_scale: factor on Q K^T.
+        scores: what becomes of Q K^T; a number is a softmax scale.
         sink: (heads,) fp32, contiguous, as in the forward.
         ordered: False adds as contributions come, by atomics: the negative control.
         workers: thread blocks to launch, at most one per SM, all of which get items. By default as many as
@@ -122,18 +124,18 @@ def run_backward(
             the context or the stream is limited to.
         HandOverError: a bounded wait gave up (``debug.bounded`` only).
     """
-    given, debug = Tensors(*tensors), debug or NO_DEBUG
+    given, debug, scores = Tensors(*tensors), debug or NO_DEBUG, scores_of(scores)
     q, k, v = given.q, given.k, given.v
     if not q.numel() or not k.numel():
         nothing = None if sink is None else torch.zeros_like(sink)  # no row, or no row with an output
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
     check_tensors(place, plan, given)
-    asked = Asked(ordered, debug)
+    asked = Asked(ordered, debug, softcap=scores.softcap > 0)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, q.device)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-    dsink = launch(plan, (variant, place, work), given, grads, softmax_scale, sink, workers)
+    dsink = launch(plan, (variant, place, work), given, grads, scores, sink, workers)
     grads = grads._replace(dsink=dsink)
     return Result(*grads) if debug is NO_DEBUG else work.result(grads, debug)
 
@@ -146,7 +148,7 @@ def launch(
     made: Made,
     given: Tensors,
     grads: Gradients,
-    softmax_scale: float,
+    scores: Scores,
     sink: Tensor | None,
     workers: int | None,
 ) -> Tensor | None:
@@ -165,7 +167,7 @@ def launch(
     if q.dim() == 3:
         all_tensors = [x.unsqueeze(0) for x in all_tensors]
     numbers = arguments.Launch(
-        scale=softmax_scale,
+        scale=scores.softmax_scale,
         q_tiles=place.q_tiles,
         kv_tiles=place.kv_tiles if place.group_sums else 0,
         grid=blocks,
@@ -173,7 +175,7 @@ def launch(
         complete=place.complete_tiles,
     )
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
-        variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *numbers)
+        variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *numbers, *cap_of(scores))
         return None if sink is None else _sink_gradient(plan, work.buffers, sink)
 
 
@@ -199,6 +201,7 @@ class Asked(NamedTuple):
     ordered: bool
     debug: Debug
     key_sums: bool = False
+    softcap: bool = False
 
 
 def variant_of(place: OnDevice, plan: Plan, asked: Asked) -> Variant:
@@ -232,6 +235,7 @@ def _config(kernel: Kernel, dtype: str, asked: Asked, spin_limit: int) -> Backwa
         kernel.padded,
         Accumulation.TICKETS if asked.ordered else Accumulation.ATOMIC,
         key_sums=asked.key_sums,
+        softcap=asked.softcap,
         spin_limit=spin_limit if debug.bounded else 0,
         dump_contributions=debug.contributions,
         trace=debug.trace,

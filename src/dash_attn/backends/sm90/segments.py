@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...schedule.plan import Plan
+from ...scores import Scores, scores_of
 from ..base import Gradients, Tensors, as_current
 from ..cuda.upload import loadable
 from .add_sums.config import AddSumsConfig
@@ -31,7 +32,7 @@ __all__ = ["add_sums", "finish_keys", "run_segment"]
 def run_segment(
     plan: Plan,
     tensors: Tensors,
-    softmax_scale: float,
+    scores: Scores | float,
     sums: Tensor,
     dq: Tensor,
     *,
@@ -41,7 +42,7 @@ def run_segment(
     """The backward of a segment of q rows: :meth:`Prepared.backward_segment`.
 
     Args:
-        plan, tensors, softmax_scale, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
+        plan, tensors, scores, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
             contributions nor a trace can be asked for.
         sums: what dK and dV are added to.
         dq: like q; it is written.
@@ -52,7 +53,7 @@ def run_segment(
     Raises:
         PlanMismatchError, TooFewWorkersError, HandOverError: as :func:`run_backward`.
     """
-    debug = debug or NO_DEBUG
+    debug, scores = debug or NO_DEBUG, scores_of(scores)
     if debug.trace or debug.contributions:
         raise InputError(
             "the backward of a sequence that is cut into segments keeps no trace: ask for "
@@ -60,12 +61,12 @@ def run_segment(
         )
     place = on_device(plan, dq.device, key_sums=True)
     check_tensors(place, plan, tensors)
-    asked = Asked(True, debug, key_sums=True)
+    asked = Asked(True, debug, key_sums=True, softcap=scores.softcap > 0)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, dq.device, sums.view(-1))
     tensors = tensors._replace(k=loadable(tensors.k), v=loadable(tensors.v))
     grads = Gradients(dq, tensors.k, tensors.v)  # nothing is written to dK and dV
-    dsink = launch(plan, (variant, place, work), tensors, grads, softmax_scale, sink, None)
+    dsink = launch(plan, (variant, place, work), tensors, grads, scores, sink, None)
     if debug.bounded:
         check_hand_overs(work.buffers.errors, None)
     return dsink

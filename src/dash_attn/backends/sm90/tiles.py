@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HEAD_DIMS", "TILES", "Kernel", "Registers", "Tiles", "covers", "kernel_of", "name_of", "tiles_of"]
+__all__ = [
+    "HEAD_DIMS",
+    "TILES",
+    "Kernel",
+    "Registers",
+    "Tiles",
+    "covers",
+    "has_softcap",
+    "kernel_of",
+    "name_of",
+    "tiles_of",
+]
 
 
 class Registers(NamedTuple):
@@ -100,6 +111,16 @@ def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
         supported = ", ".join(name_of(*known) for known in TILES)
         raise ValueError(f"head_dim {name_of(*pair)} is not supported; supported: {supported}")
     return TILES[pair]
+
+
+def has_softcap(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel for tensors of these head dims has variants with a softcap.
+
+    >>> has_softcap(128, 64), has_softcap(192, 128)
+    (True, False)
+    """
+    kernel = kernel_of(head_dim, head_dim_v)
+    return kernel.head_dim == kernel.head_dim_v
 
 
 def name_of(head_dim: int, head_dim_v: int) -> str:

@@ -130,11 +130,13 @@ class Memory(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Numbers of the main kernel, see Launch."""
+    """Numbers of the main kernel, see Launch; of variants with a softcap also its own, see `Cap`."""
 
     scale: Any
     workers: Any
     complete: Any
+    inner: Any = None
+    outer: Any = None
 
 
 class Shared(NamedTuple):

@@ -40,6 +40,7 @@ class BackwardConfig:
         dtype: "bf16" or "fp16".
         accumulation: how contributions to dQ are added.
         key_sums: every item adds its dK and dV to fp32 sums that several launches share, and finishes none.
+        softcap: scores s are softcap * tanh(s / softcap).
         spin_limit: bounds every wait for a ticket or a complete dQ tile; 0: unbounded. An exceeded bound is
             reported in the error buffer.
         dump_contributions: keep every task's fp32 contribution to dQ.
@@ -59,6 +60,7 @@ class BackwardConfig:
     padded: bool = False
     accumulation: Accumulation = Accumulation.TICKETS
     key_sums: bool = False
+    softcap: bool = False
     spin_limit: int = 0
     dump_contributions: bool = False
     trace: bool = False
@@ -95,6 +97,8 @@ class BackwardConfig:
             raise ValueError(f"{self} needs two stages of the buffer that dK leaves through, or one if tight")
         if self.head_dim_v != self.head_dim and not self.tight:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
+        if self.softcap and self.tight:
+            raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
         tile, (alone, behind) = 4 * self.dq_elements, self.finish_stages
         least = max(alone * tile, behind * tile + self.dq_stages * tile)
         if self.tiles_bytes < least:

@@ -20,7 +20,7 @@ from ..device import plan_view
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from . import finish, load, mma, reduce
+from . import capped, finish, load, mma, reduce
 from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
@@ -38,7 +38,8 @@ class Backward:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.load_role, self.mma_role = load.LoadRole(config), mma.MmaRole(config, self.dtype)
+        kind = capped.CappedMma if config.softcap else mma.MmaRole
+        self.load_role, self.mma_role = load.LoadRole(config), kind(config, self.dtype)
 
     def _tiled_mmas(self) -> Products:
         c = self.config
@@ -106,7 +107,8 @@ class Backward:
         return Storage
 
     @cute.jit
-    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
+    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, cap, stream):
+        """cap: the numbers of a softcap, where the variant has one."""
         c = self.config
         layouts = Layouts(
             q=tile_layout(self.dtype, c.tile_m, c.head_dim, c.q_stages),
@@ -127,7 +129,7 @@ class Backward:
         )
         named = tensors._asdict() | workspace._asdict()
         memory = Memory(*[named[name] for name in Memory._fields])
-        numbers = Numbers(launch.scale, launch.workers, launch.complete)
+        numbers = Numbers(launch.scale, launch.workers, launch.complete, *cap)
         self.kernel(copies, layouts, self._tiled_mmas(), memory, numbers).launch(
             grid=(launch.grid, 1, 1),
             block=(THREADS, 1, 1),
@@ -173,7 +175,7 @@ class Backward:
                 reduce.ticket_role(c, memory, shared, rings)
         else:
             cute.arch.setmaxregister_increase(c.registers.mma)
-            n_item = self.mma_role.run(products, memory, shared, rings, numbers.scale)
+            n_item = self.mma_role.run(products, memory, shared, rings, numbers)
             if const_expr(c.ordered):
                 finish.convert_role(c, memory.dq, shared, rings, n_item, numbers.scale)
 

@@ -34,14 +34,14 @@ class MmaRole:
         self.config, self.dtype = config, dtype
 
     @cute.jit
-    def run(self, products, memory, shared, rings, scale):
+    def run(self, products, memory, shared, rings, numbers):
         """MMA warpgroups: all five products of every task of an item, then its dK and dV.
 
         Returns how many items there were.
         """
         c = self.config
         tidx = cute.arch.thread_idx()[0] - 128 * (THREADS // 128 - MMA_WARPGROUPS)
-        t = self._fragments(products, shared, scale, tidx)
+        t = self._fragments(products, shared, numbers, tidx)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         slot = reduce.wait_item(shared, rings, n_item)
         while plan_view.mailbox_item(slot).place >= 0:
@@ -56,7 +56,7 @@ class MmaRole:
                 self.start_s(t, n_task, rings)
                 warpgroup.wait_group(0)
                 if const_expr(c.delayed_dq):
-                    self.probabilities(t, 0, rings.q.stage(n_task))
+                    self.begin_p(t, rings.q.stage(n_task))
                 rings.v.wait_full(n_kv)
                 rings.dk.wait_empty(n_kv)
                 if const_expr(c.delayed_dq):
@@ -78,7 +78,7 @@ class MmaRole:
                     self.task(t, n_task, rings, slot, True)
                 n_task += 1
                 n_kv += 1
-                self.put_dk(t, n_task, slot, scale, rings)
+                self.put_dk(t, n_task, slot, numbers.scale, rings)
             if const_expr(c.key_sums):
                 if tasks > 0:
                     self.leave_sums(t, memory.group_sums, plan_view.mailbox_item(slot).record.group_sum)
@@ -92,7 +92,7 @@ class MmaRole:
             slot = reduce.wait_item(shared, rings, n_item)
         return n_item
 
-    def _fragments(self, products, shared, scale, tidx):
+    def _fragments(self, products, shared, numbers, tidx):
         """What a thread multiplies, and the accumulators that live from task to task.
 
         In names like tSrK, the letter behind t is a product (S, P, V, K, Q: those of S, dP, dV, dK, dQ), r
@@ -116,7 +116,7 @@ class MmaRole:
         return SimpleNamespace(
             sV=shared.v, sdK=shared.dk,
             scores=products.scores, grads=products.grads, dq=products.dq, keys=keys,
-            group=group, scale_log2=scale * math.log2(math.e),
+            group=group, scale_log2=numbers.scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(shared.k)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(shared.q)),
             tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(shared.v)),
@@ -158,8 +158,7 @@ class MmaRole:
         ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
         rings.dout.wait_full(n_task)
         acc_dP = self.start_dp(t, do_stage)
-        self.probabilities(t, 0, q_stage)
-        rP = as_operand_a(t.acc_S, self.dtype)
+        rP = self.p_operand(t, q_stage)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
         # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P
@@ -257,25 +256,11 @@ class MmaRole:
         the other, of the next task, beside dQ and dK.
         """
         c = self.config
-        q_stage, do_stage, ds_stage = (ring.stage(n_task) for ring in (rings.q, rings.dout, rings.ds))
-        rings.dout.wait_full(n_task)
-        acc_dP = self.start_dp(t, do_stage)
-        rP = as_operand_a(part(t.acc_S, 0), self.dtype)
-        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
-        self.probabilities(t, 1, q_stage)
-        # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up
-        # behind dP.
-        rings.ds.wait_empty(n_task)
-        warpgroup.wait_group(0)  # so that the operands of both products can share registers
-        rP = as_operand_a(part(t.acc_S, 1), self.dtype)
-        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4)
-        cute.arch.sync_warp()  # ptxas moves nothing across: the products are issued before dS is computed
-        rdS = cute.make_rmem_tensor(acc_dP.layout, self.dtype)
-        rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
-        rdS = as_operand_a(rdS, self.dtype)
+        q_stage, ds_stage = rings.q.stage(n_task), rings.ds.stage(n_task)
+        rdS = self.wide_ds(t, n_task, rings)
         if const_expr(not is_last):
             self.start_s(t, n_task + 1, rings)
-        self.store_ds(t, rdS, acc_dP.layout, ds_stage)
+        self.store_ds(t, rdS, t.acc_S.layout, ds_stage)
 
         # Before the first task there is no dQ: the product is computed from old values, put into the buffer
         # that the first task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas
@@ -287,7 +272,7 @@ class MmaRole:
         warpgroup.wait_group(2)
         arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
-            self.probabilities(t, 0, rings.q.stage(n_task + 1))
+            self.begin_p(t, rings.q.stage(n_task + 1))
         into = cutlass.max(last, first)
         rings.dq.wait_empty(into)
         warpgroup.wait_group(1)
@@ -300,6 +285,29 @@ class MmaRole:
             arrive(rings.dq.full_of(last))
         warpgroup.wait_group(0)
         arrive(rings.q.empty_of(n_task))
+
+    def wide_ds(self, t, n_task: Int32, rings):
+        """dV of a task, and dS as an operand; there is room in its buffer."""
+        q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
+        rings.dout.wait_full(n_task)
+        acc_dP = self.start_dp(t, do_stage)
+        rP = as_operand_a(part(t.acc_S, 0), self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
+        self.probabilities(t, 1, q_stage)
+        # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up
+        # behind dP.
+        rings.ds.wait_empty(n_task)
+        warpgroup.wait_group(0)  # so that the operands of both products can share registers
+        rP = as_operand_a(part(t.acc_S, 1), self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4)
+        cute.arch.sync_warp()  # ptxas moves nothing across: the products are issued before dS is computed
+        return self.ds_operand(t, acc_dP)
+
+    def ds_operand(self, t, acc_dP):
+        """dS, of what has the place of S and of dP."""
+        rdS = cute.make_rmem_tensor(acc_dP.layout, self.dtype)
+        rdS.store((t.acc_S.load() * acc_dP.load()).to(self.dtype))
+        return as_operand_a(rdS, self.dtype)
 
     @cute.jit
     def last_dq(self, t, last: Int32, slot, rings):
@@ -389,6 +397,15 @@ class MmaRole:
         multiply(t.scores, acc_dP, t.tPrV[None, None, None, 0], t.tPrdO[None, None, None, stage], True)
         return acc_dP
 
+    def begin_p(self, t, stage) -> None:
+        """What is done of P beside dQ and dK of the task before."""
+        self.probabilities(t, 0, stage)
+
+    def p_operand(self, t, stage):
+        """P of a tile of 64 rows as an operand."""
+        self.probabilities(t, 0, stage)
+        return as_operand_a(t.acc_S, self.dtype)
+
     @cute.jit
     def probabilities(self, t, h: cutlass.Constexpr[int], stage):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
@@ -402,13 +419,18 @@ class MmaRole:
         if const_expr(c.delayed_dq):
             self._mask_if_cut(t, acc, h, stage, -math.inf)
         for column in cutlass.range_constexpr(8):
-            lse2 = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(t.lse2[None, 8 * h + column, stage], lse2)
+            lse2 = self.column_of_lse(t, 8 * h + column, stage)
             for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
                 acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
         if const_expr(not c.delayed_dq):
             self._mask_if_cut(t, acc, h, stage, 0.0)
+
+    def column_of_lse(self, t, column: int, stage):
+        """LSE of the two queries of this thread among eight."""
+        lse2 = cute.make_rmem_tensor(2, Float32)
+        cute.autovec_copy(t.lse2[None, column, stage], lse2)
+        return lse2
 
     def _mma_thread(self):
         """This thread's index among those of the MMA warpgroups, read here: it takes no register before."""

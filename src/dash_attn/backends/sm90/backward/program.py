@@ -10,6 +10,7 @@ from ..arguments import regrouped
 from ..device import fakes
 from ..device.fakes import statistics, vector
 from ..device.operands import DTYPES
+from ..softcap import Cap
 from .arguments import Launch, Tensors, Workspace
 from .config import BackwardConfig
 from .kernel import Backward
@@ -25,14 +26,16 @@ class Program:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Called with ``(*Tensors, *Workspace, *Launch)``, see arguments.py; traced with a stream behind.
+        """Called with ``(*Tensors, *Workspace, *Launch)``, and with a softcap ``*Cap``, see arguments.py
+        and ..softcap; traced with a stream behind.
 
         The call is flat: what calls the compiled function builds no containers.
         """
         stream = arguments[-1]
         tensors, workspace, launch = regrouped(arguments[:-1], Tensors, Workspace, Launch)
+        cap = arguments[len(tensors + workspace + launch) : -1]
         self.preprocess(tensors, workspace, launch, stream)
-        self.backward(tensors, workspace, launch, stream)
+        self.backward(tensors, workspace, launch, cap, stream)
         converted = 0 if const_expr(self.config.ordered) else launch.q_tiles
         if converted + launch.kv_tiles > 0:
             self.convert(tensors, workspace, launch, converted, stream)
@@ -73,4 +76,5 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
         workers=Int32(1),
         complete=Int32(1),
     )
-    return [*tensors, *workspace, *launch, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]
+    cap = Cap(Float32(1.0), Float32(1.0)) if config.softcap else ()
+    return [*tensors, *workspace, *launch, *cap, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

@@ -73,7 +73,8 @@ class Cached:
         }  # fmt: skip
 
     @cute.jit
-    def __call__(self, tensors, memory: Memory, launch, stream):
+    def __call__(self, tensors, memory: Memory, launch, cap, stream):
+        """cap: the numbers of a softcap, where the variant has one."""
         c = self.config
         layouts = layouts_of(c, self.dtype)
         piece, fetch = tile_layout(self.dtype, c.piece, BOX, 1), cpasync.CopyBulkTensorTileG2SOp()
@@ -82,8 +83,9 @@ class Cached:
             v=copy_of(fetch, as_packed(tensors.v), piece, c.piece),
         )
         kv_heads = tensors.k.shape[2]
+        scales = cap if c.softcap else (launch.scale,)
         numbers = (
-            launch.scale, launch.left, launch.right, tensors.q.shape[2] // kv_heads, kv_heads,
+            *scales, launch.left, launch.right, tensors.q.shape[2] // kv_heads, kv_heads,
             tensors.k.shape[0], tensors.k.shape[1], launch.most_pages,
             *(Int32(x.stride[0] // x.stride[1]) for x in (tensors.k, tensors.v)),
         )  # fmt: skip
@@ -98,7 +100,7 @@ class Cached:
     @cute.kernel
     def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers) -> None:
         c = self.config
-        scale, *others = numbers
+        of_scores = 2 if c.softcap else 1
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == LOAD_WARP:
             for each in copies:
@@ -125,10 +127,10 @@ class Cached:
             if const_expr(c.warpgroups > 1):
                 cute.arch.setmaxregister_decrease(c.registers[1])
             if warp_idx == LOAD_WARP:
-                self.load_role.run(copies, memory, shared, rings, tuple(others))
+                self.load_role.run(copies, memory, shared, rings, numbers[of_scores:])
             elif warp_idx == Q_WARP:
                 self.load_role.copy_queries(memory, shared, rings)
         else:
             if const_expr(c.warpgroups > 1):
                 cute.arch.setmaxregister_increase(c.registers[0])
-            self.mma_role.run(products, memory, shared, rings, scale)
+            self.mma_role.run(products, memory, shared, rings, numbers[:of_scores])

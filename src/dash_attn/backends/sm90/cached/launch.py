@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -19,6 +20,7 @@ from ..compile import program
 from ..forward.config import ROWS
 from ..forward.launch import allocate, why_no_scale
 from ..launch import DTYPES
+from ..softcap import cap_of, why_no_cap
 from ..tiles import kernel_of
 from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
 from .config import CachedConfig, cached_config
@@ -61,6 +63,7 @@ class Cached(PreparedCached):
         self.problem, self.device = problem, device
         self.config = config_of(problem) if config is None else config
         self._blocks = blocks
+        self._programs: dict[bool, object] = {}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -84,14 +87,10 @@ class Cached(PreparedCached):
         numbers = (p.batch, tiles, p.seqlen_q, p.most_pages, share, places, folds, grid, *p.sides)
         return words, numbers
 
-    @cached_property
-    def _program(self) -> object:
-        return program(self.config)
-
     def forward(
         self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        if reason := why_no_scale(scores.softmax_scale):
+        if reason := why_no_scale(scores.softmax_scale) or why_no_cap(scores):
             raise InputError(reason)
         q, k, v, lengths, table, bounds = tensors
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -107,13 +106,20 @@ class Cached(PreparedCached):
         words, numbers = self._numbers
         memory = [*allocate(words, q.device)]
         memory[:2] = (x.view(torch.int32) for x in memory[:2])
-        self._program(  # type: ignore[operator]
+        self._program(scores.softcap > 0)(  # type: ignore[operator]
             *Tensors._make([*four, lse]),
             *Places(lengths, table.view(-1), lengths if bounds is None else bounds, sink),
             *Workspace._make(memory),
             *Launch(scores.softmax_scale, *numbers),
+            *cap_of(scores),
         )
         return out, lse.squeeze(0) if packed else lse
+
+    def _program(self, softcap: bool) -> object:
+        found = self._programs.get(softcap)
+        if found is None:
+            found = self._programs[softcap] = program(replace(self.config, softcap=softcap))
+        return found
 
     def _sink(self, aux: AuxTensors) -> Tensor:
         """(heads,) fp32; -inf where there is no sink."""

@@ -10,6 +10,7 @@ from ..arguments import regrouped
 from ..device import fakes
 from ..device.fakes import statistics, vector
 from ..device.operands import DTYPES
+from ..softcap import Cap
 from .arguments import Launch, Memory, Places, Tensors, Workspace
 from .config import CachedConfig
 from .deal import Deal
@@ -26,6 +27,7 @@ class Program:
     def __call__(self, *arguments):
         stream = arguments[-1]
         tensors, places, workspace, launch = regrouped(arguments, Tensors, Places, Workspace, Launch)
+        cap = arguments[len(tensors + places + workspace + launch) : -1]
         kv_heads = tensors.k.shape[2]
         group = tensors.q.shape[2] // kv_heads
         memory = Memory(
@@ -44,7 +46,7 @@ class Program:
         keys = launch.most_pages * tensors.k.shape[1]
         sizes = (group, kv_heads, tensors.q.shape[1], keys)
         self.deal(workspace, places, launch, sizes, stream)
-        self.cached(tensors, memory, launch, stream)
+        self.cached(tensors, memory, launch, cap, stream)
         if launch.folds > 0:
             self.fold(memory, launch, stream)
 
@@ -61,5 +63,6 @@ def fake_arguments(config: CachedConfig, env_stream: bool):
         partial=vector(Float32, 128),
     )
     launch = Launch(Float32(1.0), *(Int32(1) for _ in Launch._fields[1:]))
+    cap = Cap(Float32(1.0), Float32(1.0)) if config.softcap else ()
     stream = make_fake_stream(use_tvm_ffi_env_stream=env_stream)
-    return [*tensors, *places, *workspace, *launch, stream]
+    return [*tensors, *places, *workspace, *launch, *cap, stream]

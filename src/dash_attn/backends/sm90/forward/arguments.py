@@ -49,12 +49,15 @@ class Launch(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """The last arguments, each of the variants whose configuration has a field of its name set.
+    """The last arguments, each of the variants whose configuration asks for it.
 
-    sink: (H,) fp32, natural logarithms; trace: int64, `TRACE_WORDS` per item, see trace.py."""
+    sink: (H,) fp32, natural logarithms; trace: int64, `TRACE_WORDS` per item, see trace.py; inner, outer: of
+    a softcap, fp32, see `Cap`."""
 
     sink: Any = None
     trace: Any = None
+    inner: Any = None
+    outer: Any = None
 
 
 class Copies(NamedTuple):

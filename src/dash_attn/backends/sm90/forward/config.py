@@ -34,6 +34,8 @@ class ForwardConfig:
             (FlashAttention-3, section 3.2).
         exp2_share: of 8 values of 2^x, how many are a polynomial in place of the exponential unit's
             (FlashAttention-4, section 3.1). For experiments: it changes bits.
+        sink: every q head has one score more, of a key without a value.
+        softcap: scores s become softcap * tanh(s / softcap).
         trace: keep when every item began and was done, and on which SM (trace.py).
         head_dim_v: of V; 0: the same.
     """
@@ -55,6 +57,7 @@ class ForwardConfig:
     overlap: str = "products"
     exp2_share: int = 0
     sink: bool = False
+    softcap: bool = False
     trace: bool = False
     head_dim_v: int = 0
 

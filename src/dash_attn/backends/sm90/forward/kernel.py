@@ -52,9 +52,10 @@ class Forward:
             out=copy_of(store, tensors.out, layouts.out, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
-        memory = Memory(tensors.lse, *workspace, *extra)
+        memory = Memory(tensors.lse, *workspace, extra.sink, extra.trace)
+        scales = (extra.inner, extra.outer) if c.softcap else (launch.scale,)
         numbers = (
-            launch.scale, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
+            *scales, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
             tensors.q.shape[2], tensors.k.shape[0], tensors.k.shape[1],
         )  # fmt: skip
         self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers).launch(
@@ -68,7 +69,7 @@ class Forward:
     @cute.kernel
     def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers) -> None:
         c = self.config
-        scale, *others = numbers
+        of_scores = 2 if c.softcap else 1
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == LOAD_WARP:
             for each in copies:
@@ -93,9 +94,9 @@ class Forward:
         if warp_idx < FIRST_MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp_idx == LOAD_WARP:
-                self.load_role.run(copies, memory, shared, rings, tuple(others))
+                self.load_role.run(copies, memory, shared, rings, numbers[of_scores:])
             elif warp_idx < FIRST_STORE_WARP + c.warpgroups:
                 self.store_role.run(copies, shared, rings, warp_idx - FIRST_STORE_WARP)
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
-            self.mma_role.run(products, memory, shared, rings, scale)
+            self.mma_role.run(products, memory, shared, rings, numbers[:of_scores])

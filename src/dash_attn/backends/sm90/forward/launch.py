@@ -18,6 +18,7 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
 from ..launch import DTYPES
+from ..softcap import Cap
 from ..tiles import kernel_of
 from .arguments import Launch, Workspace
 from .config import ForwardConfig, forward_config
@@ -108,14 +109,15 @@ class Forward:
         *,
         sink: Tensor | None = None,
         trace: Tensor | None = None,
+        cap: Cap | tuple[()] = (),
     ) -> tuple[Tensor, Tensor]:
         """out and lse (fp32, natural logarithm) of tensors of the problem's shapes, k and v of the keys'.
 
         Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
         (total_q, heads, head_dim), lse (heads, total_q). The head_dim of out is that of v. With keys, k and v
         may be packed where q is dense.
-        ``sink`` and ``trace`` belong to configurations that have them: (heads,) float32, contiguous, and
-        (items, 3) int64, see :class:`~.traced.Traced`.
+        ``sink``, ``trace`` and ``cap`` belong to configurations that have them: (heads,) float32, contiguous;
+        (items, 3) int64, see :class:`~.traced.Traced`; the numbers of a softcap.
 
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
@@ -140,5 +142,6 @@ class Forward:
             *Launch(softmax_scale, *self._numbers),
             *(() if sink is None else (sink,)),
             *(() if trace is None else (trace.view(-1),)),
+            *cap,
         )
         return out, lse.squeeze(0) if packed else lse

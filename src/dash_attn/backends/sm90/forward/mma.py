@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device.operands import as_operand_a, multiply, transposed
 from ..device.ring import arrive
+from ..softcap import Cap
 from .config import ROWS, ForwardConfig
 from .exact import folded, inverse, lse_of, row_sum, weights, with_sink, without_sign
 from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier, tile_of_out
@@ -22,13 +23,15 @@ class MmaRole:
         self.config, self.dtype, self.softmax = config, dtype, Softmax(config, dtype)
 
     @cute.jit
-    def run(self, products, memory, shared, rings, scale) -> None:
+    def run(self, products, memory, shared, rings, scales) -> None:
+        """scales: the softmax scale, or the numbers of a softcap."""
         c = self.config
+        cap = Cap(*scales) if c.softcap else Cap(None, scales[0] * math.log2(math.e))
         tidx = cute.arch.thread_idx()[0] % 128
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
         scores, out = (m.get_slice(0) for m in products)
         t = SimpleNamespace(
-            products=products, group=group, tidx=tidx, scale_log2=scale * math.log2(math.e),
+            products=products, group=group, tidx=tidx, inner=cap.inner, scale_log2=cap.outer,
             tSrQ=scores.make_fragment_A(scores.partition_A(shared.q)),
             tSrK=scores.make_fragment_B(scores.partition_B(shared.k)),
             tOrV=out.make_fragment_B(out.partition_B(transposed(shared.v))),
@@ -174,6 +177,7 @@ class MmaRole:
         n = n_first
         warpgroup.wait_group(0)
         arrive(rings.k.empty_of(n))
+        self.softmax.cap(t)
         self.softmax.mask(t, words, info, end)
         self.softmax.first_tile(t, (words, end))
         # Asked long before the answer is used, so that it is there at once.
@@ -206,6 +210,7 @@ class MmaRole:
                 arrive(rings.v.empty_of(n))
             n += 1
             k_is_full, v_is_full = rings.k.is_full(n + 1), rings.v.is_full(n)
+            self.softmax.cap(t)
             if cut:
                 self.softmax.mask(t, words, info, kv_tile)
             self.softmax.next_tile(t, (words, kv_tile), rings.v.empty_of(n - 1))

@@ -37,7 +37,8 @@ class Program:
 
 def extras_of(config: ForwardConfig) -> list[str]:
     """The fields of `Extra` that a variant has."""
-    return [name for name in Extra._fields if getattr(config, name)]
+    asked = Extra(config.sink, config.trace, config.softcap, config.softcap)
+    return [name for name, wanted in asked._asdict().items() if wanted]
 
 
 def fake_arguments(config: ForwardConfig, env_stream: bool):
@@ -59,6 +60,6 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
         left=Int32(-1),
         right=Int32(-1),
     )
-    kinds = Extra(sink=vector(Float32, 4), trace=vector(Int64, 8))
+    kinds = Extra(sink=vector(Float32, 4), trace=vector(Int64, 8), inner=Float32(1.0), outer=Float32(1.0))
     extra = [getattr(kinds, name) for name in extras_of(config)]
     return [*tensors, *workspace, *launch, *extra, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]

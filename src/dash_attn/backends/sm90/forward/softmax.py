@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..device.operands import packed
 from ..device.ring import arrive
+from ..device.tanh import tanh
 from .config import ROWS, ForwardConfig
 from .exact import finite, fma, log2_below, polynomial_exp2
 from .item import Info
@@ -149,6 +150,17 @@ class Softmax:
                 value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=distance))
             found.append(value)
         return found
+
+    def cap(self, t) -> None:
+        """tanh in place of the scores, before any is hidden. The factor on scores is then the softcap, and
+        nothing else changes.
+
+        Not beside P V of the tile before: at head dim 64 there are no registers for that, and ptxas would
+        serialise the products.
+        """
+        if cutlass.const_expr(self.config.softcap):
+            for i in range(cute.size(t.acc_S)):
+                t.acc_S[i] = tanh(t.acc_S[i], t.inner)
 
     @cute.jit
     def mask(self, t, words, info, kv_tile: Int32) -> None:

@@ -1,0 +1,74 @@
+"""Softcap: which numbers the kernels are given for it, and how they make tanh. No cutlass here.
+
+With u = `STRETCH` x, tanh x = u P(u^2) / Q(u^2), P and Q with leading coefficients 1: every step of Horner's
+rule then has one constant, which is part of the instruction. The degrees, 3 and 4, are the least with which
+the relative error is below 5e-7 everywhere (fitted here by least squares, reweighted to the least maximum).
+Beyond `BOUND`, which is x = 7.7, tanh is constant, 4.8e-7 from 1. Fourteen instructions and one reciprocal.
+
+Why not ``tanh.approx``: its error is 5e-4 of a score, 0.02 for scores near a cap of 50. Why not
+1 - 2 / (e^2x + 1): near 0 it has few digits, which counts where the cap is large, and it takes two results of
+the unit that makes exponentials and reciprocals, which has an eighth of the speed of products. Why not one
+reciprocal for two scores, of a product: bits of a score must not depend on its neighbour, which a row may not
+see.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...scores import Scores
+
+__all__ = ["BOUND", "HUGE", "LARGEST", "STRETCH", "Cap", "P", "Q", "cap_of", "why_no_cap"]
+
+STRETCH = 0.021808056
+P = (0.1206906, 0.0024953187, 9.162861e-06)
+"""From the second highest power down to the constant; the highest has the factor 1."""
+Q = (0.4508277, 0.02114132, 0.00019447085, 1.9982421e-07)
+"""Likewise."""
+BOUND = 0.16792203
+
+HUGE = 3.4e38
+"""The negative of it, times a softcap, is in place of a score that is masked."""
+
+LARGEST = 1e30
+"""Of a softcap; its inverse is the least, and times `HUGE` more than every score."""
+
+
+class Cap(NamedTuple):
+    """What a variant with a softcap is given, fp32.
+
+    A score in base 2 is outer tanh(inner Q K^T / STRETCH).
+    """
+
+    inner: Any
+    outer: Any
+
+
+def cap_of(scores: Scores) -> Cap | tuple[()]:
+    """The numbers of a softcap; none if there is none.
+
+    >>> cap_of(Scores(0.125)), round(cap_of(Scores(0.125, softcap=50.0))[1], 6)
+    ((), 72.134752)
+    """
+    if not scores.softcap:
+        return ()
+    return Cap(STRETCH * scores.softmax_scale / scores.softcap, scores.softcap * math.log2(math.e))
+
+
+@lru_cache
+def why_no_cap(scores: Scores) -> str:
+    """Why the kernels cannot use a softcap: float32 does not hold what is made of it."""
+    if not scores.softcap:
+        return ""
+    if not 1 / LARGEST <= scores.softcap <= LARGEST:
+        return f"for sm90 softcap must be in {1 / LARGEST:g} .. {LARGEST:g}, got {scores.softcap}"
+    with np.errstate(over="ignore", under="ignore"):
+        inner = np.float32(STRETCH * scores.softmax_scale / scores.softcap)
+    if np.finfo(np.float32).tiny <= inner < np.inf:
+        return ""
+    both = f"{scores.softmax_scale} / {scores.softcap}"
+    return f"for sm90 softmax_scale / softcap must be a normal float32, got {both}"

@@ -1,0 +1,130 @@
+"""Softcap in the Hopper kernels: the instructions of tanh in NumPy, beside float64, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dash_attn.backends.sm90 import backend
+from dash_attn.backends.sm90.softcap import BOUND, HUGE, LARGEST, STRETCH, Cap, cap_of, why_no_cap
+from dash_attn.problem import Problem
+from dash_attn.scores import Scores
+
+CAPS = (15.0, 30.0, 50.0)
+
+
+def instructions() -> list[list[str]]:
+    """Those of the kernels' tanh: operation, target, operands."""
+    pytest.importorskip(
+        "cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'"
+    )
+    from dash_attn.backends.sm90.device.tanh import _TANH
+
+    _, body = _TANH.strip("{} \n").split(";", 1)
+    return [re.findall(r"[^\s,]+", line) for line in body.split(";") if line.strip()]
+
+
+def executed(scores: np.ndarray, factor: float, ulps: int = 0) -> np.ndarray:
+    """tanh of products by these instructions; reciprocals are off by so many units in the last place."""
+    f32 = np.float32
+    values: dict[str, Any] = {"$1": scores.astype(f32), "$2": f32(factor)}
+
+    def of(name: str) -> Any:
+        return (
+            np.frombuffer(bytes.fromhex(name[2:]), ">f4").astype(f32)[0] if name[:2] == "0f" else values[name]
+        )
+
+    for operation, to, *names in instructions():
+        x = [np.asarray(of(name), np.float64) for name in names]
+        if operation == "rcp.approx.ftz.f32":
+            found = (1 / x[0]).astype(f32)
+            values[to] = found + ulps * np.spacing(found)
+            continue
+        compute = {
+            "mul.rn.f32": np.multiply, "add.rn.f32": np.add, "fma.rn.f32": lambda a, b, c: a * b + c,
+            "min.NaN.f32": np.minimum, "max.NaN.f32": np.maximum,
+        }[operation]  # fmt: skip
+        values[to] = compute(*x).astype(f32)
+    return values["$0"]
+
+
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_tanh_has_seven_digits_everywhere(ulps: int) -> None:
+    """Near 0, too, where a difference of numbers close to 1 would have none."""
+    x = np.concatenate([np.logspace(-30, 2, 200_001), np.linspace(1e-3, 20, 200_001)]).astype(np.float32)
+    exact = np.tanh(x.astype(np.float64))
+    found = executed(x, STRETCH, ulps)
+    assert (np.abs(found / exact - 1) < 7e-7).all()
+    assert (np.abs(executed(x, STRETCH)) <= 1).all()
+    assert (executed(-x, STRETCH, ulps) == -found).all()
+
+
+def test_tanh_of_what_is_not_finite() -> None:
+    x = np.array([np.nan, np.inf, -np.inf, 0.0, 3e38], np.float32)
+    with np.errstate(over="ignore"):
+        found = executed(x, 1.0)
+    assert np.isnan(found[0])
+    assert found[3] == 0
+    assert found[1] == -found[2] == found[4] == executed(np.float32([BOUND]), 1.0)[0]
+
+
+@pytest.mark.parametrize("softcap", CAPS)
+def test_capped_scores(softcap: float) -> None:
+    """Scores up to 300: what is capped is off by less than a hundredth of what float16 makes of it."""
+    scale, x = 0.125, np.linspace(-2400, 2400, 400_001).astype(np.float32)
+    cap = cap_of(Scores(scale, softcap=softcap))
+    found = np.log(2) * np.float64(np.float32(cap[1])) * executed(x, cap[0])
+    exact = softcap * np.tanh(x.astype(np.float64) * scale / softcap)
+    error = np.abs(found - exact)
+    assert error.max() < 7e-7 * softcap
+    assert error.max() < 0.01 * np.spacing(np.float16(softcap))
+    near = np.abs(exact) < softcap / 100
+    assert error[near].max() < 7e-9 * softcap
+
+
+def test_large_caps_leave_scores_alone() -> None:
+    x = np.linspace(-300, 300, 10_001).astype(np.float32)
+    inner, outer = cap_of(Scores(1.0, softcap=1e8))
+    found = np.log(2) * np.float64(np.float32(outer)) * executed(x, inner)
+    np.testing.assert_allclose(found, x, rtol=1e-6)
+
+
+def test_no_softcap_has_no_numbers() -> None:
+    assert cap_of(Scores(0.125)) == ()
+    assert cap_of(Scores(0.125, softcap=2.0)) == Cap(STRETCH * 0.0625, 2.0 / np.log(2.0))
+
+
+@pytest.mark.parametrize("softcap", [LARGEST, 1 / LARGEST, 1.0])
+def test_what_is_masked_has_no_weight(softcap: float) -> None:
+    """In the backward -HUGE is in place of tanh: P and P (1 - tanh^2) must be 0 and not NaN."""
+    outer, hidden = np.float32(cap_of(Scores(1.0, softcap=softcap))[1]), np.float32(-HUGE)
+    with np.errstate(over="ignore", under="ignore"):
+        for lse in (np.float32(-2) * outer, np.float32(2) * outer, np.float32(40), np.float32(np.inf)):
+            p = np.exp2(hidden * outer - lse)
+            assert p == 0
+            assert -(p * hidden) * hidden + p == 0
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "reason"),
+    [
+        (0.125, 30.0, ""),
+        (0.125, 0.0, ""),
+        (0.125, 1e31, "for sm90 softcap must be in 1e-30 .. 1e+30, got 1e+31"),
+        (0.125, 1e-31, "for sm90 softcap must be in 1e-30 .. 1e+30, got 1e-31"),
+        (1e-9, 1e30, "for sm90 softmax_scale / softcap must be a normal float32, got 1e-09 / 1e+30"),
+        (1e12, 1e-30, "for sm90 softmax_scale / softcap must be a normal float32, got 1e12 / 1e-30"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    monkeypatch: pytest.MonkeyPatch, scale: float, softcap: float, reason: str
+) -> None:
+    scores = Scores(scale, softcap=softcap)
+    assert why_no_cap(scores) == reason.replace("1e12", f"{1e12}")
+    monkeypatch.setattr(backend, "_capability", lambda device: (9, 0))
+    problem = Problem.dense(seqlen=256, head_dim=64)
+    assert backend.BACKEND.why_not(problem, torch.device("cuda", 0), False, scores) == why_no_cap(scores)
