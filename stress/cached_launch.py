@@ -19,12 +19,13 @@ BOUNDS = (0, 5, 6, 80)
 """Of packed rows; the longest sequence has more than a tile."""
 
 
-def cached_problems(config: CachedConfig, head_dim: int) -> Iterator[tuple[str, CachedProblem, int | None]]:
-    """What a variant is launched with, and on how many blocks (None: on all)."""
+def cached_problems(config: CachedConfig, fewer: int) -> Iterator[tuple[str, CachedProblem, int | None]]:
+    """What a variant is launched with, and on how many blocks (None: on all). ``fewer``: columns than tiles
+    have."""
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[config.dtype]
     size = 2 * config.piece  # of a page
     most = -(-max(LENGTHS) // size) + 1
-    sizes = (4, 2, head_dim, head_dim, dtype, (-1, 0))
+    sizes = (4, 2, config.head_dim - fewer, config.head_dim_v - fewer, dtype, (-1, 0))
     yield "packed", CachedProblem(3, *sizes, -1, BOUNDS[-1], 74, size, 3 * most, most), 2
     long = -(-(FORWARD_SEGMENT + 400) // size)
     yield "a fold", CachedProblem(3, *sizes, 1, 3, 1, size, 3 * long, long), None
@@ -34,16 +35,19 @@ def launch_cached(config: CachedConfig, problem: CachedProblem, blocks: int | No
     """One forward, waited for. Pages hold NaN behind the used keys, and page numbers there are wild."""
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, problem.dtype)
     lengths = list(LENGTHS) if problem.packed else [FORWARD_SEGMENT + 300, *LENGTHS[1:]]
-    shape = (problem.pages, problem.page_size, problem.kv_heads, problem.head_dim)
-    k, v = (torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2))
+    shape = (problem.pages, problem.page_size, problem.kv_heads)
+    k, v = (
+        torch.full((*shape, columns), torch.nan, dtype=dtype, device=device)
+        for columns in (problem.head_dim, problem.head_dim_v)
+    )
     table = torch.full((problem.batch, problem.most_pages), -5, dtype=torch.int32)
     for at, length in enumerate(lengths):
         count = -(-length // problem.page_size)
         table[at, :count] = torch.arange(count) * problem.batch + at
         for x in (k, v):
-            rows = torch.randn(count * problem.page_size, *shape[2:], device=device).to(dtype)
+            rows = torch.randn(count * problem.page_size, *x.shape[2:], device=device).to(dtype)
             rows[length:] = torch.nan
-            x[table[at, :count].long().to(device)] = rows.view(count, *shape[1:])
+            x[table[at, :count].long().to(device)] = rows.view(count, *x.shape[1:])
     rows_of_q = (problem.total_q,) if problem.packed else (problem.batch, problem.seqlen_q)
     q = torch.randn(*rows_of_q, problem.heads, problem.head_dim, device=device).to(dtype)
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=device) if problem.packed else None

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
@@ -160,15 +161,15 @@ def races(log: str) -> list[str]:
 def launch_all(chosen: dict[str, Config]) -> None:
     for name, config in chosen.items():
         if isinstance(config, CachedConfig):
-            for head_dim in (config.head_dim, config.head_dim - FEWER):
-                for label, cached, blocks in cached_problems(config, head_dim):
+            for fewer in (0, FEWER):
+                for label, cached, blocks in cached_problems(config, fewer):
                     launch_cached(config, cached, blocks)
-                    print(f"launched {name}, {label}, head dim {head_dim}", flush=True)
+                    print(f"launched {name}, {label}, head dim {cached.head_dim}", flush=True)
         elif isinstance(config, ForwardConfig):
-            for head_dim in (config.head_dim, config.head_dim - FEWER):
-                for label, problem, blocks in forward_problems(config, head_dim):
+            for fewer in (0, FEWER):
+                for label, problem, blocks in forward_problems(config, fewer):
                     launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
-                    print(f"launched {name}, {label}, head dim {head_dim}", flush=True)
+                    print(f"launched {name}, {label}, head dim {problem.head_dim}", flush=True)
         elif isinstance(config, BackwardConfig) and not config.key_sums:
             for label, plan in plans(config):
                 launch(config, plan)
@@ -181,12 +182,17 @@ def launch_all(chosen: dict[str, Config]) -> None:
             print(f"launched {name}", flush=True)
 
 
+def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) -> dict[str, Any]:
+    """Head dims and dtype of tensors with so many columns fewer than the tiles of a variant."""
+    of_v = config.head_dim_v - fewer
+    return {"head_dim": config.head_dim - fewer, "head_dim_v": of_v, "dtype": DTYPES[config.dtype]}
+
+
 def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> None:
     """The backward of a segment of q rows behind others, its sums added to others, and dK and dV."""
     like = {}
     if not isinstance(config, AddSumsConfig):
-        columns = config.head_dim - FEWER * config.padded
-        like = {"head_dim": columns, "dtype": DTYPES[config.dtype]}
+        like = columns(config, FEWER * config.padded)
     problem = dense(CAUSAL, seqlen=None, seqlen_q=200, seqlen_k=300, **like)
     given = Tensors(*inputs(problem))
     sums = new_key_sums(BACKEND, problem, 3, 2, given.q)
@@ -216,9 +222,12 @@ def launch_sinks() -> None:
 def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
     """What a variant is launched with: a dense batch with a window. The variants that users get also run with
     blocks that wait for each other at every task, packed with empty sequences, and in head groups."""
-    like = {"head_dim": config.head_dim - FEWER * config.padded, "dtype": DTYPES[config.dtype]}
+    like = columns(config, FEWER * config.padded)
     yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
-    if config == BackwardConfig(config.head_dim, config.dtype, config.padded, softcap=config.softcap):
+    of_users = BackwardConfig(
+        config.head_dim, config.dtype, config.padded, softcap=config.softcap, head_dim_v=config.head_dim_v
+    )
+    if config == of_users:
         yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
         lengths = ((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64)
         yield "packed", auto_plan(packed(*lengths, mask=CAUSAL, **like))
@@ -269,9 +278,9 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
         raise RuntimeError("a dumped contribution is not finite")
 
 
-def forward_problems(config: ForwardConfig, head_dim: int) -> Iterator[tuple[str, Problem, int | None]]:
+def forward_problems(config: ForwardConfig, fewer: int) -> Iterator[tuple[str, Problem, int | None]]:
     """What a forward is launched with, and on how many blocks (None: on all). Traced ones have a window."""
-    like = {"head_dim": head_dim, "dtype": DTYPES[config.dtype]}
+    like = columns(config, fewer)
     yield "window", dense(WINDOW, seqlen=300, **like), 3
     if config.trace:
         return

@@ -21,14 +21,15 @@ BAD = (float("nan"), float("inf"), -float("inf"))
 
 @dataclass
 class History:
-    """Requests that share a cache. Keys behind the used ones are ``bad``."""
+    """Requests that share a cache. Keys behind the used ones are ``bad``. ``head_dim``: two, if V has another
+    one."""
 
     rng: random.Random
     device: str
     dtype: torch.dtype
     lengths: list[int]
     heads: tuple[int, int]
-    head_dim: int
+    head_dim: int | tuple[int, int]
     page_size: int  # 0: contiguous
     how: dict[str, Any]
     backend: str = "auto"
@@ -38,13 +39,13 @@ class History:
     def __post_init__(self) -> None:
         generator = torch.Generator(self.device).manual_seed(self.rng.randrange(2**31))
 
-        def drawn(length: int, heads: int) -> Tensor:
-            x = torch.randn(1, length, heads, self.head_dim, generator=generator, device=self.device)
+        def drawn(length: int, heads: int, columns: int) -> Tensor:
+            x = torch.randn(1, length, heads, columns, generator=generator, device=self.device)
             return x.to(self.dtype)
 
-        q_heads, kv_heads = self.heads
-        self.q = [drawn(n, q_heads) for n in self.lengths]
-        self.k, self.v = ([drawn(n, kv_heads) for n in self.lengths] for _ in range(2))
+        (q_heads, kv_heads), (of_qk, of_v) = self.heads, self._head_dims
+        self.q = [drawn(n, q_heads, of_qk) for n in self.lengths]
+        self.k, self.v = ([drawn(n, kv_heads, columns) for n in self.lengths] for columns in (of_qk, of_v))
         if self.shared:
             for x in (self.q, self.k, self.v):
                 x[1][:, : self.shared] = x[0][:, : self.shared]
@@ -54,6 +55,10 @@ class History:
         ]
         self.done = [0] * len(self.lengths)
         self._make_cache()
+
+    @property
+    def _head_dims(self) -> tuple[int, int]:
+        return (self.head_dim, self.head_dim) if isinstance(self.head_dim, int) else self.head_dim
 
     def _make_cache(self) -> None:
         size = self.page_size or max(self.lengths) + self.rng.randint(0, 70)
@@ -71,9 +76,11 @@ class History:
         else:
             places = len(self.lengths) + 2
             self.table[:, 0] = torch.tensor(self.rng.sample(range(places), len(self.lengths)))
-        shape = (places, size, self.heads[1], self.head_dim)
-        bad = self.rng.choice(BAD)
-        self.cache = [torch.full(shape, bad, dtype=self.dtype, device=self.device) for _ in range(2)]
+        shape, bad = (places, size, self.heads[1]), self.rng.choice(BAD)
+        self.cache = [
+            torch.full((*shape, columns), bad, dtype=self.dtype, device=self.device)
+            for columns in self._head_dims
+        ]
 
     def run(self) -> int:
         """Until all requests are done; how many calls there were."""
@@ -140,7 +147,13 @@ class History:
 
 
 def random_history(
-    number: int, device: str, dtype: torch.dtype, longest: int, *, head_dims: tuple[int, ...], backend: str
+    number: int,
+    device: str,
+    dtype: torch.dtype,
+    longest: int,
+    *,
+    head_dims: tuple[int | tuple[int, int], ...],
+    backend: str,
 ) -> History:
     """The history of a number."""
     rng = random.Random(number)

@@ -23,13 +23,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from dash_attn.backends.sm90 import compile
-from dash_attn.backends.sm90.backward.config import CLAIMED, CONTROL_WORDS, THREADS
+from dash_attn.backends.sm90.backward.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
 from dash_attn.backends.sm90.tiles import kernel_of
 from dash_attn.schedule import Plan, to_table
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b16": 16, "u16": 16, "s16": 16, "s8": 8, "u8": 8}
 PLAN, CONTROL, ERRORS, TENSORS, DESCRIPTORS = 1 << 20, 1 << 28, 1 << 40, 1 << 44, 1 << 60  # where they are
 LOAD_WARP, WARPS = 0, THREADS // 32
+K = 4  # its descriptor, in the order of parameters; those before are of q tiles
 PATIENCE = 300  # rounds a block without anything that others could notice
 _LEFT_OUT = re.compile(
     r"(?:@!?%p\d+\s+)?(?:[a-z0-9.]*f(?:32|16)\b|[a-z0-9.]*bf16x?2?\b|ex2|fma|wgmma|stmatrix|fence|prefetch|griddepcontrol"
@@ -391,14 +392,17 @@ class Machine:
 
     def _cp(self, thread: Thread, operation: str, operands: list[str]) -> bool:
         block, problem, loaded = thread.block, self.plan.problem, "mbarrier" in operation
+        kernel = kernel_of(problem.head_dim, problem.head_dim_v)
         if ".tensor." in operation:
             named, *coordinates = re.findall(r"%\w+", operands[loaded])
             which = self._value(thread, named) - DESCRIPTORS
             where = tuple(_as(self._value(thread, c), "s32") for c in coordinates)
             (block.loads if loaded else block.stores).append((which, where))
-            size = 2 * 64 * (problem.tile_m if which < 4 else problem.tile_n)
+            row_bytes = BackwardConfig(kernel.head_dim, head_dim_v=kernel.head_dim_v).k_row_bytes
+            row_bytes = row_bytes if which == K else 128
+            size = row_bytes * (problem.tile_m if which < K else problem.tile_n)
         else:
-            tile_bytes = 4 * problem.tile_m * kernel_of(problem.head_dim, problem.head_dim)[0]
+            tile_bytes = 4 * problem.tile_m * kernel.head_dim
             size = self._value(thread, operands[2])
             tile = (self._address(thread, operands[loaded]) - (TENSORS << 13)) // tile_bytes
             if not loaded:

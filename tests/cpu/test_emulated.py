@@ -121,6 +121,14 @@ CASES = [
     Case("softcap-padded", ((150, 200),), (1, 1), 96, mask=WINDOW, how=(("softcap", 50.0),)),
     Case("rings", ((300, 300),), (2, 2), 64, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
     Case("symmetric", ((300, 300),), (2, 2), 64, how=(("policy", "symmetric_shift"),)),
+    Case("wide", ((300, 300),), (2, 1), 192, 128),
+    Case("wide-full", ((140, 300),), (1, 1), 192, 128, mask=Mask.full(), dtype=torch.float16),
+    Case("wide-packed", PACKED, (2, 2), 192, 128),
+    Case("wide-packed-sink", PACKED, (2, 1), 192, 128, sink=True),
+    Case("wide-window-segments", ((200, 290),), (1, 1), 192, 128, mask=WINDOW, how=(("q_segment", 128),)),
+    Case("wide-head-groups", ((200, 200),), (8, 1), 192, 128),
+    Case("wide-padded-160-96", ((200, 200),), (2, 1), 160, 96),
+    Case("wide-rings", ((300, 300),), (2, 2), 192, 128, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
 ]
 
 
@@ -155,9 +163,9 @@ def test_sums_that_nothing_orders_are_found() -> None:
 
 
 @slow
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int) -> None:
-    whole = Case("whole", ((300, 300),), (2, 1), head_dim)
+    whole = Case("whole", ((300, 300),), (2, 1), head_dim, min(head_dim, 128))
     q, k, v = (x.detach() for x in whole.tensors()[0])
     how = {"causal": True, "backend": "sm90", "return_lse": True}
     with emulated(blocks=3):
@@ -191,6 +199,14 @@ def test_histories_of_a_cache(number: int) -> None:
     dtype = torch.bfloat16 if number % 3 else torch.float16
     with emulated(blocks=3, seed=number, late=bool(number % 2), races=number % 4 == 0):
         random_history(number, "cpu", dtype, 150, head_dims=(64, 72, 128), backend="sm90").run()
+
+
+@slow
+@pytest.mark.parametrize("number", range(4))
+def test_histories_of_a_cache_where_v_has_fewer_columns(number: int) -> None:
+    dtype = torch.bfloat16 if number % 2 else torch.float16
+    with emulated(blocks=3, seed=number, races=number == 0):
+        random_history(number, "cpu", dtype, 150, head_dims=((192, 128), (136, 40)), backend="sm90").run()
 
 
 # What is found

@@ -78,6 +78,12 @@ def test_it_ends_and_loads_and_stores_what_it_should(
     check(ForwardConfig(head_dim, segment=256, warpgroups=warpgroups, in_turns=in_turns), name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
+def test_it_does_so_where_v_has_fewer_columns_and_q_one_stage(name: str) -> None:
+    check(replace(forward_config(192, "bf16", 128), segment=256), name)
+
+
 @pytest.mark.parametrize("kv_stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
 def test_it_does_so_where_the_next_item_starts_early(name: str, kv_stages: int) -> None:
@@ -102,7 +108,7 @@ def check(config: ForwardConfig, name: str) -> None:
         machine.run()
         items = listed(machine.plan)
         numbers = {item: number for number, item in enumerate(items.values())}
-        parts = head_dim // 64
+        parts, of_v = head_dim // 64, config.head_dim_v // 64
         done = []
         for block in machine.blocks:
             queries = [where for which, where in block.loads if which == 0][::parts]
@@ -113,7 +119,7 @@ def check(config: ForwardConfig, name: str) -> None:
                 assert order[0] == block.index
                 assert order == sorted(order)
             keys = [where for which, where in block.loads if which == 2][::parts]
-            values = [where for which, where in block.loads if which == 4][::parts]
+            values = [where for which, where in block.loads if which == 4][::of_v]
             wanted = [(kv, item) for item in mine for kv in expected(p, config, item)]
             assert len(keys) == len(values) == len(wanted)
             for k, v, (kv, item) in zip(keys, values, wanted):
@@ -124,7 +130,7 @@ def check(config: ForwardConfig, name: str) -> None:
                 assert k[1] == row, (k, row, item)
                 assert k[2] == item[1] // p.group
             assert len(queries) == config.warpgroups * len(mine)
-            stores = [where for which, where in block.stores][::parts]
+            stores = [where for which, where in block.stores][::of_v]
             assert sorted(stores) == sorted(queries)
         assert sorted(done) == sorted(items.values())
 

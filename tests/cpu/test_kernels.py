@@ -123,8 +123,8 @@ def test_hashes_of_two_compilers_are_not_one_record() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", ["64", "128", "192v128"])
+def test_shared_memory_is_what_the_kernel_allocates(head_dim: str) -> None:
     from dash_attn.backends.sm90.backward.kernel import Backward
 
     config = variants()[f"backward-d{head_dim}-bf16"]
@@ -134,12 +134,15 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"head_dim": 96}, "head_dim 96 is not supported; supported: 64, 128"),
+        ({"head_dim": 96}, r"head_dim 96 is not supported; supported: 64, 128, 192 \(V: 128\)"),
         ({"dtype": "fp32"}, "dtype must be 'bf16' or 'fp16', got 'fp32'"),
         ({"q_stages": 5}, "bytes of shared memory, limit 232448"),
         ({"do_stages": 1}, "has one stage of Q or dO"),
         ({"head_dim": 64, "ds_stages": 1}, "two stages of the buffer that dK leaves through"),
         ({"dq_stages": 1}, "two stages of the buffer that dK leaves through"),
+        ({"head_dim": 192, "head_dim_v": 128, "dq_stages": 2}, "bytes of shared memory, limit 232448"),
+        ({"head_dim": 192, "head_dim_v": 128, "q_stages": 1}, "has one stage of Q or dO"),
+        ({"head_dim": 128, "head_dim_v": 64}, r"head_dim 128 \(V: 64\) is not supported"),
     ],
 )
 def test_configurations_that_cannot_run(changed: dict[str, int | str], message: str) -> None:

@@ -61,17 +61,18 @@ def test_copied_first(x: torch.Tensor) -> None:
     assert copy.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize(("tile_m", "head_dim"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize(("tile_m", "head_dim"), [(64, 128), (128, 64), (64, 192)])
 def test_every_value_of_a_dq_tile_has_one_place(tile_m: int, head_dim: int) -> None:
     order = _accumulator_order(tile_m, head_dim)
     assert order.shape == (tile_m, head_dim)
     assert torch.equal(order.flatten().sort().values, torch.arange(tile_m * head_dim))
 
 
-@pytest.mark.parametrize("head_dim", [head_dim for head_dim, _ in TILES])
-def test_problems_have_the_tiles_of_the_kernels_by_default(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dims", TILES)
+def test_problems_have_the_tiles_of_the_kernels_by_default(head_dims: tuple[int, int]) -> None:
     """A plan made by hand, without a word about tiles, runs on a GPU."""
-    assert BACKEND.tiles(head_dim) == tiles_of(head_dim)[:2] == default_tiles(head_dim)
+    widest = max(head_dims)
+    assert BACKEND.tiles(widest) == tiles_of(*head_dims)[:2] == default_tiles(widest)
 
 
 def test_explicit_positions_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

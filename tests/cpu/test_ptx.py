@@ -21,6 +21,16 @@ Q, FIRST_STORED = 0, 8  # descriptors in the order of the kernel's parameters
 BOUNDED = BackwardConfig(64, spin_limit=300)
 
 
+def head_dims(head_dim: int) -> dict[str, int]:
+    """Of Q and of V: the kernel of 192 has another one of V."""
+    return {"head_dim": head_dim, "head_dim_v": 128 if head_dim == 192 else head_dim}
+
+
+def product(head_dim: int) -> str:
+    """The variant that users get, in bf16."""
+    return f"backward-d{'192v128' if head_dim == 192 else head_dim}-bf16"
+
+
 def program(variant: str) -> Program:
     config = variants()[variant]
     found = Program(main_kernel_ptx(config))
@@ -88,12 +98,15 @@ CASES = {
     "head groups": (Problem.dense(heads=4, kv_heads=1, seqlen=256, head_dim=64, mask=Mask.causal()), 2),
 }
 
-SLOW = {("causal", 128), ("full", 64), ("keys beyond the queries", 64), ("head groups", 128)}
+SLOW = {("causal", 128), ("full", 64), ("keys beyond the queries", 64), ("head groups", 128)} | {
+    (name, 192) for name in CASES if name != "packed, some empty"
+}
 
 
 def case(name: str, head_dim: int) -> Plan:
     problem, groups = CASES[name]
-    like = Problem(problem.sequences, problem.heads, problem.kv_heads, head_dim=head_dim, mask=problem.mask)
+    dims = head_dims(head_dim)
+    like = Problem(problem.sequences, problem.heads, problem.kv_heads, mask=problem.mask, **dims)
     return build_plan(like, *choose_policy(like), head_groups=groups)
 
 
@@ -114,13 +127,13 @@ def assert_complete(machine: Machine) -> None:
     [
         pytest.param(name, head_dim, marks=[pytest.mark.slow] if (name, head_dim) in SLOW else [])
         for name in CASES
-        for head_dim in (64, 128)
+        for head_dim in (64, 128, 192)
     ],
 )
 def test_it_ends_and_adds_in_the_plans_order(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
     for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):
-        assert_complete(ran(f"backward-d{head_dim}-bf16", plan, blocks, seed))
+        assert_complete(ran(product(head_dim), plan, blocks, seed))
 
 
 @pytest.mark.slow
@@ -165,32 +178,33 @@ DEPENDENT = {
 
 def dependent(name: str, head_dim: int) -> Plan:
     problem, policy = DEPENDENT[name]
-    like = Problem(problem.sequences, problem.heads, problem.kv_heads, head_dim=head_dim, mask=problem.mask)
+    dims = head_dims(head_dim)
+    like = Problem(problem.sequences, problem.heads, problem.kv_heads, mask=problem.mask, **dims)
     plan = build_plan(like, policy)
     assert plan.min_workers > 1
     return plan
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head_dim", [64, *(pytest.param(n, marks=pytest.mark.slow) for n in (128, 192))])
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_as_few_blocks_as_may_be_run_a_plan_whose_items_wait_for_each_other(name: str, head_dim: int) -> None:
     """A block that claims too early takes an item that another one waits for. Random orders seldom show it;
     blocks that come one by one do."""
     plan = dependent(name, head_dim)
     for seed in range(2):
-        assert_complete(ran(f"backward-d{head_dim}-bf16", plan, plan.min_workers, seed, one_by_one=True))
-    assert_complete(ran(f"backward-d{head_dim}-bf16", plan, plan.min_workers, 2))
+        assert_complete(ran(product(head_dim), plan, plan.min_workers, seed, one_by_one=True))
+    assert_complete(ran(product(head_dim), plan, plan.min_workers, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["together", "one by one"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_further_orders_of_plans_whose_items_wait(name: str, head_dim: int, one_by_one: bool) -> None:
     plan = dependent(name, head_dim)
     for seed in range(10, 13):
         for blocks in (plan.min_workers, plan.min_workers + 1):
-            assert_complete(ran(f"backward-d{head_dim}-bf16", plan, blocks, seed, one_by_one=one_by_one))
+            assert_complete(ran(product(head_dim), plan, blocks, seed, one_by_one=one_by_one))
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
@@ -204,19 +218,19 @@ def test_a_block_told_that_its_item_needs_no_later_one_claims_too_early(name: st
         machine.run()
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, pytest.param(192, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["causal", "full"])
 def test_it_loads_the_tiles_of_its_tasks_and_stores_every_tile_once(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
-    machine = ran(f"backward-d{head_dim}-bf16", plan, 3, 0)
+    machine = ran(product(head_dim), plan, 3, 0)
     parts = head_dim // 64
     for block in machine.blocks:
         loaded = [where[1:4] for which, where in block.loads if which == Q][::parts]
         assert loaded == [rows for item in block.items for _, _, rows in tasks(plan, item)]
     stores = [store for block in machine.blocks for store in block.stores]
     assert len(set(stores)) == len(stores)
-    for descriptor in (FIRST_STORED, FIRST_STORED + 2):
-        assert len([which for which, _ in stores if which == descriptor]) == parts * len(plan.items)
+    for descriptor, columns in zip((FIRST_STORED, FIRST_STORED + 2), head_dims(head_dim).values()):
+        assert len([which for which, _ in stores if which == descriptor]) == columns // 64 * len(plan.items)
 
 
 def test_too_few_blocks_deadlock_unless_waits_are_bounded() -> None:

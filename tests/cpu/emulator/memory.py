@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 PACKED_ROWS, MAX_INT32, WRAP = 1 << 30, (1 << 31) - 1, 1 << 64
-MAP_COLUMNS = 64
-"""Columns of a copy of tiles: 128 bytes of two-byte values, which is how far the swizzle goes."""
+ROW_BYTES = 128
+"""Of a copy of tiles, mostly: how far the swizzle goes."""
 
 
 class OutOfBoundsError(Exception):
@@ -75,9 +75,9 @@ class Memory:
         return (addresses.astype(np.int64) - base)[:, None] + np.arange(size)
 
 
-def swizzled(addresses: np.ndarray) -> np.ndarray:
-    """Where 16-byte pieces lie under the swizzle of 128 bytes."""
-    return addresses ^ ((addresses >> 7 & 7) << 4)
+def swizzled(addresses: np.ndarray, row_bytes: int = ROW_BYTES) -> np.ndarray:
+    """Where 16-byte pieces lie under the swizzle of so many bytes."""
+    return addresses ^ ((addresses >> 7 & row_bytes // 16 - 1) << 4)
 
 
 @dataclass(frozen=True)
@@ -87,16 +87,18 @@ class TensorMap:
     Attributes:
         address: of the first value; it may lie before the tensor.
         extents, strides: of the five modes; strides in bytes.
-        rows: of a copy, whose columns are ``MAP_COLUMNS``.
+        rows: of a copy.
+        row_bytes: of a copy, and of the swizzle.
     """
 
     address: int
     extents: tuple[int, ...]
     strides: tuple[int, ...]
     rows: int
+    row_bytes: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, rows: int, used: bool = False) -> TensorMap:
+    def of(cls, tensor: torch.Tensor, rows: int, used: bool = False, row_bytes: int = ROW_BYTES) -> TensorMap:
         """As ``sm90/device/copies.py`` sees a (batch, seqlen, heads, head_dim) tensor."""
         batches, length, heads, columns = tensor.shape
         batch_stride, row_stride, head_stride, _ = tensor.stride()
@@ -108,14 +110,14 @@ class TensorMap:
         elif used:
             first -= 2 * length * row_stride
         strides = (1, row_stride, head_stride, batch_stride, row_stride)
-        return cls(first, tuple(extents), tuple(2 * stride for stride in strides), rows)
+        return cls(first, tuple(extents), tuple(2 * stride for stride in strides), rows, row_bytes)
 
     def _rows(self, at: list[int]) -> tuple[int, int, int, int]:
         """First row and number of rows of a copy that exist, the address of the first, and its bytes."""
         column, row, *others = at
         inside = all(0 <= x < extent for x, extent in zip(others, self.extents[2:]))
         first, last = max(0, -row), min(self.rows, self.extents[1] - row)
-        width = 2 * max(min(MAP_COLUMNS, self.extents[0] - column), 0)
+        width = max(min(self.row_bytes, 2 * (self.extents[0] - column)), 0)
         assert column >= 0
         address = self.address + sum(
             x * stride for x, stride in zip((column, row + first, *others), self.strides)
@@ -125,7 +127,7 @@ class TensorMap:
     @property
     def bytes(self) -> int:
         """Of a copy, as a barrier counts them."""
-        return self.rows * 2 * MAP_COLUMNS
+        return self.rows * self.row_bytes
 
     def lines(self, at: list[int]) -> tuple[np.ndarray, int]:
         """Addresses of the rows of a copy that exist, and bytes of each."""
@@ -134,19 +136,19 @@ class TensorMap:
 
     def fetch(self, memory: Memory, shared: np.ndarray, to: int, at: list[int]) -> None:
         """Copy to shared memory, zeros where nothing exists."""
-        box = np.zeros((self.rows, 2 * MAP_COLUMNS), np.uint8)
+        box = np.zeros((self.rows, self.row_bytes), np.uint8)
         first, (lines, width) = self._rows(at)[0], self.lines(at)
         if len(lines):
             box[first : first + len(lines), :width] = memory.read(lines, width)
         shared[self._places(to)] = box.reshape(-1, 16)
 
     def store(self, memory: Memory, shared: np.ndarray, source: int, at: list[int]) -> None:
-        box = shared[self._places(source)].reshape(self.rows, 2 * MAP_COLUMNS)
+        box = shared[self._places(source)].reshape(self.rows, self.row_bytes)
         first, (lines, width) = self._rows(at)[0], self.lines(at)
         if len(lines):
             memory.write(lines, box[first : first + len(lines), :width])
 
     def _places(self, address: int) -> np.ndarray:
         assert address % 128 == 0, "a tile begins at a multiple of 128 bytes"
-        pieces = address + 16 * np.arange(self.rows * MAP_COLUMNS // 8)
-        return swizzled(pieces)[:, None] + np.arange(16)
+        pieces = address + 16 * np.arange(self.rows * self.row_bytes // 16)
+        return swizzled(pieces, self.row_bytes)[:, None] + np.arange(16)

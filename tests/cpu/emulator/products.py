@@ -16,22 +16,27 @@ ROWS = 16
 """Rows that a warp has of the 64 of its warpgroup."""
 
 
-def _descriptor(value: int) -> tuple[int, int, int]:
-    """Start, leading and stride offsets of a matrix in shared memory, in bytes."""
-    assert value >> 62 == 1, "only the swizzle of 128 bytes"
+SWIZZLES = {1: 128, 2: 64}
+"""Bytes of a swizzled row, by the code in a descriptor."""
+
+
+def _descriptor(value: int) -> tuple[int, int, int, int]:
+    """Start, leading and stride offsets of a matrix in shared memory, and its swizzled rows, in bytes."""
     assert value >> 49 & 7 == 0, "no base offset"
-    return (value & 0x3FFF) << 4, (value >> 16 & 0x3FFF) << 4, (value >> 32 & 0x3FFF) << 4
+    offsets = ((value >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
+    return *offsets, SWIZZLES[value >> 62]
 
 
 def places(descriptor: int, rows: np.ndarray, transposed: bool) -> np.ndarray:
     """(rows, 16) addresses of a matrix in shared memory: K is contiguous, or rows are if ``transposed``."""
-    start, leading, stride = _descriptor(descriptor)
+    start, leading, stride, size = _descriptor(descriptor)
     row, depth = rows[:, None], np.arange(DEPTH)[None, :]
     if transposed:
-        at = start + row % 64 * 2 + row // 64 * leading + depth % 8 * 128 + depth // 8 * stride
+        wide = size // 2
+        at = start + row % wide * 2 + row // wide * leading + depth % 8 * size + depth // 8 * stride
     else:
-        at = start + row // 8 * stride + row % 8 * 128 + depth * 2
-    return swizzled(at)
+        at = start + row // 8 * stride + row % 8 * size + depth * 2
+    return swizzled(at, size)
 
 
 def operand(shared: np.ndarray, at: np.ndarray, dtype: str) -> np.ndarray:

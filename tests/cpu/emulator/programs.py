@@ -18,7 +18,7 @@ from dash_attn.backends.sm90.forward.config import ROWS
 from dash_attn.backends.sm90.sinks.kernels import SinkTotals
 
 from .machine import Machine
-from .memory import Memory, TensorMap
+from .memory import ROW_BYTES, Memory, TensorMap
 from .program import Kernel, kernels_of
 
 Parameter = bytes | TensorMap
@@ -148,7 +148,11 @@ class Emulated:
         parameters = [*memory_of(backward.BeforeMemory._fields), everywhere]
         self._launch(before, (launch.q_tiles, heads), parameters, memory)
         rows = {"q": c.tile_m, "dout": c.tile_m}
-        maps = _maps((named[n], rows.get(n, c.tile_n), False) for n in backward.Copies._fields)
+        row_bytes = {"k": c.k_row_bytes}
+        maps = _maps(
+            (named[n], rows.get(n, c.tile_n), False, row_bytes.get(n, ROW_BYTES))
+            for n in backward.Copies._fields
+        )
         numbers = [_number(n) for n in (launch.scale, launch.workers, launch.complete, *cap)]
         products = [DUMMY] * (len(main.parameters) - len(maps) - len(backward.Memory._fields) - len(numbers))
         parameters = [*maps, *products, *memory_of(backward.Memory._fields), *numbers]
@@ -159,11 +163,12 @@ class Emulated:
             self._launch(after, (converted + launch.kv_tiles, heads), parameters, memory)
 
 
-def _maps(of: Iterable[tuple[Tensor, int, bool]]) -> list[Parameter]:
-    """Of each tensor its map, and the extents that come with it: (row, column, head, batch, shift)."""
+def _maps(of: Iterable[tuple[Any, ...]]) -> list[Parameter]:
+    """Of each tensor its map, as ``TensorMap.of`` makes it of these arguments, and the extents that come with
+    it: (row, column, head, batch, shift)."""
     found: list[Parameter] = []
-    for tensor, rows, used in of:
-        made = TensorMap.of(tensor, rows, used)
+    for each in of:
+        made = TensorMap.of(*each)
         column, row, *others = made.extents
         found += [made, b"".join(map(_number, (row, column, *others)))]
     return found

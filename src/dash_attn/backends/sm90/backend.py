@@ -32,7 +32,7 @@ from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
 from .softcap import cap_of, why_no_cap
-from .tiles import HEAD_DIMS, covers, kernel_of, tiles_of
+from .tiles import HEAD_DIMS, WIDE, covers, has_softcap, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -130,9 +130,10 @@ def _why_no_head_dim(problem: Problem) -> str:
     if covers(of_qk, of_v):
         return ""
     given = f"head_dim {of_qk}" if of_v == of_qk else f"head_dim_v {of_v} beside head_dim {of_qk}"
+    others = f", and less for one of them; head_dim to {WIDE[-1]} if head_dim_v is at most {HEAD_DIMS[-1]}"
     return (
         f"{given} is not supported by sm90; supported: multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to "
-        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else ', and less for one of them'}"
+        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else others}"
     )
 
 
@@ -177,6 +178,8 @@ class _SM90(Backend):
         of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
         if reason := _why_no_head_dim(problem) or of_scores:
             return reason
+        if scores.softcap and not has_softcap(problem.head_dim, problem.head_dim_v):
+            return f"softcap {scores.softcap} is not supported by sm90 at head_dim {problem.head_dim}"
         if problem.q_starts is not None:
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"
@@ -186,8 +189,8 @@ class _SM90(Backend):
     def tiles(self, head_dim: int) -> tuple[int, int]:
         if head_dim not in HEAD_DIMS:
             return default_tiles(head_dim)
-        kernel = tiles_of(kernel_of(head_dim, head_dim)[0])
-        return kernel.tile_m, kernel.tile_n
+        kernel = kernel_of(head_dim, head_dim)
+        return tiles_of(kernel.head_dim, kernel.head_dim_v)[:2]
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
@@ -195,8 +198,8 @@ class _SM90(Backend):
         return _Prepared(problem, device, packed, keys)
 
     def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
-        head_dim = kernel_of(problem.head_dim, problem.head_dim_v)[0]
-        return head_groups, 2 * tiles_of(head_dim).tile_n * head_dim
+        head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+        return head_groups, 2 * tiles_of(head_dim, head_dim_v).tile_n * head_dim
 
     def add_sums(self, sums: Tensor, more: Tensor) -> None:
         add_sums(sums, more)

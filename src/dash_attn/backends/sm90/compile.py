@@ -22,7 +22,7 @@ from .cached.config import PIECES, CachedConfig, cached_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
-from .tiles import TILES
+from .tiles import TILES, has_softcap
 
 __all__ = [
     "ARCH",
@@ -55,7 +55,10 @@ class MissingCompilerError(DashError, ImportError):
 
 def variants() -> dict[str, Config]:
     """Every variant the package can launch, by name."""
-    finish = {name: KeySumsConfig(head_dim, dtype) for name, head_dim, dtype in _kinds("key-sums")}
+    finish = {
+        name: KeySumsConfig(head_dim, dtype, head_dim_v)
+        for name, (head_dim, head_dim_v), dtype in _kinds("key-sums")
+    }
     return {
         **backward_variants(),
         **forward_variants(),
@@ -71,8 +74,8 @@ def backward_variants() -> dict[str, BackwardConfig]:
     fewer columns, and with a softcap."""
     found = {}
     for softcap, padded in product((False, True), repeat=2):
-        for name, head_dim, dtype in _kinds("backward"):
-            base = BackwardConfig(head_dim, dtype, padded, softcap=softcap)
+        for name, (head_dim, head_dim_v), dtype in _kinds("backward", softcap):
+            base = BackwardConfig(head_dim, dtype, padded, softcap=softcap, head_dim_v=head_dim_v)
             name += "-padded" * padded + "-softcap" * softcap
             found[name] = base
             found[f"{name}-sums"] = replace(base, key_sums=True)
@@ -88,13 +91,14 @@ def backward_variants() -> dict[str, BackwardConfig]:
 def forward_variants() -> dict[str, ForwardConfig]:
     """Those of the forward: product, with a sink, debug, and with a softcap."""
     found = {}
-    for name, head_dim, dtype in _kinds("forward"):
-        base = forward_config(head_dim, dtype)
+    for name, (head_dim, head_dim_v), dtype in _kinds("forward"):
+        base = forward_config(head_dim, dtype, head_dim_v)
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
-        found[f"{name}-softcap"] = replace(base, softcap=True)
-        found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)
+        if has_softcap(head_dim, head_dim_v):
+            found[f"{name}-softcap"] = replace(base, softcap=True)
+            found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)
     return found
 
 
@@ -102,21 +106,25 @@ def cached_variants() -> dict[str, CachedConfig]:
     """Those of the forward over a cache: for few and for many rows, by the rows of a copy; each also with a
     softcap."""
     found = {}
-    for name, head_dim, dtype in _kinds("cached"):
+    for name, (head_dim, head_dim_v), dtype in _kinds("cached"):
         for few in (True, False):
             for piece in PIECES:
                 rows = "few" if few else "many"
-                base = cached_config(head_dim, dtype, few, piece)
+                base = cached_config(head_dim, dtype, few, piece, head_dim_v)
                 found[f"{name}-{rows}-{piece}"] = base
-                found[f"{name}-{rows}-{piece}-softcap"] = replace(base, softcap=True)
+                if has_softcap(head_dim, head_dim_v):
+                    found[f"{name}-{rows}-{piece}-softcap"] = replace(base, softcap=True)
     return found
 
 
-def _kinds(direction: str) -> Iterator[tuple[str, int, str]]:
-    """A name, a head dim and a dtype."""
-    for head_dim, _ in TILES:
+def _kinds(direction: str, softcap: bool = False) -> Iterator[tuple[str, tuple[int, int], str]]:
+    """A name, head dims of Q and V, and a dtype. ``softcap``: those that have variants with one."""
+    for head_dim, head_dim_v in TILES:
+        if softcap and not has_softcap(head_dim, head_dim_v):
+            continue
+        of_v = "" if head_dim_v == head_dim else f"v{head_dim_v}"
         for dtype in ("bf16", "fp16"):
-            yield f"{direction}-d{head_dim}-{dtype}", head_dim, dtype
+            yield f"{direction}-d{head_dim}{of_v}-{dtype}", (head_dim, head_dim_v), dtype
 
 
 def program(config: Config) -> Any:

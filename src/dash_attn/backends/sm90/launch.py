@@ -34,7 +34,7 @@ from .compile import program
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
 from .softcap import cap_of
-from .tiles import kernel_of
+from .tiles import Kernel, kernel_of
 
 __all__ = [
     "DTYPES",
@@ -227,18 +227,19 @@ def check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
 
 
 @cache
-def _config(kernel: tuple[int, bool], dtype: str, asked: Asked, spin_limit: int) -> BackwardConfig:
-    (head_dim, padded), debug = kernel, asked.debug
+def _config(kernel: Kernel, dtype: str, asked: Asked, spin_limit: int) -> BackwardConfig:
+    debug = asked.debug
     return BackwardConfig(
-        head_dim,
+        kernel.head_dim,
         DTYPES[dtype],
-        padded,
+        kernel.padded,
         Accumulation.TICKETS if asked.ordered else Accumulation.ATOMIC,
         key_sums=asked.key_sums,
         softcap=asked.softcap,
         spin_limit=spin_limit if debug.bounded else 0,
         dump_contributions=debug.contributions,
         trace=debug.trace,
+        head_dim_v=kernel.head_dim_v,
     )
 
 

@@ -15,7 +15,7 @@ from ...schedule.table import shared_sums, to_table
 from ..base import Shapes, tensor_shapes
 from ..cuda.upload import Upload
 from .backward.config import CONTROL_WORDS, BackwardConfig
-from .tiles import kernel_of, tiles_of
+from .tiles import kernel_of, name_of, tiles_of
 
 __all__ = ["OnDevice", "on_device"]
 
@@ -125,12 +125,12 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
 
 def _check_tiles(plan: Plan) -> None:
     p = plan.problem
-    head_dim, _ = kernel_of(p.head_dim, p.head_dim_v)
-    kernel = tiles_of(head_dim)
+    head_dims = kernel_of(p.head_dim, p.head_dim_v)[:2]
+    kernel = tiles_of(*head_dims)
     if (p.tile_m, p.tile_n) != (kernel.tile_m, kernel.tile_n):
         raise PlanMismatchError(
-            f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim {head_dim} has "
-            f"{kernel.tile_m} x {kernel.tile_n}"
+            f"the plan has tiles of {p.tile_m} x {p.tile_n} rows, the kernel for head_dim "
+            f"{name_of(*head_dims)} has {kernel.tile_m} x {kernel.tile_n}"
         )
     if p.q_starts is not None:
         raise PlanMismatchError(

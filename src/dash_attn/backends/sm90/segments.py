@@ -80,7 +80,7 @@ def add_sums(sums: Tensor, more: Tensor) -> None:
 
 def finish_keys(sums: Tensor, softmax_scale: float, dk: Tensor, dv: Tensor) -> None:
     """Make dK and dV of complete sums: :meth:`Backend.finish_keys`."""
-    head_dim, _ = kernel_of(dk.shape[3], dv.shape[3])
-    config = KeySumsConfig(head_dim, DTYPES[str(dk.dtype).removeprefix("torch.")])
+    head_dim, head_dim_v, _ = kernel_of(dk.shape[3], dv.shape[3])
+    config = KeySumsConfig(head_dim, DTYPES[str(dk.dtype).removeprefix("torch.")], head_dim_v)
     with as_current(dk.device):
         program(config)(sums.view(-1), dk, dv, softmax_scale, sums.shape[3])

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HEAD_DIMS", "TILES", "Registers", "Tiles", "covers", "kernel_of", "tiles_of"]
+__all__ = [
+    "HEAD_DIMS",
+    "TILES",
+    "WIDE",
+    "Kernel",
+    "Registers",
+    "Tiles",
+    "covers",
+    "has_softcap",
+    "kernel_of",
+    "name_of",
+    "tiles_of",
+]
 
 
 class Registers(NamedTuple):
@@ -40,38 +52,51 @@ TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
+    # All of shared memory.
+    (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V)."""
 
 
-HEAD_DIMS = range(40, 129, 8)
+HEAD_DIMS, WIDE = range(40, 129, 8), range(136, 193, 8)
 """Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
-With less, more than half of every product would be zeros."""
+With less, more than half of every product would be zeros. WIDE: of Q, beside a V of at most 128."""
 
 
 def covers(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernels take tensors of these head dims.
 
-    >>> covers(96, 96), covers(8, 120), covers(100, 100), covers(192, 128)
-    (True, True, False, False)
+    >>> covers(96, 96), covers(8, 120), covers(192, 128), covers(100, 100), covers(192, 136)
+    (True, True, True, False, False)
     """
     both = (head_dim, head_dim_v)
-    return max(both) in HEAD_DIMS and all(x % HEAD_DIMS.step == 0 for x in both)
+    fits = max(both) in HEAD_DIMS or (head_dim in WIDE and head_dim_v <= HEAD_DIMS[-1])
+    return fits and all(x % HEAD_DIMS.step == 0 for x in both)
 
 
-def kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, bool]:
-    """The head dim of the kernel for tensors, and whether some of these have fewer columns.
+class Kernel(NamedTuple):
+    """Head dims of a kernel, and whether tensors may have fewer columns."""
+
+    head_dim: int
+    head_dim_v: int
+    padded: bool
+
+
+def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
+    """The kernel for tensors, padded where some of these have fewer columns.
 
     Raises:
         ValueError: there is none.
 
-    >>> kernel_of(64, 64), kernel_of(80, 80), kernel_of(64, 128)
-    ((64, False), (128, True), (128, True))
+    >>> kernel_of(64, 64), kernel_of(64, 128)
+    (Kernel(head_dim=64, head_dim_v=64, padded=False), Kernel(head_dim=128, head_dim_v=128, padded=True))
     """
-    for kernel, _ in TILES:
-        if max(head_dim, head_dim_v) <= kernel:
-            return kernel, min(head_dim, head_dim_v) < kernel
-    raise ValueError(f"no kernel holds head_dim {_name(head_dim, head_dim_v)}; the largest has {kernel}")
+    for kernel in TILES:
+        if head_dim <= kernel[0] and head_dim_v <= kernel[1]:
+            return Kernel(*kernel, padded=(head_dim, head_dim_v) != kernel)
+    raise ValueError(
+        f"no kernel holds head_dim {name_of(head_dim, head_dim_v)}; the largest has {name_of(*kernel)}"
+    )
 
 
 def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
@@ -85,10 +110,24 @@ def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
     """
     pair = (head_dim, head_dim if head_dim_v is None else head_dim_v)
     if pair not in TILES:
-        supported = ", ".join(_name(*known) for known in TILES)
-        raise ValueError(f"head_dim {_name(*pair)} is not supported; supported: {supported}")
+        supported = ", ".join(name_of(*known) for known in TILES)
+        raise ValueError(f"head_dim {name_of(*pair)} is not supported; supported: {supported}")
     return TILES[pair]
 
 
-def _name(head_dim: int, head_dim_v: int) -> str:
+def has_softcap(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel for tensors of these head dims has variants with a softcap.
+
+    >>> has_softcap(128, 64), has_softcap(192, 128)
+    (True, False)
+    """
+    kernel = kernel_of(head_dim, head_dim_v)
+    return kernel.head_dim == kernel.head_dim_v
+
+
+def name_of(head_dim: int, head_dim_v: int) -> str:
+    """
+    >>> name_of(128, 128), name_of(192, 128)
+    ('128', '192 (V: 128)')
+    """
     return f"{head_dim}" if head_dim == head_dim_v else f"{head_dim} (V: {head_dim_v})"

@@ -36,7 +36,7 @@ def add_up(config: cutlass.Constexpr, sums, of: GroupsOf, to: RowsOf) -> None:
     c, target = config, to.target
     tidx = cute.arch.thread_idx()[0]
     size = c.tile_n * c.head_dim
-    vectors = size // 1024
+    vectors = c.tile_n * (c.head_dim, c.head_dim_v)[of.which] // 1024
     group, lane = tidx // 128, tidx % 32
     start = (Int64(of.slot) * 2 + of.which) * size + group * (512 * vectors) + tidx % 128 * 4
     layout = cute.make_layout((4, 4), stride=(1, 512))

@@ -42,7 +42,8 @@ class Workspace(NamedTuple):
         delta: -rowsum(O dO), fp32, tile_m values per dQ tile.
         dq_acc: sums of contributions, fp32, tile_m * D values per dQ tile, in accumulator order.
         group_sums: dK and dV of one head group, fp32, unscaled, in accumulator order: 2 * tile_n * D values
-            per item that owns one of several head groups.
+            per item that owns one of several head groups. Where V has fewer columns, dV takes less of its
+            half.
         control: int32, see config.py.
         errors: int32, 8 words, 0: the first failure of a bounded wait, see `finish.report`.
         dq_contributions: fp32, (dQ tiles, tickets * tile_m * D): every contribution to dQ, by ticket.
@@ -96,17 +97,19 @@ class Layouts(NamedTuple):
 
     q: Any
     dout: Any
-    kv: Any
+    k: Any
+    v: Any
     ds: Any
     dk: Any
 
 
 class Products(NamedTuple):
-    """Tiled MMAs: of S^T and dP^T, of dV and dK, of dQ."""
+    """Tiled MMAs: of S^T and dP^T, of dV and dK, of dQ; of dK alone where that is another one."""
 
     scores: Any
     grads: Any
     dq: Any
+    keys: Any
 
 
 class Memory(NamedTuple):

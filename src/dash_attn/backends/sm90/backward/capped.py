@@ -9,9 +9,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from ..device.operands import as_operand_a, multiply
+from ..device.operands import as_operand_a, multiply, packed
 from ..device.tanh import tanh
-from ..forward.exact import fma, packed
+from ..forward.exact import fma
 from ..softcap import HUGE
 from .mma import MmaRole
 

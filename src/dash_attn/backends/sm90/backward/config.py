@@ -17,9 +17,6 @@ SLOTS = 8  # contributions that the warps around the reduction may be apart
 # line of 128 bytes; then one ticket counter per dQ tile, and one queue entry per dQ tile.
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
-FINISH_STAGES, FINISH_STAGES_BEHIND_ITEMS = 6, 4
-"""Complete dQ tiles that a block brings into shared memory at a time: if it got no items, and if it had some,
-whose last dQ may still be leaving. Even, see finish.py."""
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 
@@ -38,7 +35,7 @@ class BackwardConfig:
     Attributes:
         direction: the package of its program.
         kernels: class names, which the compiler puts into the names of the kernels.
-        head_dim: of Q, K and V.
+        head_dim: of Q and K.
         padded: tensors may have fewer columns; the copy engine fills a tile with zeros.
         dtype: "bf16" or "fp16".
         accumulation: how contributions to dQ are added.
@@ -48,6 +45,7 @@ class BackwardConfig:
             reported in the error buffer.
         dump_contributions: keep every task's fp32 contribution to dQ.
         trace: keep when every task got its ticket, had its contribution, and was done.
+        head_dim_v: of V, 0: the same.
         tile_m, tile_n, q_stages, do_stages, ds_stages, dq_stages: 0: what :mod:`..tiles` says, see there.
 
     Raises:
@@ -72,9 +70,12 @@ class BackwardConfig:
     do_stages: int = 0
     ds_stages: int = 0
     dq_stages: int = 0
+    head_dim_v: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in tiles_of(self.head_dim)._asdict().items():
+        if self.head_dim_v == 0:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        for name, value in tiles_of(self.head_dim, self.head_dim_v)._asdict().items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
         if self.dtype not in ("bf16", "fp16"):
@@ -92,17 +93,21 @@ class BackwardConfig:
             )
         if min(self.q_stages, self.do_stages) < 2:
             raise ValueError(f"{self} has one stage of Q or dO; the load warp must be a task ahead")
-        if (self.ds_stages if self.delayed_dq else self.dq_stages) != 2:
-            raise ValueError(f"{self} needs two stages of the buffer that dK leaves through")
-        tile = 4 * self.dq_elements
-        least = max(FINISH_STAGES * tile, FINISH_STAGES_BEHIND_ITEMS * tile + self.dq_stages * tile)
+        if self.leaving_stages != (1 if self.tight else 2):
+            raise ValueError(f"{self} needs two stages of the buffer that dK leaves through, or one if tight")
+        if self.head_dim_v != self.head_dim and not self.tight:
+            raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
+        if self.softcap and self.tight:
+            raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
+        tile, (alone, behind) = 4 * self.dq_elements, self.finish_stages
+        least = max(alone * tile, behind * tile + self.dq_stages * tile)
         if self.tiles_bytes < least:
             raise ValueError(f"{self} keeps tiles in {self.tiles_bytes} bytes, finishing needs {least}")
 
     @property
     def registers(self) -> Registers:
         """Registers per thread."""
-        return tiles_of(self.head_dim).registers
+        return tiles_of(self.head_dim, self.head_dim_v).registers
 
     @property
     def ordered(self) -> bool:
@@ -115,9 +120,31 @@ class BackwardConfig:
         return self.tile_m == 128
 
     @property
+    def tight(self) -> bool:
+        """Whether dK and dV take so many registers that one tile of scores has room beside them, and not two:
+        see `MmaRole.tight_task`."""
+        return self.head_dim + self.head_dim_v > 256
+
+    @property
+    def k_row_bytes(self) -> int:
+        """Of the swizzled rows in which K is kept. Each warpgroup makes half the columns of dQ where it has
+        64 rows: 96 of 192 are no whole number of 128 bytes."""
+        return 64 if self.head_dim // 2 % 64 and not self.delayed_dq else 128
+
+    @property
+    def finish_stages(self) -> tuple[int, int]:
+        """Complete dQ tiles that a block brings into shared memory at a time: if it got no items, and if it
+        had some, whose last dQ may still be leaving. Even, see finish.py."""
+        return (4, 2) if self.tight else (6, 4)
+
+    @property
+    def leaving_stages(self) -> int:
+        """Stages of the buffer that dK leaves through: of dS if dQ is computed a task later, else of dQ."""
+        return self.ds_stages if self.delayed_dq else self.dq_stages
+
+    @property
     def dk_stages(self) -> int:
-        """Tiles of dK that fit one stage of the buffers that dK leaves through: dS if dQ is computed a task
-        later, else dQ."""
+        """Tiles of dK that fit one stage of the buffer that dK leaves through."""
         stage = 2 * self.tile_m * self.tile_n if self.delayed_dq else 4 * self.dq_elements
         return stage // (2 * self.tile_n * self.head_dim)
 
@@ -136,7 +163,7 @@ class BackwardConfig:
     @property
     def tiles_bytes(self) -> int:
         """Shared memory of the tiles, from Q on; those of dQ are the last."""
-        q = 2 * self.tile_m * self.head_dim * (self.q_stages + self.do_stages)
-        kv = 2 * 2 * self.tile_n * self.head_dim
+        q = 2 * self.tile_m * (self.head_dim * self.q_stages + self.head_dim_v * self.do_stages)
+        kv = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
         ds = 2 * self.tile_m * self.tile_n * self.ds_stages
         return q + kv + ds + 4 * self.dq_elements * self.dq_stages

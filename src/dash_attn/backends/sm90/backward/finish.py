@@ -19,8 +19,6 @@ from ..device import plan_view, ptx, registers
 from ..device.ring import arrive_together
 from .config import (
     CONTROL_WORDS,
-    FINISH_STAGES,
-    FINISH_STAGES_BEHIND_ITEMS,
     FINISHED,
     MMA_WARPGROUPS,
     MMA_WARPS,
@@ -67,9 +65,10 @@ def put(config: cutlass.Constexpr, memory, key: Int32, tile: Int32, complete: In
     ptx.store_release(queue(memory.control, memory.table) + position, key)
 
 
-def stages_of(n_item: Int32) -> Int32:
+def stages_of(config: cutlass.Constexpr, n_item: Int32) -> Int32:
     """Tiles that fit shared memory: less in a block that had items, whose last dQ may still be leaving it."""
-    return cutlass.select_(n_item == 0, Int32(FINISH_STAGES), Int32(FINISH_STAGES_BEHIND_ITEMS))
+    alone, behind_items = config.finish_stages
+    return cutlass.select_(n_item == 0, Int32(alone), Int32(behind_items))
 
 
 @cute.jit
@@ -77,7 +76,7 @@ def load_role(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, c
     """Load warp: bring tiles until all `complete` ones (those with contributions) are taken, some at a time,
     each found by a lane of its own. Where a tile belongs is put beside it; batch -1: there are no more."""
     places, q_map, size = shared.tile_place, memory.table[HEADER.q_map_offset], 4 * config.dq_elements
-    lane, stages, n, end = cute.arch.lane_idx(), stages_of(n_item), Int32(0), complete
+    lane, stages, n, end = cute.arch.lane_idx(), stages_of(config, n_item), Int32(0), complete
     ring = replace(rings.tile, stages=stages)
     few = complete <= AHEAD_OF_FEW * cute.arch.grid_dim()[0]
     ahead = cutlass.select_(few, Int32(AHEAD_OF_FEW), Int32(AHEAD))
@@ -173,12 +172,12 @@ def convert_role(config: cutlass.Constexpr, mdQ, shared, rings, n_item: Int32, s
     The other warpgroup has the tiles between. The number of stages is even, so that every stage belongs to
     one warpgroup, which sees all phases of its barriers.
     """
-    places, ring = shared.tile_place, replace(rings.tile, stages=stages_of(n_item))
+    places, ring = shared.tile_place, replace(rings.tile, stages=stages_of(config, n_item))
     warp = cute.arch.make_warp_uniform(ptx.thread_index() // 32 - (THREADS // 32 - MMA_WARPS))
     n = warp // 4
     # Behind this, no item needs shared memory any more.
     cute.arch.barrier(barrier_id=FINISH_BARRIER, number_of_threads=32 * MMA_WARPS)
-    for first in cutlass.range_constexpr(0, FINISH_STAGES, MMA_WARPGROUPS):
+    for first in cutlass.range_constexpr(0, config.finish_stages[0], MMA_WARPGROUPS):
         arrive_together(ring.empty + first + n)
     cute.arch.mbarrier_wait(ring.full + n, 0)
     while places[0, ring.stage(n)] >= 0:

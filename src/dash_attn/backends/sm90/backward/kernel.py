@@ -22,7 +22,7 @@ from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
 from . import capped, finish, load, mma, reduce
 from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
-from .config import FINISH_STAGES, MMA_WARPS, SLOTS, THREADS, BackwardConfig
+from .config import MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
 
 LOAD_WARP, REDUCE_WARP, RELEASE_WARP, TICKET_WARP, FIRST_MMA_WARP = 0, 1, 2, 3, 4
@@ -52,10 +52,11 @@ class Backward:
             )
 
         scores = make(major.K, major.K, (2, 1, 1), c.tile_m)
-        grads = make(major.K, major.MN, (2, 1, 1), c.head_dim, source.RMEM)
+        grads = make(major.K, major.MN, (2, 1, 1), c.head_dim_v, source.RMEM)
         dq_split = (1, 2, 1) if c.tile_m == 64 else (2, 1, 1)
         dq = make(major.K, major.MN, dq_split, c.head_dim // dq_split[1])
-        return Products(scores, grads, dq)
+        keys = make(major.MN, major.MN, (2, 1, 1), c.head_dim) if c.tight else None
+        return Products(scores, grads, dq, keys)
 
     def _storage(self):
         c, dtype = self.config, self.dtype
@@ -85,21 +86,21 @@ class Backward:
             granted: cute.struct.MemRange[Int64, SLOTS]
             performed: cute.struct.MemRange[Int64, SLOTS]
             slot_empty: cute.struct.MemRange[Int64, SLOTS]
-            tile_full: cute.struct.MemRange[Int64, FINISH_STAGES]
-            tile_empty: cute.struct.MemRange[Int64, FINISH_STAGES]
+            tile_full: cute.struct.MemRange[Int64, c.finish_stages[0]]
+            tile_empty: cute.struct.MemRange[Int64, c.finish_stages[0]]
             slots: cute.struct.Align[cute.struct.MemRange[Int32, reduce.SLOT_WORDS * SLOTS], 16]
             mailbox: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
             q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
             grads_place: cute.struct.Align[cute.struct.MemRange[Int32, load.GRADS_PLACE_WORDS], 16]
             tile_place: cute.struct.Align[
-                cute.struct.MemRange[Int32, finish.PLACE_STRIDE * FINISH_STAGES], 16
+                cute.struct.MemRange[Int32, finish.PLACE_STRIDE * c.finish_stages[0]], 16
             ]
             lse2: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.q_stages], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, c.tile_m * c.do_stages], 128]
             q: tile(c.tile_m, c.head_dim, c.q_stages)
-            dout: tile(c.tile_m, c.head_dim, c.do_stages)
+            dout: tile(c.tile_m, c.head_dim_v, c.do_stages)
             k: tile(c.tile_n, c.head_dim, 1)
-            v: tile(c.tile_n, c.head_dim, 1)
+            v: tile(c.tile_n, c.head_dim_v, 1)
             ds: tile(c.tile_m, c.tile_n, c.ds_stages)
             dq: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_elements * c.dq_stages], 1024]
 
@@ -111,19 +112,20 @@ class Backward:
         c = self.config
         layouts = Layouts(
             q=tile_layout(self.dtype, c.tile_m, c.head_dim, c.q_stages),
-            dout=tile_layout(self.dtype, c.tile_m, c.head_dim, c.do_stages),
-            kv=tile_layout(self.dtype, c.tile_n, c.head_dim, 1),
+            dout=tile_layout(self.dtype, c.tile_m, c.head_dim_v, c.do_stages),
+            k=tile_layout(self.dtype, c.tile_n, c.head_dim, 1, c.k_row_bytes),
+            v=tile_layout(self.dtype, c.tile_n, c.head_dim_v, 1),
             ds=tile_layout(self.dtype, c.tile_m, c.tile_n, c.ds_stages),
-            dk=tile_layout(self.dtype, c.tile_n, c.head_dim, 2 * c.dk_stages),
+            dk=tile_layout(self.dtype, c.tile_n, c.head_dim, c.leaving_stages * c.dk_stages),
         )
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(
             q=copy_of(fetch, tensors.q, layouts.q, c.tile_m),
             dout=copy_of(fetch, tensors.dout, layouts.dout, c.tile_m),
-            k=copy_of(fetch, tensors.k, layouts.kv, c.tile_n),
-            v=copy_of(fetch, tensors.v, layouts.kv, c.tile_n),
-            dk=copy_of(store, tensors.dk, layouts.kv, c.tile_n),
-            dv=copy_of(store, tensors.dv, layouts.kv, c.tile_n),
+            k=copy_of(fetch, tensors.k, layouts.k, c.tile_n),
+            v=copy_of(fetch, tensors.v, layouts.v, c.tile_n),
+            dk=copy_of(store, tensors.dk, layouts.dk, c.tile_n),
+            dv=copy_of(store, tensors.dv, layouts.v, c.tile_n),
         )
         named = tensors._asdict() | workspace._asdict()
         memory = Memory(*[named[name] for name in Memory._fields])
@@ -187,7 +189,7 @@ class Backward:
             (storage.slots, (reduce.SLOT_WORDS, SLOTS)),
             (storage.q_info, (4, c.q_stages)),
             (storage.grads_place, (load.GRADS_PLACE_WORDS,)),
-            (storage.tile_place, (finish.PLACE_STRIDE, FINISH_STAGES)),
+            (storage.tile_place, (finish.PLACE_STRIDE, c.finish_stages[0])),
         )
         mailbox, slots, q_info, grads_place, tile_place = (
             place.get_tensor(cute.make_layout(shape)) for place, shape in words
@@ -195,14 +197,14 @@ class Backward:
         return Shared(
             q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
             dout=storage.dout.get_tensor(layouts.dout.outer, swizzle=layouts.dout.inner),
-            k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-            v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+            k=storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
+            v=storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
             ds=storage.ds.get_tensor(layouts.ds.outer, swizzle=layouts.ds.inner),
             lse2=storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
             dq=storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages))),
             dk=leaving.get_tensor(layouts.dk.outer, swizzle=layouts.dk.inner, dtype=self.dtype),
-            complete=cute.make_tensor(complete, cute.make_layout((c.dq_elements, FINISH_STAGES))),
+            complete=cute.make_tensor(complete, cute.make_layout((c.dq_elements, c.finish_stages[0]))),
             mailbox=mailbox,
             slots=slots,
             q_info=q_info,
@@ -228,7 +230,7 @@ class Backward:
             granted=Ring(barriers["granted"], barriers["slot_empty"], SLOTS),
             performed=Ring(barriers["performed"], barriers["slot_empty"], SLOTS),
             item_granted=Ring(barriers["item_granted"], None),
-            tile=Ring(barriers["tile_full"], barriers["tile_empty"], FINISH_STAGES, starts_empty=False),
+            tile=Ring(barriers["tile_full"], barriers["tile_empty"], c.finish_stages[0], starts_empty=False),
         )
 
     def _barrier_counts(self):
@@ -243,6 +245,6 @@ class Backward:
             "dq_full": (c.dq_stages, MMA_WARPS), "dq_empty": (c.dq_stages, 1),
             "item_full": (2, 32), "item_empty": (2, 1 + MMA_WARPS),
             "item_granted": (1, 1),
-            "tile_full": (FINISH_STAGES, 1), "tile_empty": (FINISH_STAGES, MMA_WARPS // 2),
+            "tile_full": (c.finish_stages[0], 1), "tile_empty": (c.finish_stages[0], MMA_WARPS // 2),
             "granted": (SLOTS, 1), "performed": (SLOTS, 1), "slot_empty": (SLOTS, 1),
         }  # fmt: skip

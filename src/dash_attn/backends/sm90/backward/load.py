@@ -18,13 +18,14 @@ UNREAD = 2  # an item has its K and V, and dK of the one before is still being r
 
 
 class Rows(NamedTuple):
-    """Where Q with LSE, or dO with delta, comes from and goes to."""
+    """Where Q with LSE, or dO with delta, comes from and goes to. columns: of a tile."""
 
     ring: Ring
     copy: Copy
     tiles: cute.Tensor  # shared memory, (rows, columns, stages)
     stats: cute.Tensor  # global memory
     stats_here: cute.Tensor  # shared memory, (tile_m, stages)
+    columns: int
 
 
 class LoadRole:
@@ -37,8 +38,8 @@ class LoadRole:
     def run(self, copies, memory, shared, rings, numbers) -> None:
         """Load warp: claims items; loads K and V per item, Q with LSE and dO with delta per task."""
         c, batches = self.config, memory.dq.shape[0]
-        q = Rows(rings.q, copies.q, shared.q, memory.lse2, shared.lse2)
-        dout = Rows(rings.dout, copies.dout, shared.dout, memory.delta, shared.delta)
+        q = Rows(rings.q, copies.q, shared.q, memory.lse2, shared.lse2, c.head_dim)
+        dout = Rows(rings.dout, copies.dout, shared.dout, memory.delta, shared.delta, c.head_dim_v)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         slot = reduce.claim_first_item(memory, shared, rings, batches, numbers.workers)
         while slot[0] >= 0:
@@ -98,7 +99,7 @@ class LoadRole:
         with cute.arch.elect_one():
             if const_expr(info is not None):
                 self._put_q_info(info, stage, item, q_tile)
-            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_m * c.head_dim + 4 * c.tile_m)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_m * rows.columns + 4 * c.tile_m)
             target = rows.stats_here[None, stage].iterator
             ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, full)
         load_tile(rows.copy, rows.tiles[None, None, stage], place, q_tile, q_head, full)
@@ -106,19 +107,20 @@ class LoadRole:
     @cute.jit
     def _exchange_kv(self, copies, shared, rings, item, n_task: Int32, n_kv: Int32) -> None:
         """Store dV of the item before and load K and V of this one; begin to store dK of the item before."""
-        kv_bytes = 2 * self.config.tile_n * self.config.head_dim
+        c = self.config
+        k_bytes, v_bytes = 2 * c.tile_n * c.head_dim, 2 * c.tile_n * c.head_dim_v
         rings.v.wait_empty(n_kv)
         self._store(copies.dv, shared.v[None, None, 0], shared)
         place = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
         rings.k.wait_empty(n_kv)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(rings.k.full, kv_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(rings.k.full, k_bytes)
         tile = shared.k[None, None, 0]
         load_tile(copies.k, tile, place, item.record.kv_tile, item.record.kv_head, rings.k.full)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(rings.v.full, kv_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(rings.v.full, v_bytes)
         tile = shared.v[None, None, 0]
         load_tile(copies.v, tile, place, item.record.kv_tile, item.record.kv_head, rings.v.full)
         self._store_dk(copies.dk, shared, rings, n_task, n_kv)
@@ -144,8 +146,9 @@ class LoadRole:
     @cute.jit
     def _store_dk(self, copy, shared, rings, following: Int32, n_kv: Int32):
         """Begin to store dK of the item before, if any, from the buffer that task `following` will use."""
+        c = self.config
         rings.dk.wait_full_before(n_kv)
-        self._store(copy, shared.dk[None, None, following % 2 * self.config.dk_stages], shared)
+        self._store(copy, shared.dk[None, None, following % c.leaving_stages * c.dk_stages], shared)
 
     @cute.jit
     def _release_dk(self, rings):

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import plan_view, ptx
-from ..device.operands import as_operand_a, multiply, transposed
+from ..device.operands import as_operand_a, multiply, packed, transposed
 from ..device.ring import arrive
 from . import reduce
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
@@ -49,7 +49,7 @@ class MmaRole:
                 plan_view.mailbox_item(slot).record.q_head_count
                 * plan_view.mailbox_item(slot).record.task_count
             )
-            for acc in (t.acc_dK, t.acc_dV, *((t.acc_S,) if c.head_dim == 128 else ())):
+            for acc in (t.acc_dK, t.acc_dV, *((t.acc_S,) if c.head_dim >= 128 else ())):
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
                 rings.k.wait_full(n_kv)
@@ -66,6 +66,11 @@ class MmaRole:
                         n_task += 1
                     self.wide_task(t, n_task, first, rings, True)
                     self.last_dq(t, n_task, slot, rings)
+                elif const_expr(c.tight):
+                    for _ in cutlass.range(tasks - 1, unroll=1):
+                        self.tight_task(t, n_task, rings, slot, False)
+                        n_task += 1
+                    self.tight_task(t, n_task, rings, slot, True)
                 else:
                     for _ in cutlass.range(tasks - 1, unroll=1):
                         self.task(t, n_task, rings, slot, False)
@@ -96,26 +101,28 @@ class MmaRole:
         c = self.config
         group = cute.arch.make_warp_uniform(tidx // 128)
         lane = cute.arch.lane_idx()
-        wg_scores, wg_grads, wg_dq = (m.get_slice(group * 128) for m in products)
+        keys = products.keys if c.tight else products.grads
+        of_all = (products.scores, products.grads, products.dq, keys)
+        wg_scores, wg_grads, wg_dq, wg_keys = (m.get_slice(group * 128) for m in of_all)
         sdSt = transposed(shared.ds)
         acc_S = cute.make_rmem_tensor(wg_scores.partition_shape_C((c.tile_n, c.tile_m)), Float32)
-        acc_dK, acc_dV = (
-            cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim)), Float32)
-            for _ in range(2)
-        )
+        acc_dK = cute.make_rmem_tensor(wg_keys.partition_shape_C((c.tile_n, c.head_dim)), Float32)
+        acc_dV = cute.make_rmem_tensor(wg_grads.partition_shape_C((c.tile_n, c.head_dim_v)), Float32)
+        # dS^T as an operand of dK where registers do not hold it.
+        tKrdS = wg_keys.make_fragment_A(wg_keys.partition_A(sdSt)) if c.tight else None
         store_ds = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), products.scores
         ).get_slice(tidx)
         return SimpleNamespace(
             sV=shared.v, sdK=shared.dk,
-            scores=products.scores, grads=products.grads, dq=products.dq,
+            scores=products.scores, grads=products.grads, dq=products.dq, keys=keys,
             group=group, scale_log2=numbers.scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(shared.k)),
             tSrQ=wg_scores.make_fragment_B(wg_scores.partition_B(shared.q)),
             tPrV=wg_scores.make_fragment_A(wg_scores.partition_A(shared.v)),
             tPrdO=wg_scores.make_fragment_B(wg_scores.partition_B(shared.dout)),
             tVrdO=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.dout))),
-            tKrQ=wg_grads.make_fragment_B(wg_grads.partition_B(transposed(shared.q))),
+            tKrQ=wg_keys.make_fragment_B(wg_keys.partition_B(transposed(shared.q))), tKrdS=tKrdS,
             tQrdS=wg_dq.make_fragment_A(wg_dq.partition_A(shared.ds)),
             tQrK=wg_dq.make_fragment_B(wg_dq.partition_B(transposed(shared.k))),
             store_ds=store_ds, tSsdS=store_ds.partition_D(sdSt), tdQsdQ=self._dq_view(shared.dq, tidx),
@@ -182,6 +189,58 @@ class MmaRole:
         arrive(rings.dq.full_of(n_task))
         warpgroup.wait_group(0)
         arrive(rings.q.empty_of(n_task))
+
+    @cute.jit
+    def tight_task(self, t, n_task: Int32, rings, slot, is_last: cutlass.Constexpr[bool]):
+        """One (kv tile, q tile) with 64 query rows, where dK and dV take 160 registers.
+
+        Expects S^T in acc_S, and leaves the next task's there unless it is the last.
+        Beside dK and dV there is room for dP and the rounded P, and then for dQ, but not for P in fp32. So dS
+        is made of the rounded P that dV takes, and dQ and dK have 1.2 times the error. dK reads dS from
+        shared memory, which leaves dQ its registers.
+        Tensor-core order: dV, dP, dQ, dK, next S; the dQ write-out beside dK. With dP before dV, dS would be
+        made beside dV, but ptxas then finds too few registers, and serialises all products.
+        """
+        q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
+        ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
+        self.probabilities(t, 0, q_stage)
+        rounded = cute.make_rmem_tensor(t.acc_S.layout, self.dtype)
+        pairs = cute.recast_tensor(rounded, Int32)
+        for i in cutlass.range_constexpr(cute.size(pairs)):
+            pairs[i] = packed(t.acc_S[2 * i], t.acc_S[2 * i + 1], self.dtype)
+        rP = as_operand_a(rounded, self.dtype)
+        rings.dout.wait_full(n_task)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
+        acc_dP = self.start_dp(t, do_stage)
+        warpgroup.wait_group(0)
+        arrive(rings.dout.empty_of(n_task))
+        acc_dP.store(rounded.load().to(Float32) * acc_dP.load())
+        rdS = as_operand_a(acc_dP, self.dtype)
+        rings.ds.wait_empty(n_task)
+        self.store_ds(t, rdS, acc_dP.layout, ds_stage)
+        cute.arch.fence_view_async_shared()
+        cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
+        acc_dQ = self.start_dq(t, ds_stage)
+        dS, q = t.tKrdS[None, None, None, ds_stage], t.tKrQ[None, None, None, q_stage]
+        multiply(t.keys, t.acc_dK, dS, q, True)
+        rings.dq.wait_empty(n_task)
+        warpgroup.wait_group(1)
+        if const_expr(is_last):
+            arrive(rings.k.empty)
+        self.store_dq(t, acc_dQ, dq_stage)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        arrive(rings.dq.full_of(n_task))
+        if const_expr(is_last):
+            self.put_dv(t, slot, rings)
+            warpgroup.wait_group(0)
+        else:
+            self.start_s(t, n_task + 1, rings)
+            warpgroup.wait_group(1)
+        for barrier in (rings.ds.empty_of(n_task), rings.q.empty_of(n_task)):
+            arrive(barrier)
+        if const_expr(not is_last):
+            warpgroup.wait_group(0)
 
     @cute.jit
     def wide_task(self, t, n_task: Int32, first: Int32, rings, is_last: cutlass.Constexpr[bool]):
@@ -274,7 +333,7 @@ class MmaRole:
         """
         if plan_view.mailbox_item(slot).record.group_sum < 0:
             cute.arch.barrier(barrier_id=V_BARRIER + t.group, number_of_threads=128)
-            self._put(t, t.acc_dV, None, t.sV[None, None, 0])
+            self._put(t.grads, t.acc_dV, None, t.sV[None, None, 0])
         arrive(rings.v.empty)
 
     @cute.jit
@@ -284,11 +343,11 @@ class MmaRole:
         if plan_view.mailbox_item(slot).record.group_sum < 0:
             ring = rings.ds if c.delayed_dq else rings.dq
             ring.wait_empty(following)
-            self._put(t, t.acc_dK, scale, t.sdK[None, None, ring.stage(following) * c.dk_stages])
+            self._put(t.keys, t.acc_dK, scale, t.sdK[None, None, ring.stage(following) * c.dk_stages])
         arrive(rings.dk.full)
 
     @cute.jit
-    def _put(self, t, acc, factor, shared):
+    def _put(self, product, acc, factor, shared):
         """Put this thread's values of dK or dV, times the factor if any, converted, into shared memory."""
         converted = cute.make_rmem_tensor(acc.layout, self.dtype)
         values = acc.load()
@@ -297,7 +356,7 @@ class MmaRole:
         converted.store(values.to(self.dtype))
         # Addresses are made of the thread index read here: the main loop has no registers for them.
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        store = cute.make_tiled_copy_C(matrices, t.grads).get_slice(self._mma_thread())
+        store = cute.make_tiled_copy_C(matrices, product).get_slice(self._mma_thread())
         cute.copy(store, store.retile(converted), store.partition_D(shared))
         cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
@@ -427,11 +486,11 @@ class MmaRole:
         """
         c = self.config
         size = c.tile_n * c.head_dim
-        vectors = size // 1024
-        layout = cute.make_layout((4, vectors), stride=(1, 512))
         tidx = self._mma_thread()
-        place = tidx // 128 * (512 * vectors) + tidx % 128 * 4
         for which, acc in ((0, t.acc_dK), (1, t.acc_dV)):
+            vectors = c.tile_n * (c.head_dim, c.head_dim_v)[which] // 1024
+            layout = cute.make_layout((4, vectors), stride=(1, 512))
+            place = tidx // 128 * (512 * vectors) + tidx % 128 * 4
             start = (Int64(slot) * 2 + which) * size + place
             target = cute.make_tensor(group_sums.iterator + cute.assume(start, divby=4), layout)
             if const_expr(c.key_sums):

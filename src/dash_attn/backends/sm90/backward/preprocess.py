@@ -70,7 +70,7 @@ class Preprocess:
                 if natural != -Float32.inf:
                     value = natural * math.log2(math.e)
             mLse2[stat + tidx] = value
-        lanes = c.head_dim // 8  # threads per row, 16 bytes each
+        lanes = c.head_dim_v // 8  # threads per row, 16 bytes each
         rows = THREADS // lanes
         # All loads first: a block has them in flight together. Rows beyond the sequence repeat its last one.
         left, right = [], []
@@ -93,17 +93,30 @@ class Preprocess:
                 here = finish.contributions(table, index) > 0
             if not here:
                 # Nobody will write, queue or convert this tile.
-                for n in cutlass.range_constexpr(c.tile_m // rows):
-                    row = q_tile * c.tile_m + n * rows + tidx // lanes
-                    if (row < seqlen_q) & (tidx % lanes * 8 < mdQ.shape[3]):
-                        line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (tidx % lanes,))
-                        line.store(cute.zeros_like(line))
+                chunks = c.head_dim // 8
+                if const_expr(THREADS % chunks == 0):
+                    for n in cutlass.range_constexpr(c.tile_m * chunks // THREADS):
+                        row = n * (THREADS // chunks) + tidx // chunks
+                        self._store_zeros(mdQ, where, q_head, row, tidx % chunks)
+                else:
+                    for n in cutlass.range(c.tile_m * chunks // THREADS, unroll=1):
+                        index = n * THREADS + tidx
+                        self._store_zeros(mdQ, where, q_head, index // chunks, index % chunks)
         else:
             acc = cute.make_tensor(
                 memory.dq_acc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
             )
             for n in cutlass.range_constexpr(c.dq_elements // THREADS):
                 acc[n * THREADS + tidx] = Float32(0.0)
+
+    @cute.jit
+    def _store_zeros(self, mdQ, where, q_head, local, chunk) -> None:
+        """Zeros for 8 columns of a row of the q tile, if they exist."""
+        batch, first, seqlen_q, q_tile, _ = where
+        row = q_tile * self.config.tile_m + local
+        if (row < seqlen_q) & (chunk * 8 < mdQ.shape[3]):
+            line = cute.local_tile(mdQ[batch, first + row, q_head, None], (8,), (chunk,))
+            line.store(cute.zeros_like(line))
 
     @cute.jit
     def _chunk(self, line, index, columns):

@@ -43,7 +43,10 @@ class Program:
 
 def fake_arguments(config: BackwardConfig, env_stream: bool):
     """Tensors without data, in the order of `Program.__call__`."""
-    matrix = partial(fakes.matrix, DTYPES[config.dtype], None if config.padded else config.head_dim)
+    matrix, of_v = (
+        partial(fakes.matrix, DTYPES[config.dtype], None if config.padded else columns)
+        for columns in (config.head_dim, config.head_dim_v)
+    )
 
     def rows(element):
         return make_fake_tensor(
@@ -51,8 +54,8 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
         )
 
     tensors = Tensors(
-        q=matrix(), k=matrix(), v=matrix(), out=matrix(), dout=matrix(), lse=statistics(),
-        dq=matrix(), dk=matrix(), dv=matrix(),
+        q=matrix(), k=matrix(), v=of_v(), out=of_v(), dout=of_v(), lse=statistics(),
+        dq=matrix(), dk=matrix(), dv=of_v(),
     )  # fmt: skip
     workspace = Workspace(
         table=vector(Int32, 16),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 from ..forward.config import ForwardConfig
+from ..tiles import name_of
 
 PIECES = (128, 16)
 """Rows of K or V per copy: all of a kv tile, or of the smallest page."""
@@ -42,15 +43,18 @@ class CachedConfig(ForwardConfig):
 
 
 @cache
-def cached_config(head_dim: int, dtype: str, few: bool, piece: int) -> CachedConfig:
+def cached_config(head_dim: int, dtype: str, few: bool, piece: int, head_dim_v: int = 0) -> CachedConfig:
     """What a head dim runs with. ``few``: where sequences have at most 64 rows per kv head, one warpgroup
     does all, and more tiles of keys are on their way."""
-    stages = {(64, True): 6, (128, True): 3, (64, False): 4, (128, False): 2}.get((head_dim, few))
+    head_dims = head_dim, head_dim_v or head_dim
+    stages = {(64, 64): (6, 4), (128, 128): (3, 2), (192, 128): (2, 2)}.get(head_dims)
     if stages is None:
-        raise ValueError(f"no forward over a cache has head dim {head_dim}; known: 64, 128")
-    if few:
-        return CachedConfig(head_dim, dtype, warpgroups=1, kv_stages=stages, overlap="softmax", piece=piece)
-    early = head_dim == 64
-    return CachedConfig(
-        head_dim, dtype, warpgroups=3 if early else 2, kv_stages=stages, early=early, piece=piece
+        name = name_of(*head_dims)
+        raise ValueError(f"no forward over a cache has head dim {name}; known: 64, 128, 192 (V: 128)")
+    common = partial(
+        CachedConfig, head_dim, dtype, kv_stages=stages[not few], piece=piece, head_dim_v=head_dim_v
     )
+    if few:
+        return common(warpgroups=1, overlap="softmax")
+    early, q_stages = head_dim == 64, 1 if head_dim == 192 else 2
+    return common(warpgroups=3 if early else 2, q_stages=q_stages, early=early)

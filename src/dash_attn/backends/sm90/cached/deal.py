@@ -92,7 +92,7 @@ class Deal:
     def _section(self, kv_tiles: Int32, sizes) -> Int32:
         """kv heads whose K and V fit half of L2, a divisor of their number."""
         (_, kv_heads, _, _), c = sizes, self.config
-        fit = L2_BYTES // 2 // (4 * c.tile_n * c.head_dim)
+        fit = L2_BYTES // 2 // (2 * c.tile_n * (c.head_dim + c.head_dim_v))
         section = cutlass.min(cutlass.max(fit // cutlass.max(kv_tiles, 1), 1), kv_heads)
         while kv_heads % section != 0:
             section -= 1

@@ -33,13 +33,13 @@ EAGER = {True: 4, False: 1}
 
 def config_of(problem: CachedProblem) -> CachedConfig:
     """What a problem runs with. Which one decides no bit."""
-    head_dim, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+    head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
     rows = problem.longest_q
     if problem.packed and rows == problem.total_q:  # nobody said how many rows the longest one has
         rows = -(-problem.total_q // max(problem.batch, 1))
     few = rows * problem.group <= ROWS
     whole = problem.most_pages == 1 or problem.page_size % 128 == 0
-    return cached_config(head_dim, DTYPES[problem.dtype], few, 128 if whole else 16)
+    return cached_config(head_dim, DTYPES[problem.dtype], few, 128 if whole else 16, head_dim_v)
 
 
 class Cached(PreparedCached):

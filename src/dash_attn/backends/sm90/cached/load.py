@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..device import plan_view, ptx
@@ -66,15 +66,15 @@ class CachedLoad:
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = self._claim(memory.claimed)
                     where = self._where(memory.pages, of_pages, sequence, (end - i) * c.tile_n, seqlen_k)
-                    for ring, copy, tiles, rows_of_page in (
-                        (rings.k, copies.k, shared.k, of_pages[3]),
-                        (rings.v, copies.v, shared.v, of_pages[4]),
+                    for ring, copy, tiles, rows_of_page, columns in (
+                        (rings.k, copies.k, shared.k, of_pages[3], c.head_dim),
+                        (rings.v, copies.v, shared.v, of_pages[4], c.head_dim_v),
                     ):
                         kv_stage = ring.stage(n_kv)
                         ring.wait_empty(n_kv)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(
-                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+                                ring.full + kv_stage, 2 * c.tile_n * columns
                             )
                         self._load(
                             copy, tiles[None, None, kv_stage], where, rows_of_page, head, ring.full + kv_stage
@@ -128,6 +128,9 @@ class CachedLoad:
         step = 32 // vectors
         for i in cutlass.range(c.tile_m // step, unroll=1):
             row = i * step + own
+            # Lanes that are too many for a whole number of rows copy a part of the last row again.
+            if const_expr(32 % vectors != 0):
+                row = cutlass.min(row, i * step + step - 1)
             tile = sQ[None, None, stage * c.warpgroups + row // ROWS]
             target = cute.local_tile(tile[row % ROWS, None], (8,), (column,))
             if (row < exist) & (8 * column < cute.size(mQ, mode=[3])):
@@ -160,7 +163,7 @@ class CachedLoad:
             place = (
                 cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
             )  # fmt: skip
-            for j in cutlass.range_constexpr(c.head_dim // BOX):
+            for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // BOX):
                 target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
                 cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)
 

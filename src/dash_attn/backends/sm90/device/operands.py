@@ -2,14 +2,20 @@
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from . import ptx
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
-def tile_layout(dtype, rows: int, columns: int, stages: int):
-    """Shared-memory layout (rows, columns, stages), columns contiguous in 128-byte swizzled atoms."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+def tile_layout(dtype, rows: int, columns: int, stages: int, row_bytes: int = 128):
+    """Shared-memory layout (rows, columns, stages), columns contiguous in swizzled atoms of `row_bytes`."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = {128: kinds.K_SW128, 64: kinds.K_SW64}[row_bytes]
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 
@@ -44,3 +50,13 @@ def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
         out.store(acc.load().to(dtype))
     blocks = cute.size(acc) // 8
     return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
+
+
+@dsl_user_op
+def packed(low, high, dtype, *, loc=None, ip=None) -> Int32:
+    """Two values as bf16 or fp16 in one word. The compiler does not move it to where it keeps more
+    registers."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
+    text = f"cvt.rn.{name}.f32 $0, $1, $2;"
+    return Int32(ptx._asm(T.i32(), values, text, "=r,f,f", loc, ip))

@@ -68,10 +68,12 @@ class Copies(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Layouts of tiles in shared memory, (rows, columns, stages)."""
+    """Layouts of tiles in shared memory, (rows, columns, stages). O has one, in the place of a tile of Q."""
 
     q: Any
-    kv: Any
+    k: Any
+    v: Any
+    out: Any
 
 
 class Products(NamedTuple):

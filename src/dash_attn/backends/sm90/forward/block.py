@@ -22,14 +22,16 @@ def products_of(c: ForwardConfig, dtype: Any) -> Products:
     make = hopper_helpers.make_trivial_tiled_mma
     types = dtype, dtype, major.K
     scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM)
-    out = make(*types, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim), source.RMEM)
+    out = make(*types, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim_v), source.RMEM)
     return Products(scores, out)
 
 
 def layouts_of(c: ForwardConfig, dtype: Any) -> Layouts:
     return Layouts(
         q=tile_layout(dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
-        kv=tile_layout(dtype, c.tile_n, c.head_dim, c.kv_stages),
+        k=tile_layout(dtype, c.tile_n, c.head_dim, c.kv_stages),
+        v=tile_layout(dtype, c.tile_n, c.head_dim_v, c.kv_stages),
+        out=tile_layout(dtype, ROWS, c.head_dim_v, 1),
     )
 
 
@@ -44,7 +46,7 @@ def storage_of(c: ForwardConfig, dtype: Any, counts: BarrierCounts) -> Any:
         "item": cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16],
         "q": tile(ROWS, c.head_dim, c.q_stages * c.warpgroups),
         "k": tile(c.tile_n, c.head_dim, c.kv_stages),
-        "v": tile(c.tile_n, c.head_dim, c.kv_stages),
+        "v": tile(c.tile_n, c.head_dim_v, c.kv_stages),
     }
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
@@ -53,7 +55,7 @@ def shared_of(storage: Any, c: ForwardConfig, layouts: Layouts) -> Shared:
     """Tiles and words of items in a block's storage."""
     return Shared(
         q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-        k=storage.k.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
-        v=storage.v.get_tensor(layouts.kv.outer, swizzle=layouts.kv.inner),
+        k=storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
+        v=storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
     )

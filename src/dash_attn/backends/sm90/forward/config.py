@@ -7,6 +7,7 @@ from functools import cache
 from typing import ClassVar
 
 from ....schedule.constants import FORWARD_KEEP, FORWARD_ROOM, FORWARD_SEGMENT, FORWARD_TILE
+from ..tiles import name_of
 
 ROWS = 64  # of a warpgroup
 OVERLAPS = ("nothing", "products", "softmax")
@@ -19,10 +20,11 @@ class ForwardConfig:
     Attributes:
         direction: the package of its program.
         kernels: class names, which the compiler puts into the names of the kernels.
-        head_dim: of Q, K and V. Tensors may have fewer columns; the copy engine fills a tile with zeros.
+        head_dim: of Q and K. Tensors may have fewer columns; the copy engine fills a tile with zeros.
         dtype: "bf16" or "fp16".
         warpgroups: that multiply, ROWS rows each.
-        q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory.
+        q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory. With one of Q, an item's Q is
+            loaded when O of the item before has left.
         tile_n, segment, keep, room: the numerics, :mod:`dash_attn.schedule.forward`.
         in_turns: warpgroups start their products in turns, so that one's softmax runs beside the products of
             the others. Without, they get out of step by themselves.
@@ -35,6 +37,7 @@ class ForwardConfig:
         sink: every q head has one score more, of a key without a value.
         softcap: scores s become softcap * tanh(s / softcap).
         trace: keep when every item began and was done, and on which SM (trace.py).
+        head_dim_v: of V; 0: the same.
     """
 
     direction: ClassVar[str] = "forward"
@@ -56,11 +59,16 @@ class ForwardConfig:
     sink: bool = False
     softcap: bool = False
     trace: bool = False
+    head_dim_v: int = 0
 
     def __post_init__(self) -> None:
+        if self.head_dim_v == 0:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        if self.head_dim_v > self.head_dim:
+            raise ValueError(f"{self}: O leaves through the place of Q, which has fewer columns")
         if self.segment % self.tile_n or self.tile_n % 16:
             raise ValueError(f"{self}: a segment is whole kv tiles, and those are multiples of 16 keys")
-        if min(self.q_stages, self.kv_stages) < 2:
+        if self.kv_stages < 2 or self.q_stages < 1:
             raise ValueError(f"{self}: what comes next is loaded beside what is in use: two stages each")
         if self.overlap not in OVERLAPS:
             raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {self.overlap!r}")
@@ -93,26 +101,30 @@ class ForwardConfig:
     def shared_bytes(self) -> int:
         """Shared memory of one block. Barriers and items take less than 1 KB; tiles begin at a multiple
         of it."""
-        rows = self.tile_m * self.q_stages + 2 * self.tile_n * self.kv_stages
-        return 1024 + 2 * rows * self.head_dim
+        q, kv = self.tile_m * self.q_stages, self.tile_n * self.kv_stages
+        return 1024 + 2 * (q * self.head_dim + kv * (self.head_dim + self.head_dim_v))
 
     @property
     def partial_words(self) -> int:
         """fp32 words of what a warpgroup leaves of one segment: O, then two maxima and two sums per
         thread."""
-        return ROWS * self.head_dim + 4 * 128
+        return ROWS * self.head_dim_v + 4 * 128
 
     @property
     def state_words(self) -> int:
         """fp32 words that a block keeps of its rows between segments."""
-        return self.tile_m * self.head_dim
+        return self.tile_m * self.head_dim_v
 
 
 @cache
-def forward_config(head_dim: int, dtype: str) -> ForwardConfig:
-    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md)."""
-    if head_dim == 64:
+def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardConfig:
+    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md). That of 192 was
+    not measured."""
+    head_dims = head_dim, head_dim_v or head_dim
+    if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
-    if head_dim != 128:
-        raise ValueError(f"no forward kernel has head dim {head_dim}; known: 64, 128")
-    return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)
+    if head_dims == (128, 128):
+        return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)
+    if head_dims == (192, 128):
+        return ForwardConfig(head_dim, dtype, warpgroups=2, q_stages=1, kv_stages=2, head_dim_v=head_dim_v)
+    raise ValueError(f"no forward kernel has head dim {name_of(*head_dims)}; known: 64, 128, 192 (V: 128)")

@@ -8,7 +8,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass._mlir.dialects import math as mlir_math
 from cutlass.cutlass_dsl import T, dsl_user_op
 
@@ -20,16 +20,6 @@ def fma(a, b, c, *, loc=None, ip=None) -> Float32:
     """a b + c, rounded once."""
     values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)]
     return Float32(mlir_math.fma(*values, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def packed(low, high, dtype, *, loc=None, ip=None) -> Int32:
-    """Two values as bf16 or fp16 in one word. The compiler does not move it to where it keeps more
-    registers."""
-    name = "bf16x2" if dtype is BFloat16 else "f16x2"
-    values = [Float32(x).ir_value(loc=loc, ip=ip) for x in (high, low)]
-    text = f"cvt.rn.{name}.f32 $0, $1, $2;"
-    return Int32(ptx._asm(T.i32(), values, text, "=r,f,f", loc, ip))
 
 
 @dsl_user_op

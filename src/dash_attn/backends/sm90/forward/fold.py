@@ -57,7 +57,7 @@ class Fold:
         (mOut, mLse, sink), (first, segments), c = tensors, parts, self.config
         heads = mOut.shape[2]
         batch, row_first, seqlen_q, q_tile, q_head = place
-        vectors = ROWS * c.head_dim // 512
+        vectors = ROWS * c.head_dim_v // 512
         values = cute.make_rmem_tensor((4, vectors), Float32)
         after = cute.make_rmem_tensor((4, vectors), Float32)
         numbers, fresh = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
@@ -99,8 +99,8 @@ class Fold:
     def _load(self, partial, place: Int32, group: Int32, tidx: Int32, values, numbers) -> None:
         c = self.config
         start = (Int64(place) * c.warpgroups + group) * c.partial_words + tidx * 4
-        layout = cute.make_layout((4, ROWS * c.head_dim // 512 + 1), stride=(1, 512))
+        layout = cute.make_layout((4, ROWS * c.head_dim_v // 512 + 1), stride=(1, 512))
         source = cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
-        for v in cutlass.range_constexpr(ROWS * c.head_dim // 512):
+        for v in cutlass.range_constexpr(ROWS * c.head_dim_v // 512):
             cute.autovec_copy(source[None, v], cute.make_tensor(values.iterator + 4 * v, 4))
-        cute.autovec_copy(source[None, ROWS * c.head_dim // 512], numbers)
+        cute.autovec_copy(source[None, ROWS * c.head_dim_v // 512], numbers)

@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from ..device.operands import tile_layout
 from ..device.ring import Ring
-from .config import ForwardConfig
+from .config import ROWS, ForwardConfig
 
 # Named barriers: one per warpgroup each, and of the last kind one per warpgroup and Q stage
 WARPGROUP_BARRIER, TURN_BARRIER, DONE_BARRIER = 1, 4, 7
@@ -30,6 +34,15 @@ class Info:
 def info_words(config: ForwardConfig) -> int:
     """Words per item."""
     return 20 if config.sink else 16
+
+
+def tile_of_out(config: ForwardConfig, q, place):
+    """The tile of O at a place of Q, whose tile may have more columns: those of O are its first."""
+    tile = q[None, None, place]
+    if const_expr(config.head_dim_v == config.head_dim):
+        return tile
+    layout = tile_layout(q.element_type, ROWS, config.head_dim_v, 1).outer
+    return cute.make_tensor(tile.iterator, cute.select(layout, [0, 1]))
 
 
 def done_barrier(config: ForwardConfig, group, stage):

@@ -47,9 +47,9 @@ class Forward:
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(
             q=copy_of(fetch, tensors.q, layouts.q, ROWS),
-            k=copy_of(fetch, tensors.k, layouts.kv, c.tile_n, used=True),
-            v=copy_of(fetch, tensors.v, layouts.kv, c.tile_n, used=True),
-            out=copy_of(store, tensors.out, layouts.q, ROWS),
+            k=copy_of(fetch, tensors.k, layouts.k, c.tile_n, used=True),
+            v=copy_of(fetch, tensors.v, layouts.v, c.tile_n, used=True),
+            out=copy_of(store, tensors.out, layouts.out, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
         memory = Memory(tensors.lse, *workspace, extra.sink, extra.trace)

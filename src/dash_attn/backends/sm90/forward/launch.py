@@ -48,8 +48,8 @@ def why_no_scale(softmax_scale: float) -> str:
 
 def config_of(problem: Problem) -> ForwardConfig:
     """What a problem runs with."""
-    head_dim, _ = kernel_of(problem.head_dim, problem.head_dim_v)
-    return forward_config(head_dim, DTYPES[problem.dtype])
+    head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+    return forward_config(head_dim, DTYPES[problem.dtype], head_dim_v)
 
 
 class Forward:

@@ -76,15 +76,15 @@ class LoadRole:
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = self._claim(memory.claimed)
-                    for ring, copy, tiles in (
-                        (rings.k, copies.k, shared.k),
-                        (rings.v, copies.v, shared.v),
+                    for ring, copy, tiles, columns in (
+                        (rings.k, copies.k, shared.k, c.head_dim),
+                        (rings.v, copies.v, shared.v, c.head_dim_v),
                     ):
                         kv_stage = ring.stage(n_kv)
                         ring.wait_empty(n_kv)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(
-                                ring.full + kv_stage, 2 * c.tile_n * c.head_dim
+                                ring.full + kv_stage, 2 * c.tile_n * columns
                             )
                         load_tile(
                             copy,

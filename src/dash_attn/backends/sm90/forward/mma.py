@@ -13,7 +13,7 @@ from ..device.ring import arrive
 from ..softcap import Cap
 from .config import ROWS, ForwardConfig
 from .exact import folded, inverse, lse_of, row_sum, weights, with_sink, without_sign
-from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier
+from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier, tile_of_out
 from .softmax import Softmax
 from .trace import BEGIN, END, note
 
@@ -36,7 +36,7 @@ class MmaRole:
             tSrK=scores.make_fragment_B(scores.partition_B(shared.k)),
             tOrV=out.make_fragment_B(out.partition_B(transposed(shared.v))),
             acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
-            acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.head_dim)), Float32),
+            acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.head_dim_v)), Float32),
             p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             next_p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
@@ -240,8 +240,8 @@ class MmaRole:
     def _place(self, t, state):
         """This thread's values of its warpgroup's rows in the block's part of the workspace."""
         c = self.config
-        vectors = ROWS * c.head_dim // 512
-        start = Int64(cute.arch.block_idx()[0]) * c.state_words + t.group * (ROWS * c.head_dim) + t.tidx * 4
+        vectors = ROWS * c.head_dim_v // 512
+        start = Int64(cute.arch.block_idx()[0]) * c.state_words + t.group * (ROWS * c.head_dim_v) + t.tidx * 4
         layout = cute.make_layout((4, vectors), stride=(1, 512))
         return cute.make_tensor(state.iterator + cute.assume(start, divby=4), layout)
 
@@ -255,7 +255,7 @@ class MmaRole:
         """Leave what a segment made of this warpgroup's rows, for `Fold`."""
         c = self.config
         start = (Int64(place) * c.warpgroups + t.group) * c.partial_words + t.tidx * 4
-        layout = cute.make_layout((4, ROWS * c.head_dim // 512 + 1), stride=(1, 512))
+        layout = cute.make_layout((4, ROWS * c.head_dim_v // 512 + 1), stride=(1, 512))
         target = cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
         for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
             cute.autovec_copy(cute.make_tensor(t.acc_O.iterator + 4 * v, 4), target[None, v])
@@ -305,6 +305,6 @@ class MmaRole:
         cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
         matrices = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
         store = cute.make_tiled_copy_C(matrices, t.products.out).get_slice(t.tidx)
-        tile = shared.q[None, None, stage]
+        tile = tile_of_out(self.config, shared.q, stage)
         cute.copy(store, store.retile(converted), store.partition_D(tile))
         cute.arch.fence_view_async_shared()

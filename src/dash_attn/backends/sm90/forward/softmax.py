@@ -5,10 +5,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
+from ..device.operands import packed
 from ..device.ring import arrive
 from ..device.tanh import tanh
 from .config import ROWS, ForwardConfig
-from .exact import finite, fma, log2_below, packed, polynomial_exp2
+from .exact import finite, fma, log2_below, polynomial_exp2
 from .item import Info
 
 CAREFUL = 16

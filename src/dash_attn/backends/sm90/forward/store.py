@@ -6,7 +6,7 @@ from cutlass import Int32
 from ..device.copies import partitions
 from ..device.ring import arrive
 from .config import ROWS, ForwardConfig
-from .item import Info, done_barrier
+from .item import Info, done_barrier, tile_of_out
 
 
 class StoreRole:
@@ -24,7 +24,7 @@ class StoreRole:
             cute.arch.barrier(barrier_id=done_barrier(c, group, stage), number_of_threads=160)
             if words[Info.partial] < 0:
                 place = (words[Info.tma_row], words[Info.tma_batch], words[Info.tma_shift])
-                tile = shared.q[None, None, stage * c.warpgroups + group]
+                tile = tile_of_out(c, shared.q, stage * c.warpgroups + group)
                 source, target = partitions(copies.out, tile, place, words[Info.q_head])
                 at = words[Info.row] // ROWS + group
                 with cute.arch.elect_one():

@@ -15,8 +15,9 @@ class KeySumsConfig:
     Attributes:
         direction: the package of its program.
         kernels: class names, which the compiler puts into the names of the kernels.
-        head_dim: of the sums.
+        head_dim: of the sums of dK.
         dtype: of dK and dV, "bf16" or "fp16".
+        head_dim_v: of the sums of dV; 0: the same.
     """
 
     direction: ClassVar[str] = "key_sums"
@@ -25,8 +26,13 @@ class KeySumsConfig:
 
     head_dim: int
     dtype: str = "bf16"
+    head_dim_v: int = 0
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v == 0:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
 
     @property
     def tile_n(self) -> int:
         """Keys of a kv tile."""
-        return tiles_of(self.head_dim).tile_n
+        return tiles_of(self.head_dim, self.head_dim_v).tile_n

@@ -1,0 +1,135 @@
+"""The kernel of head dim 192 with 128 of V."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dash_attn.backends.base import Tensors
+from dash_attn.backends.cpu import fold_partials
+from dash_attn.backends.sm90.forward.launch import Forward
+from dash_attn.backends.sm90.launch import Debug
+from dash_attn.problem import Problem
+from dash_attn.schedule import Shift, build_plan
+from dash_attn.schedule.constants import FORWARD_SEGMENT
+from dash_attn.testing import assert_same_bytes
+from gpu_cases import (
+    CAUSAL,
+    FULL,
+    GRADS,
+    POLICIES,
+    WINDOW,
+    any_case,
+    auto_plan,
+    dense,
+    differing,
+    launch,
+    make_case,
+    packed,
+    relative_error,
+)
+
+WIDE = {"head_dim": 192, "head_dim_v": 128}
+DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+MASKS = pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
+EVERY_POLICY = pytest.mark.parametrize(("mask", "policy"), POLICIES, ids=lambda x: getattr(x, "name", str(x)))
+BOUNDED = Debug(bounded=True)
+"""Run first, so that a kernel that would hang is a failure with a message."""
+
+PROBLEMS = {
+    "square": lambda mask, **how: dense(mask, seqlen=1100, heads=4, kv_heads=4, **how),
+    "grouped": lambda mask, **how: dense(mask, seqlen=700, heads=4, kv_heads=2, **how),
+    "head groups": lambda mask, **how: dense(mask, seqlen=900, heads=16, kv_heads=1, **how),
+    "more keys": lambda mask, **how: dense(mask, seqlen=None, seqlen_q=300, seqlen_k=1300, **how),
+    "more rows": lambda mask, **how: dense(mask, seqlen=None, seqlen_q=1300, seqlen_k=300, **how),
+    "packed": lambda mask, **how: packed((130, 260), (0, 100), (100, 0), (1, 999), 640, mask=mask, **how),
+}
+
+
+def forward(
+    problem: Problem, tensors: Tensors, blocks: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse."""
+    q, k, v = tensors.q, tensors.k, tensors.v
+    return Forward(problem, q.device, blocks=blocks)(q, k, v, problem.head_dim**-0.5)
+
+
+@DTYPES
+@MASKS
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_values_and_replays(name, mask, dtype):
+    problem = PROBLEMS[name](mask, dtype=dtype, **WIDE)
+    case, plan = any_case(problem), auto_plan(problem)
+    found = forward(problem, case.inputs)
+    assert relative_error(found[0], case.exact["out"]) <= 4e-3
+    seen = case.exact["lse"].isfinite()
+    assert (found[1].double() - case.exact["lse"])[seen].abs().max() < 1e-4
+    launch(plan, case, debug=BOUNDED)
+    first = launch(plan, case)
+    for grad in GRADS:
+        assert relative_error(getattr(first, grad), case.exact[grad]) <= 8e-3, grad
+        loose = getattr(launch(plan, case, ordered=False), grad)
+        assert relative_error(loose, case.exact[grad]) <= 8e-3, f"{grad}, without order"
+    for _ in range(20):
+        assert not differing(first, launch(plan, case))
+        for x, again in zip(found, forward(problem, case.inputs)):
+            assert_same_bytes(x, again)
+    for blocks in (1, 7):
+        for x, again in zip(found, forward(problem, case.inputs, blocks)):
+            assert_same_bytes(x, again, f"{blocks} blocks")
+
+
+@EVERY_POLICY
+def test_every_policy_and_few_workers(mask, policy):
+    problem = dense(mask, seqlen=1100, heads=8, kv_heads=4, **WIDE)
+    plan, case = build_plan(problem, policy), make_case(problem)
+    launch(plan, case, debug=BOUNDED)
+    first = launch(plan, case)
+    for workers in (plan.min_workers, plan.min_workers + 1, 131):
+        launch(plan, case, workers=workers, debug=BOUNDED)
+        assert not differing(first, launch(plan, case, workers=workers)), f"{workers} workers"
+
+
+def test_dq_is_what_the_plan_says():
+    problem = dense(FULL, batch=1, heads=2, kv_heads=2, seqlen=1000, **WIDE)
+    plan, case = build_plan(problem, Shift(ring=3)), make_case(problem)
+    result = launch(plan, case, debug=Debug(contributions=True))
+    for tile, by_ticket in enumerate(result.dq_contributions.cpu()):
+        folded = fold_partials(list(by_ticket), 1.0, torch.float32)
+        assert_same_bytes(folded, result.dq_tiles[tile].cpu(), f"dQ tile {tile}")
+    assert not differing(result, launch(plan, case))
+
+
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(136, 128), (160, 96), (192, 8)])
+@MASKS
+def test_fewer_columns_have_the_bytes_of_padded_tensors(mask, head_dim, head_dim_v):
+    few = dense(mask, seqlen=700, head_dim=head_dim, head_dim_v=head_dim_v)
+    whole, case = dense(mask, seqlen=700, **WIDE), make_case(few)
+
+    def pad(x: torch.Tensor, columns: int) -> torch.Tensor:
+        return F.pad(x, (0, columns - x.shape[-1]))
+
+    dout, q, k, v, out, lse = case.inputs
+    padded = Tensors(pad(dout, 128), pad(q, 192), pad(k, 192), pad(v, 128), pad(out, 128), lse)
+    found = forward(few, case.inputs)
+    wanted = Forward(whole, q.device)(*padded[1:4], few.head_dim**-0.5)
+    assert_same_bytes(found[0], wanted[0][..., :head_dim_v].contiguous())
+    assert_same_bytes(found[1], wanted[1])
+    grads = launch(auto_plan(few), case)
+    of_padded = launch(auto_plan(whole), case.__class__(whole, padded, case.scale, {}))
+    for name, columns in zip(GRADS, (head_dim, head_dim, head_dim_v)):
+        assert_same_bytes(getattr(grads, name), getattr(of_padded, name)[..., :columns].contiguous(), name)
+
+
+def test_several_segments_of_keys():
+    keys = 2 * FORWARD_SEGMENT + 300
+    problem = dense(CAUSAL, batch=1, seqlen=None, seqlen_q=1000, seqlen_k=keys, **WIDE)
+    case = make_case(problem)
+    out, lse = forward(problem, case.inputs)
+    assert relative_error(out, case.exact["out"]) <= 4e-3
+    last = dense(CAUSAL, batch=1, seqlen=None, seqlen_q=3, seqlen_k=keys, **WIDE)
+    few = case.inputs._replace(q=case.inputs.q[:, -3:])
+    of_few = forward(last, few)  # split among blocks, and folded
+    assert_same_bytes(of_few[0], out[:, -3:].contiguous())
+    assert_same_bytes(of_few[1], lse[..., -3:].contiguous())
