@@ -236,9 +236,6 @@ def _features(rank: int) -> None:
     assert torch.equal(*found)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q, q, q).dtype == torch.bfloat16  # type: ignore[union-attr]
-    (first,) = torch.autograd.grad(attention(q, q, q).square().sum(), q, create_graph=True)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
     sink = torch.zeros(4, requires_grad=True)
     attention(q, q, q, learnable_sink=sink, mode="ulysses").sum().backward()  # type: ignore[union-attr]
     assert sink.grad is not None
@@ -248,6 +245,30 @@ def _features(rank: int) -> None:
 
 def test_with_what_pytorch_has() -> None:
     spawn(_features, 2)
+
+
+def _second_derivatives(rank: int) -> None:
+    """Errors, never missing terms: also where the gradient of the output is a constant, and for an input that
+    the backward has not saved."""
+    generator = torch.Generator().manual_seed(rank)
+    for mode in ("ulysses", "gather"):
+        q, k, v = (torch.randn(1, 64, 4, 32, generator=generator).requires_grad_() for _ in range(3))
+        for power in (1, 2):
+            for wanted in (q, k, v):
+                out = attention(q, k, v, mode=mode)
+                first = torch.autograd.grad(out.pow(power).sum(), (q, k, v), create_graph=True)  # type: ignore[union-attr]
+                for x in first:
+                    with pytest.raises(RuntimeError, match="no second derivative"):
+                        torch.autograd.grad(x.square().sum(), wanted, retain_graph=True)
+                with pytest.raises(RuntimeError, match="no second derivative"):
+                    (out.sum() + first[0].square().sum()).backward()  # type: ignore[union-attr]
+        out = attention(q, k, v, mode=mode)
+        with pytest.raises(RuntimeError, match=r"no rule for torch\.vmap"):
+            torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)  # type: ignore[union-attr]
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    spawn(_second_derivatives, 2)
 
 
 def _refused(rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
 from ..spec import AttentionSpec
 from .agreement import agree
+from .autograd import attend
 from .exchange import Team, of_first_rank, team_of
-from .passes import Saved, backward, forward
 from .rows import lengths_of
 from .shared import Given, Shared
 
@@ -187,7 +186,7 @@ def _run(
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         if aux.rows is not None:
             aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
-    out, lse = _Attention.apply(shared, q, k, v, *aux)  # type: ignore[no-untyped-call]
+    out, lse = attend(shared, q, k, v, aux)
     if given.packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
@@ -257,25 +256,3 @@ def _said(qkv: tuple[Any, ...], aux: AuxTensors, checked: _Checked | None) -> tu
 @lru_cache(64)
 def _shared(given: Given, spec: AttentionSpec, team: Team, device: torch.device) -> Shared:
     return Shared(given, spec, team, device)
-
-
-class _Attention(torch.autograd.Function):
-    """Autograd around a shared call."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, shared: Shared, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, saved = forward(shared, q, k, v, AuxTensors(*aux))
-        ctx.save_for_backward(*saved, *aux)
-        ctx.mark_non_differentiable(lse)
-        ctx.shared = shared
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        grads = backward(ctx.shared, dout, Saved(*found[:5]), AuxTensors(*found[5:]))
-        wanted = ctx.needs_input_grad[1:]
-        return None, *(x if want else None for x, want in zip_longest(grads, wanted))

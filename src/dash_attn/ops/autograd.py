@@ -22,6 +22,7 @@ __all__ = [
     "Differentiable",
     "attend",
     "call_directly",
+    "gradients_once",
     "needs_grad",
     "refuse_gradients",
     "with_gradients",
@@ -112,6 +113,14 @@ def without_second_derivative(backward: Callable[..., Gradients], *arguments: An
         return backward(*arguments)
 
 
+def gradients_once(backward: Callable[..., Gradients], dout: Tensor, *saved: Tensor | None) -> Gradients:
+    """What ``backward(dout, *saved)`` makes; a second derivative is an error where one of these needs it."""
+    if torch._C._functorch.is_batchedtensor(dout) or torch._C._functorch.is_legacy_batchedtensor(dout):
+        _no_vmap()  # is_grads_batched=True: what follows would read it as one gradient
+    arguments = (dout, *saved)
+    return _once(_Gradients, backward, arguments) if needs_grad(*arguments) else backward(*arguments)
+
+
 def without_gradients(
     forward: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -171,11 +180,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if torch._C._functorch.is_batchedtensor(dout) or torch._C._functorch.is_legacy_batchedtensor(dout):
-            _no_vmap()  # is_grads_batched=True: what follows would read it as one gradient
-        saved = (dout, *ctx.saved_tensors)
-        backward = _backward_of(ctx.call)
-        grads = _once(_Gradients, backward, saved) if needs_grad(*saved) else backward(*saved)
+        grads = gradients_once(_backward_of(ctx.call), dout, *ctx.saved_tensors)
         return None, *_wanted(ctx.needs_input_grad[1:], grads)
 
     @staticmethod
