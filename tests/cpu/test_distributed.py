@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
+from datetime import timedelta
 from functools import partial
 from itertools import cycle, product
 from typing import Any
@@ -14,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dash_attn
-from dash_attn.distributed import attention, attention_varlen, positions, shard, unshard
+from dash_attn.distributed import attention, attention_varlen, notes, positions, shard, unshard
 from dash_attn.distributed.shared import Shared
 from dash_attn.errors import CommunicationError, InputError
 from dash_attn.problem import Mask
@@ -319,6 +322,10 @@ def _disagreeing(rank: int) -> None:
     with pytest.raises((CommunicationError, InputError), match="dropout_p must be at least 0"):
         attention(x, x, x, dropout_p=0.1 + rank)
     rows = 64 - 32 * rank
+    for cut in (16 + 16 * rank, 400 + 16 * rank):  # short and long lists
+        bounds = torch.tensor([0, cut, 1024, *range(1028, 1428, 4)], dtype=torch.int32)
+        with pytest.raises(CommunicationError, match=r"rank [01] has lengths of sequences=\(.*rank [01] has"):
+            attention_varlen(*[torch.zeros(712, 4, 32)] * 3, bounds)
     with pytest.raises(CommunicationError, match=r"different arguments: rank . has q=.*(32|64), 4, 32"):
         attention(x[:, :rows], x[:, :rows], x[:, :rows])
     # Only one of them is wrong: it says what, and the other one says who.
@@ -332,6 +339,79 @@ def _disagreeing(rank: int) -> None:
 
 def test_ranks_that_disagree_are_all_told() -> None:
     spawn(_disagreeing, 2)
+
+
+def _short(seconds: float = 3) -> Any:
+    """A group whose exchanges and comparisons end soon."""
+    time_out = timedelta(seconds=seconds)
+    dist.group.WORLD.get_group_store().set_timeout(time_out)
+    return dist.new_group([0, 1], timeout=time_out)
+
+
+def _refused_later(rank: int) -> None:
+    """A kind of call is known, and one rank refuses its next one: it says why at once, and the others know
+    when their exchange fails."""
+    group, x = _short(), torch.zeros(1, 64, 4, 32)
+    attention(x, x, x, group=group)
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 1:
+        with pytest.raises(InputError, match=r"softcap must be 0 or a positive .*got -1\.0"):
+            attention(x, x, x, group=group, softcap=-1.0)
+        assert time.monotonic() - start < 2
+        # What it does next is no part of the call that the other one still makes.
+        with pytest.raises(CommunicationError, match="rank 1 of 2: .* could not be compared: not all ranks"):
+            attention(x, x, x, group=group)
+    else:
+        with pytest.raises(CommunicationError, match="failed: rank 1 of 2 refused its arguments: softcap"):
+            attention(x, x, x, group=group)
+    dist.barrier()
+
+
+def test_a_rank_that_refuses_a_known_call_says_why_at_once() -> None:
+    spawn(_refused_later, 2)
+
+
+def _another_kind_later(rank: int) -> None:
+    group, x = _short(), torch.zeros(1, 64, 4, 32)
+    attention(x, x, x, group=group)
+    said = (
+        "failed: rank 1 of 2 makes a call of a kind that is new there: rank 1 has right=0, rank 0 has"
+        if rank == 0
+        else "rank 1 of 2: the arguments of a call that is new here could not be compared: not all ranks"
+    )
+    with pytest.raises(CommunicationError, match=said):
+        attention(x, x, x, group=group, causal=rank == 1)
+    dist.barrier()
+
+
+def test_a_rank_that_makes_another_kind_of_call_is_named() -> None:
+    spawn(_another_kind_later, 2)
+
+
+def _groups_come_and_go(rank: int) -> None:
+    """What a group has agreed on goes with it, and no later group begins with that."""
+    x = torch.zeros(1, 64, 4, 32)
+    group = dist.new_group([0, 1])
+    attention(x, x, x, group=group)
+    gone = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert gone() is None
+    for time_ in range(2):
+        attention(x, x, x, causal=bool(time_))
+        store = dist.group.WORLD.get_group_store().underlying_store
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"{time_}", store), rank=rank, world_size=2)
+        if rank == 1:
+            notes._NOTES.clear()  # as in a process that was started anew
+        attention(x, x, x, causal=bool(time_))
+
+
+def test_a_new_group_has_agreed_on_nothing() -> None:
+    spawn(_groups_come_and_go, 2)
 
 
 def _dying(rank: int) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, completed
-from ..backends.base import NO_AUX, AuxTensors
-from ..errors import DashError, InputError
+from ..backends.base import AuxTensors
+from ..errors import InputError
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
 from ..spec import AttentionSpec
-from .agreement import agree
+from .agreement import agree, refuse
 from .autograd import attend
 from .exchange import Team, of_first_rank, team_of
 from .rows import lengths_of
@@ -89,7 +90,7 @@ def attention(
     Raises:
         InputError: an argument cannot be used; the message names it.
         CommunicationError: ranks were called with different arguments, another one has refused its own, or
-            the exchange failed. On every rank.
+            the exchange failed. docs/distributed.md says which rank raises when.
     """
     asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
@@ -166,19 +167,15 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     group, layout, mode, return_lse = how
     team = team_of(group)
-    refused: DashError | None = None
-    checked, aux = None, NO_AUX
     try:
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], *beside)
-        checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
-    except DashError as error:
-        refused = error
-    said = _said(qkv, aux, checked)
-    agree(team, said, refused, dropout_seed=aux.dropout_seed)
-    assert checked is not None
-    (q, k, v), aux, spec, given = checked
-    shared = _shared(given, spec, team, q.device)
+        (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
+        shared = _shared(given, spec, team, q.device)
+    except Exception as error:
+        refuse(team, error)
+        raise
+    agree(team, _said(qkv, checked), lambda: _numbers(checked))
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
         aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
@@ -191,6 +188,9 @@ def _run(
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
+
+_LONGEST_SAID = 200
+"""Characters of lengths that ranks compare; of longer ones these and a checksum."""
 
 _Checked = tuple[_QKV, AuxTensors, AttentionSpec, Given]
 
@@ -231,26 +231,33 @@ def _checked(
     return (q, k, v), call.aux, call.spec, given
 
 
-def _said(qkv: tuple[Any, ...], aux: AuxTensors, checked: _Checked | None) -> tuple[tuple[str, Any], ...]:
+def _said(qkv: _QKV, checked: _Checked) -> tuple[tuple[str, Any], ...]:
     """What must be equal on all ranks, by name. Lengths of packed sequences are new in every batch, and left
-    out: an exchange per batch would cost more than it finds."""
-    packed = checked is not None and checked[3].packed
-    shapes: list[tuple[str, Any]] = []
+    out: to compare each batch would cost more than it finds."""
+    _, aux, spec, given = checked
+    shapes = []
     for name, x in zip("qkv", qkv):
-        if isinstance(x, Tensor):
-            shape = tuple(x.shape[-2:] if packed else x.shape)
-            shapes.append((name, (shape, str(x.dtype), x.device.type)))
-        else:
-            shapes.append((name, type(x)))
-    if checked is None:
-        return tuple(shapes)
-    spec, given = checked[2]._asdict(), checked[3]._asdict()
-    if packed:
-        del given["lengths"]
+        shape = tuple(x.shape[-2:] if given.packed else x.shape)
+        shapes.append((name, (shape, str(x.dtype), x.device.type)))
+    same = given._asdict()
+    if given.packed:
+        del same["lengths"]
     wanted = (*qkv, aux.learnable_sink)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
     seeded = ("a seed given", aux.dropout_seed is not None)
-    return (*shapes, *spec.items(), *given.items(), ("gradients", gradients), seeded)
+    return (*shapes, *spec._asdict().items(), *same.items(), ("gradients", gradients), seeded)
+
+
+def _numbers(checked: _Checked) -> tuple[tuple[str, Any], ...]:
+    """What may be new in every call, by name: a seed, and lengths of packed sequences."""
+    _, aux, _, given = checked
+    lengths = str(given.lengths)
+    if len(lengths) > _LONGEST_SAID:
+        lengths = (
+            f"{lengths[:_LONGEST_SAID]}... ({len(given.lengths)}, checksum {crc32(lengths.encode()):08x})"
+        )
+    seed = aux.dropout_seed
+    return ("dropout_seed", None if seed is None else int(seed)), ("lengths of sequences", lengths)
 
 
 @lru_cache(64)
