@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import dash_attn
 from dash_attn.distributed import attention, attention_varlen, notes, positions, shard, unshard
 from dash_attn.distributed.shared import Shared
-from dash_attn.errors import CommunicationError, InputError
+from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
 from dash_attn.problem import Mask
 from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, routes
 from dash_attn.scores import Origin
@@ -370,6 +370,31 @@ def _refused_later(rank: int) -> None:
 
 def test_a_rank_that_refuses_a_known_call_says_why_at_once() -> None:
     spawn(_refused_later, 2)
+
+
+def _policies_refuse(rank: int) -> None:
+    """The policy refuses what one rank would compute: all raise, before any exchange."""
+    group = _short()
+    dense = torch.zeros(1, 256, 4, 32)
+    packed = torch.zeros(512, 4, 32)
+    bounds = torch.tensor([0, 512, 1024], dtype=torch.int32)
+    for mode, said in product(("ulysses", "gather", "ring"), ("of 512 x 512",)):
+        for policy in ("shift", "shift + lpt"):
+            with pytest.raises(UnsupportedMaskError, match=said):
+                attention(dense, dense, dense, group=group, causal=True, policy=policy, mode=mode)
+            with pytest.raises(UnsupportedMaskError, match=said):
+                attention_varlen(*[packed] * 3, bounds, group=group, causal=True, policy=policy, mode=mode)
+        attention(dense, dense, dense, group=group, causal=True, policy="symmetric_shift", mode=mode)
+    for mode in ("gather", "ring"):  # a segment behind keys that it sees
+        with pytest.raises(UnsupportedMaskError, match="seqlen_q == seqlen_k: causal of 256 x 512"):
+            attention(
+                dense, dense, dense, group=group, causal=True, policy="symmetric_shift", mode=mode,
+                layout="contiguous", q_segment=256,
+            )  # fmt: skip
+
+
+def test_a_policy_that_refuses_a_mask_does_so_on_every_rank() -> None:
+    spawn(_policies_refuse, 2)
 
 
 def _another_kind_later(rank: int) -> None:

@@ -12,11 +12,13 @@ from torch import Tensor
 from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, completed
 from ..backends.base import AuxTensors
 from ..errors import InputError
+from ..ops.policies import forget_with
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
 from ..spec import AttentionSpec
 from .agreement import agree, refuse
 from .autograd import attend
+from .covered import check_policy
 from .exchange import Team, of_first_rank, team_of
 from .rows import lengths_of
 from .shared import Given, Shared
@@ -262,4 +264,9 @@ def _numbers(checked: _Checked) -> tuple[tuple[str, Any], ...]:
 
 @lru_cache(64)
 def _shared(given: Given, spec: AttentionSpec, team: Team, device: torch.device) -> Shared:
-    return Shared(given, spec, team, device)
+    shared = Shared(given, spec, team, device)
+    check_policy(shared)
+    return shared
+
+
+forget_with(_shared.cache_clear)
