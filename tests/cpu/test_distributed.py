@@ -289,6 +289,8 @@ def _refused(rank: int) -> None:
     ]:
         with pytest.raises(InputError, match=said):
             attention(x, x, x, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="not supported under the transforms of torch.func"):
+        torch.func.grad(lambda q: attention(q, x, x).sum())(x)  # type: ignore[union-attr]
     with pytest.raises(InputError, match="only self-attention can be shared"):
         attention(x, x[:, :32], x[:, :32])
     with pytest.raises(InputError, match="sequence 0 has 66 rows, no multiple of 4"):
@@ -395,6 +397,23 @@ def _policies_refuse(rank: int) -> None:
 
 def test_a_policy_that_refuses_a_mask_does_so_on_every_rank() -> None:
     spawn(_policies_refuse, 2)
+
+
+def _nothing_to_do(rank: int) -> None:
+    """Batches without sequences have results and gradients without rows, as on one GPU."""
+    q = torch.zeros(0, 64, 4, 32, requires_grad=True)
+    out, lse = attention(q, q[:, :, :2], q[:, :, :2], causal=True, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 64, 4, 32), (0, 4, 64))
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+    none, bounds = torch.zeros(0, 4, 32), torch.zeros(1, dtype=torch.int32)
+    out, lse = attention_varlen(none, none, none, bounds, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 32), (4, 0))
+
+
+def test_no_sequence_is_no_error() -> None:
+    spawn(_nothing_to_do, 2)
 
 
 def _another_kind_later(rank: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, completed
 from ..backends.base import AuxTensors
 from ..errors import InputError
+from ..ops.autograd import empty_results
 from ..ops.policies import forget_with
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
@@ -170,14 +171,20 @@ def _run(
     group, layout, mode, return_lse = how
     team = team_of(group)
     try:
+        if torch._C._are_functorch_transforms_active():
+            raise InputError("distributed attention is not supported under the transforms of torch.func")
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], *beside)
         (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
-        shared = _shared(given, spec, team, q.device)
+        empty = not given.lengths or not given.batch
+        shared = None if empty else _shared(given, spec, team, q.device)
     except Exception as error:
         refuse(team, error)
         raise
     agree(team, _said(qkv, checked), lambda: _numbers(checked))
+    if shared is None:
+        out, lse = empty_results(q, k, v, aux)
+        return (out, lse) if return_lse else out
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
         aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))

@@ -22,6 +22,7 @@ __all__ = [
     "Differentiable",
     "attend",
     "call_directly",
+    "empty_results",
     "gradients_once",
     "needs_grad",
     "refuse_gradients",
@@ -143,6 +144,16 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     if forward_ad._current_level >= 0:
         return True  # the functions below have no forward derivative and say so
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
+    """Results without rows, with gradients without rows, or of 0."""
+    out = q.sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1]) + 0 * (k.sum() + v.sum())
+    if aux.learnable_sink is not None:
+        out = out + 0 * aux.learnable_sink.sum()
+    *batch, rows, heads, _ = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)
 
 
 def _attended(
