@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from ..errors import CommunicationError
@@ -14,7 +15,9 @@ __all__ = ["agree", "refuse"]
 
 def refuse(team: Team, error: Exception) -> None:
     """Tell the other ranks that this one has refused its arguments. Nobody is waited for: raise it then."""
-    if team.size > 1:
+    if team.size == 1:
+        return
+    with suppress(RuntimeError):  # the error is that of this rank, also without a store
         notes_of(team.group, team.rank, team.size).refuse(f"{error}")
 
 

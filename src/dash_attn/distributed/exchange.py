@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -169,6 +170,8 @@ class errors_of:
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
             team = self._team
-            why = notes_of(team.group, team.rank, team.size).why_not_here()
+            why = ""
+            with suppress(RuntimeError):  # the store may have ended with a rank
+                why = notes_of(team.group, team.rank, team.size).why_not_here()
             said = f"rank {team.rank} of {team.size}: exchange failed: {why or error}"
             raise CommunicationError(said) from error

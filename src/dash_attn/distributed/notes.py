@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+import torch.distributed as dist
 
 __all__ = ["Notes", "notes_of"]
 
@@ -32,20 +32,26 @@ class Notes:
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        self._store: Any = PrefixStore("dash_attn/", group.get_group_store())
+        self._store: Any = dist.PrefixStore("dash_attn/", group.get_group_store())  # type: ignore[attr-defined]
         self._rank, self._size, self._round = rank, size, 0
         self.agreed: set[tuple[Any, ...]] = set()
         self.last: tuple[tuple[str, Any], ...] = ()
 
     def refuse(self, why: str) -> None:
-        """Tell the others, and wait for nobody."""
-        with suppress(RuntimeError):  # a store that does not answer hides no error of this rank
-            self._store.set(self._key("verdict"), self._refusal(why))
+        """Tell the others, and wait for nobody.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        said = f"rank {self._rank} of {self._size} refused its arguments: {why}"
+        try:
+            self._store.set(self._key("verdict"), said)
             self._leave()
-        self._next(agreed=False)
+        finally:
+            self._next(agreed=False)
 
     def compare(self, mine: list[str]) -> str:
-        """What keeps the ranks from agreeing, the same on all; "" if all have the same.
+        """What keeps the ranks from agreeing; "" if all have the same.
 
         Raises:
             TimeoutError: not all ranks have said theirs within the store's timeout.
@@ -60,15 +66,19 @@ class Notes:
         return verdict
 
     def why_not_here(self) -> str:
-        """Why other ranks are not where this one is; "" if they have not said."""
-        with suppress(RuntimeError):
-            if self._store.check([self._key("verdict")]):
-                return self._verdict()
-            if self._store.check([self._key("begun")]):
-                rank, theirs = json.loads(self._store.get(self._key("begun")))
-                said = f"rank {rank} of {self._size} makes a call of a kind that is new there"
-                return said + self._difference(rank, theirs, [f"{name}={value}" for name, value in self.last])
-        return ""
+        """Why other ranks are not where this one is; "" if they have not said.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        if self._store.check([self._key("verdict")]):
+            return self._verdict()
+        if not self._store.check([self._key("begun")]):
+            return ""
+        rank, theirs = json.loads(self._store.get(self._key("begun")))
+        mine = [f"{name}={value}" for name, value in self.last]
+        said = f"rank {rank} of {self._size} makes a call of a kind that is new there"
+        return said + self._difference(rank, theirs, mine)
 
     def _compared(self, mine: list[str]) -> str:
         store, said = self._store, json.dumps([self._rank, mine])
@@ -117,9 +127,6 @@ class Notes:
 
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
-
-    def _refusal(self, why: str) -> str:
-        return f"rank {self._rank} of {self._size} refused its arguments: {why}"
 
     def _difference(self, rank: int, theirs: list[str], mine: list[str]) -> str:
         for there, here in zip(theirs, mine):
