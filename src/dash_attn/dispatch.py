@@ -8,7 +8,7 @@ from torch import Tensor
 from .arguments import Asked, CheckedCall, Packing, Used, check_call, check_flag, completed
 from .backends.base import NO_AUX, AuxTensors
 from .errors import InputError
-from .ops.autograd import attend, call_directly, refuse_gradients, with_gradients
+from .ops.autograd import attend, call_directly, empty_results, refuse_gradients, with_gradients
 from .ops.calls import Call, dense_call, packed_call, used_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
@@ -65,7 +65,7 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     """(call, out, lse); the call of those that need no operator."""
     q, k, v, aux, _, packing = checked
     if is_empty(checked):
-        return None, *_empty_results(q, k, v, aux)
+        return None, *empty_results(q, k, v, aux)
     aux = completed(aux, checked.spec.dropout_p, q)
     checked = checked._replace(aux=aux)
     if call_directly(q, k, v, aux):
@@ -101,13 +101,3 @@ def is_empty(checked: CheckedCall) -> bool:
         if x.shape[0]:
             raise InputError(f"cu_seqlens_{name} has no sequence, {name} has {x.shape[0]} rows")
     return True
-
-
-def _empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
-    """Results without rows, with gradients without rows, or of 0."""
-    out = q.sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1]) + 0 * (k.sum() + v.sum())
-    if aux.learnable_sink is not None:
-        out = out + 0 * aux.learnable_sink.sum()
-    *batch, rows, heads, _ = q.shape
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)

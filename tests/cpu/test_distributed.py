@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
+from datetime import timedelta
 from functools import partial
 from itertools import cycle, product
 from typing import Any
@@ -14,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dash_attn
-from dash_attn.distributed import attention, attention_varlen, positions, shard, unshard
+from dash_attn.distributed import attention, attention_varlen, notes, positions, shard, unshard
 from dash_attn.distributed.shared import Shared
-from dash_attn.errors import CommunicationError, InputError
+from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
 from dash_attn.problem import Mask
 from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, routes
 from dash_attn.scores import Origin
@@ -236,9 +239,6 @@ def _features(rank: int) -> None:
     assert torch.equal(*found)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q, q, q).dtype == torch.bfloat16  # type: ignore[union-attr]
-    (first,) = torch.autograd.grad(attention(q, q, q).square().sum(), q, create_graph=True)  # type: ignore[union-attr]
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
     sink = torch.zeros(4, requires_grad=True)
     attention(q, q, q, learnable_sink=sink, mode="ulysses").sum().backward()  # type: ignore[union-attr]
     assert sink.grad is not None
@@ -248,6 +248,30 @@ def _features(rank: int) -> None:
 
 def test_with_what_pytorch_has() -> None:
     spawn(_features, 2)
+
+
+def _second_derivatives(rank: int) -> None:
+    """Errors, never missing terms: also where the gradient of the output is a constant, and for an input that
+    the backward has not saved."""
+    generator = torch.Generator().manual_seed(rank)
+    for mode in ("ulysses", "gather"):
+        q, k, v = (torch.randn(1, 64, 4, 32, generator=generator).requires_grad_() for _ in range(3))
+        for power in (1, 2):
+            for wanted in (q, k, v):
+                out = attention(q, k, v, mode=mode)
+                first = torch.autograd.grad(out.pow(power).sum(), (q, k, v), create_graph=True)  # type: ignore[union-attr]
+                for x in first:
+                    with pytest.raises(RuntimeError, match="no second derivative"):
+                        torch.autograd.grad(x.square().sum(), wanted, retain_graph=True)
+                with pytest.raises(RuntimeError, match="no second derivative"):
+                    (out.sum() + first[0].square().sum()).backward()  # type: ignore[union-attr]
+        out = attention(q, k, v, mode=mode)
+        with pytest.raises(RuntimeError, match=r"no rule for torch\.vmap"):
+            torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)  # type: ignore[union-attr]
+
+
+def test_a_second_derivative_is_an_error() -> None:
+    spawn(_second_derivatives, 2)
 
 
 def _refused(rank: int) -> None:
@@ -265,6 +289,8 @@ def _refused(rank: int) -> None:
     ]:
         with pytest.raises(InputError, match=said):
             attention(x, x, x, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="not supported under the transforms of torch.func"):
+        torch.func.grad(lambda q: attention(q, x, x).sum())(x)  # type: ignore[union-attr]
     with pytest.raises(InputError, match="only self-attention can be shared"):
         attention(x, x[:, :32], x[:, :32])
     with pytest.raises(InputError, match="sequence 0 has 66 rows, no multiple of 4"):
@@ -298,6 +324,10 @@ def _disagreeing(rank: int) -> None:
     with pytest.raises((CommunicationError, InputError), match="dropout_p must be at least 0"):
         attention(x, x, x, dropout_p=0.1 + rank)
     rows = 64 - 32 * rank
+    for cut in (16 + 16 * rank, 400 + 16 * rank):  # short and long lists
+        bounds = torch.tensor([0, cut, 1024, *range(1028, 1428, 4)], dtype=torch.int32)
+        with pytest.raises(CommunicationError, match=r"rank [01] has lengths of sequences=\(.*rank [01] has"):
+            attention_varlen(*[torch.zeros(712, 4, 32)] * 3, bounds)
     with pytest.raises(CommunicationError, match=r"different arguments: rank . has q=.*(32|64), 4, 32"):
         attention(x[:, :rows], x[:, :rows], x[:, :rows])
     # Only one of them is wrong: it says what, and the other one says who.
@@ -311,6 +341,121 @@ def _disagreeing(rank: int) -> None:
 
 def test_ranks_that_disagree_are_all_told() -> None:
     spawn(_disagreeing, 2)
+
+
+def _short(seconds: float = 3) -> Any:
+    """A group whose exchanges and comparisons end soon."""
+    time_out = timedelta(seconds=seconds)
+    dist.group.WORLD.get_group_store().set_timeout(time_out)
+    return dist.new_group([0, 1], timeout=time_out)
+
+
+def _refused_later(rank: int) -> None:
+    """A kind of call is known, and one rank refuses its next one: it says why at once, and the others know
+    when their exchange fails."""
+    group, x = _short(), torch.zeros(1, 64, 4, 32)
+    attention(x, x, x, group=group)
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 1:
+        with pytest.raises(InputError, match=r"softcap must be 0 or a positive .*got -1\.0"):
+            attention(x, x, x, group=group, softcap=-1.0)
+        assert time.monotonic() - start < 2
+        # What it does next is no part of the call that the other one still makes.
+        with pytest.raises(CommunicationError, match="rank 1 of 2: .* could not be compared: not all ranks"):
+            attention(x, x, x, group=group)
+    else:
+        with pytest.raises(CommunicationError, match="failed: rank 1 of 2 refused its arguments: softcap"):
+            attention(x, x, x, group=group)
+    dist.barrier()
+
+
+def test_a_rank_that_refuses_a_known_call_says_why_at_once() -> None:
+    spawn(_refused_later, 2)
+
+
+def _policies_refuse(rank: int) -> None:
+    """The policy refuses what one rank would compute: all raise, before any exchange."""
+    group = _short()
+    dense = torch.zeros(1, 256, 4, 32)
+    packed = torch.zeros(512, 4, 32)
+    bounds = torch.tensor([0, 512, 1024], dtype=torch.int32)
+    for mode, said in product(("ulysses", "gather", "ring"), ("of 512 x 512",)):
+        for policy in ("shift", "shift + lpt"):
+            with pytest.raises(UnsupportedMaskError, match=said):
+                attention(dense, dense, dense, group=group, causal=True, policy=policy, mode=mode)
+            with pytest.raises(UnsupportedMaskError, match=said):
+                attention_varlen(*[packed] * 3, bounds, group=group, causal=True, policy=policy, mode=mode)
+        attention(dense, dense, dense, group=group, causal=True, policy="symmetric_shift", mode=mode)
+    for mode in ("gather", "ring"):  # a segment behind keys that it sees
+        with pytest.raises(UnsupportedMaskError, match="seqlen_q == seqlen_k: causal of 256 x 512"):
+            attention(
+                dense, dense, dense, group=group, causal=True, policy="symmetric_shift", mode=mode,
+                layout="contiguous", q_segment=256,
+            )  # fmt: skip
+
+
+def test_a_policy_that_refuses_a_mask_does_so_on_every_rank() -> None:
+    spawn(_policies_refuse, 2)
+
+
+def _nothing_to_do(rank: int) -> None:
+    """Batches without sequences have results and gradients without rows, as on one GPU."""
+    q = torch.zeros(0, 64, 4, 32, requires_grad=True)
+    out, lse = attention(q, q[:, :, :2], q[:, :, :2], causal=True, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 64, 4, 32), (0, 4, 64))
+    out.sum().backward()
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
+    none, bounds = torch.zeros(0, 4, 32), torch.zeros(1, dtype=torch.int32)
+    out, lse = attention_varlen(none, none, none, bounds, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 32), (4, 0))
+
+
+def test_no_sequence_is_no_error() -> None:
+    spawn(_nothing_to_do, 2)
+
+
+def _another_kind_later(rank: int) -> None:
+    group, x = _short(), torch.zeros(1, 64, 4, 32)
+    attention(x, x, x, group=group)
+    said = (
+        "failed: rank 1 of 2 makes a call of a kind that is new there: rank 1 has right=0, rank 0 has"
+        if rank == 0
+        else "rank 1 of 2: the arguments of a call that is new here could not be compared: not all ranks"
+    )
+    with pytest.raises(CommunicationError, match=said):
+        attention(x, x, x, group=group, causal=rank == 1)
+    dist.barrier()
+
+
+def test_a_rank_that_makes_another_kind_of_call_is_named() -> None:
+    spawn(_another_kind_later, 2)
+
+
+def _groups_come_and_go(rank: int) -> None:
+    """What a group has agreed on goes with it, and no later group begins with that."""
+    x = torch.zeros(1, 64, 4, 32)
+    group = dist.new_group([0, 1])
+    attention(x, x, x, group=group)
+    gone = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert gone() is None
+    for time_ in range(2):
+        attention(x, x, x, causal=bool(time_))
+        store = dist.group.WORLD.get_group_store().underlying_store
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"{time_}", store), rank=rank, world_size=2)
+        if rank == 1:
+            notes._NOTES.clear()  # as in a process that was started anew
+        attention(x, x, x, causal=bool(time_))
+
+
+def test_a_new_group_has_agreed_on_nothing() -> None:
+    spawn(_groups_come_and_go, 2)
 
 
 def _dying(rank: int) -> None:

@@ -2,52 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
+from ..errors import CommunicationError
+from .exchange import Team
+from .notes import notes_of
 
-from ..errors import CommunicationError, DashError
-from .exchange import Team, errors_of
-
-__all__ = ["agree"]
-
-_AGREED: set[tuple[Any, ...]] = set()
+__all__ = ["agree", "refuse"]
 
 
-def agree(
-    team: Team, signature: tuple[Any, ...], refused: DashError | None, **numbers: Tensor | None
-) -> None:
-    """Return if all ranks have the same signature and none refuses it; else raise on every rank.
+def refuse(team: Team, error: Exception) -> None:
+    """Tell the other ranks that this one has refused its arguments. Nobody is waited for: raise it then."""
+    if team.size == 1:
+        return
+    with suppress(RuntimeError):  # the error is that of this rank, also without a store
+        notes_of(team.group, team.rank, team.size).refuse(f"{error}")
+
+
+def agree(team: Team, signature: tuple[Any, ...], numbers: Callable[[], tuple[Any, ...]]) -> None:
+    """Return if all ranks have the same signature; else raise on every rank that is asked.
 
     Args:
-        team: all its ranks call this.
-        signature: what must be equal, of things whose ``str`` says it.
-        refused: the error that this rank has found by itself.
-        numbers: tensors of one number, new in every call. They are compared when the signature is.
+        team: all its ranks call this, or :func:`refuse`.
+        signature: names and values of what must be equal, of things whose ``str`` says it.
+        numbers: names and values of what is new in every call. They are compared when the signature is.
 
     Raises:
-        CommunicationError: signatures differ, or another rank has refused its arguments.
-        DashError: ``refused``.
+        CommunicationError: signatures differ, another rank has refused its arguments, or not all ranks ask.
     """
-    key = (team.group, *signature)
-    if refused is None and key in _AGREED:
+    if team.size == 1:
         return
-    read = [(name, None if x is None or refused is not None else int(x)) for name, x in numbers.items()]
-    mine = [f"{name}={value}" for name, value in (*signature, *read)], str(refused or "")
-    found: list[Any] = [None] * team.size
-    with errors_of(team):
-        dist.all_gather_object(found, mine, group=team.group)
-    if refused is not None:
-        raise refused
-    for rank, (said, why) in enumerate(found):
-        if why:
-            raise CommunicationError(f"rank {rank} of {team.size} refused its arguments: {why}")
-        differing = [pair for pair in zip(said, mine[0]) if pair[0] != pair[1]]
-        if differing:
-            theirs, ours = differing[0]
+    notes = notes_of(team.group, team.rank, team.size)
+    if signature not in notes.agreed:
+        said = [f"{name}={value}" for name, value in (*signature, *numbers())]
+        try:
+            why = notes.compare(said)
+        except (RuntimeError, TimeoutError) as error:
             raise CommunicationError(
-                f"ranks were called with different arguments: rank {rank} has {theirs}, "
-                f"rank {team.rank} has {ours}"
-            )
-    _AGREED.add(key)
+                f"rank {team.rank} of {team.size}: the arguments of a call that is new here could not be "
+                f"compared: {error}. Other ranks have ended, or make other calls"
+            ) from error
+        if why:
+            raise CommunicationError(why)
+        notes.agreed.add(signature)
+    notes.last = signature

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, InputError
+from .notes import notes_of
 
 __all__ = ["Move", "Moving", "Team", "errors_of", "of_first_rank", "team_of"]
 
 
 class Team(NamedTuple):
-    """A process group, with what this process is in it."""
+    """A process group, with what this process is in it.
 
-    group: Any
+    Attributes:
+        known: the group. What is kept for later calls keeps no group that is destroyed.
+        rank: of this process.
+        size: how many ranks there are.
+    """
+
+    known: ref[Any]
     rank: int
     size: int
+
+    @property
+    def group(self) -> Any:
+        """The process group.
+
+        Raises:
+            CommunicationError: it is gone.
+        """
+        group = self.known()
+        if group is None:  # to torch.distributed this would be the group of all processes
+            raise CommunicationError(f"rank {self.rank} of {self.size}: the process group was destroyed")
+        return group
 
 
 def team_of(group: Any) -> Team:
@@ -42,7 +63,7 @@ def team_of(group: Any) -> Team:
     rank = dist.get_rank(group)
     if rank < 0:
         raise InputError("this process is not in the group")
-    return Team(group, rank, dist.get_world_size(group))
+    return Team(ref(dist.group.WORLD if group is None else group), rank, dist.get_world_size(group))
 
 
 def of_first_rank(team: Team, x: Tensor) -> Tensor:
@@ -137,7 +158,8 @@ def _sizes(moves: Sequence[Move], end: str, ranks: int) -> list[int]:
 
 
 class errors_of:
-    """Errors of the communication, with the rank and the size of its group."""
+    """Errors of the communication, with the rank and the size of its group, and why others are not there if
+    they have said so."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
@@ -147,5 +169,9 @@ class errors_of:
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            rank, size = self._team.rank, self._team.size
-            raise CommunicationError(f"rank {rank} of {size}: exchange failed: {error}") from error
+            team = self._team
+            why = ""
+            with suppress(RuntimeError):  # the store may have ended with a rank
+                why = notes_of(team.group, team.rank, team.size).why_not_here()
+            said = f"rank {team.rank} of {team.size}: exchange failed: {why or error}"
+            raise CommunicationError(said) from error

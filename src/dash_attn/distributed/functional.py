@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, completed
-from ..backends.base import NO_AUX, AuxTensors
-from ..errors import DashError, InputError
+from ..backends.base import AuxTensors
+from ..errors import InputError
+from ..ops.autograd import empty_results
+from ..ops.policies import forget_with
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
 from ..spec import AttentionSpec
-from .agreement import agree
+from .agreement import agree, refuse
+from .autograd import attend
+from .covered import check_policy
 from .exchange import Team, of_first_rank, team_of
-from .passes import Saved, backward, forward
 from .rows import lengths_of
 from .shared import Given, Shared
 
@@ -90,7 +93,7 @@ def attention(
     Raises:
         InputError: an argument cannot be used; the message names it.
         CommunicationError: ranks were called with different arguments, another one has refused its own, or
-            the exchange failed. On every rank.
+            the exchange failed. docs/distributed.md says which rank raises when.
     """
     asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
@@ -167,19 +170,21 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     group, layout, mode, return_lse = how
     team = team_of(group)
-    refused: DashError | None = None
-    checked, aux = None, NO_AUX
     try:
+        if torch._C._are_functorch_transforms_active():
+            raise InputError("distributed attention is not supported under the transforms of torch.func")
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], *beside)
-        checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
-    except DashError as error:
-        refused = error
-    said = _said(qkv, aux, checked)
-    agree(team, said, refused, dropout_seed=aux.dropout_seed)
-    assert checked is not None
-    (q, k, v), aux, spec, given = checked
-    shared = _shared(given, spec, team, q.device)
+        (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
+        empty = not given.lengths or not given.batch
+        shared = None if empty else _shared(given, spec, team, q.device)
+    except Exception as error:
+        refuse(team, error)
+        raise
+    agree(team, _said(qkv, checked), lambda: _numbers(checked))
+    if shared is None:
+        out, lse = empty_results(q, k, v, aux)
+        return (out, lse) if return_lse else out
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
         aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
@@ -187,11 +192,14 @@ def _run(
         q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         if aux.rows is not None:
             aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
-    out, lse = _Attention.apply(shared, q, k, v, *aux)  # type: ignore[no-untyped-call]
+    out, lse = attend(shared, q, k, v, aux)
     if given.packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
+
+_LONGEST_SAID = 200
+"""Characters of lengths that ranks compare; of longer ones these and a checksum."""
 
 _Checked = tuple[_QKV, AuxTensors, AttentionSpec, Given]
 
@@ -232,50 +240,40 @@ def _checked(
     return (q, k, v), call.aux, call.spec, given
 
 
-def _said(qkv: tuple[Any, ...], aux: AuxTensors, checked: _Checked | None) -> tuple[tuple[str, Any], ...]:
+def _said(qkv: _QKV, checked: _Checked) -> tuple[tuple[str, Any], ...]:
     """What must be equal on all ranks, by name. Lengths of packed sequences are new in every batch, and left
-    out: an exchange per batch would cost more than it finds."""
-    packed = checked is not None and checked[3].packed
-    shapes: list[tuple[str, Any]] = []
+    out: to compare each batch would cost more than it finds."""
+    _, aux, spec, given = checked
+    shapes = []
     for name, x in zip("qkv", qkv):
-        if isinstance(x, Tensor):
-            shape = tuple(x.shape[-2:] if packed else x.shape)
-            shapes.append((name, (shape, str(x.dtype), x.device.type)))
-        else:
-            shapes.append((name, type(x)))
-    if checked is None:
-        return tuple(shapes)
-    spec, given = checked[2]._asdict(), checked[3]._asdict()
-    if packed:
-        del given["lengths"]
+        shape = tuple(x.shape[-2:] if given.packed else x.shape)
+        shapes.append((name, (shape, str(x.dtype), x.device.type)))
+    same = given._asdict()
+    if given.packed:
+        del same["lengths"]
     wanted = (*qkv, aux.learnable_sink)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
     seeded = ("a seed given", aux.dropout_seed is not None)
-    return (*shapes, *spec.items(), *given.items(), ("gradients", gradients), seeded)
+    return (*shapes, *spec._asdict().items(), *same.items(), ("gradients", gradients), seeded)
+
+
+def _numbers(checked: _Checked) -> tuple[tuple[str, Any], ...]:
+    """What may be new in every call, by name: a seed, and lengths of packed sequences."""
+    _, aux, _, given = checked
+    lengths = str(given.lengths)
+    if len(lengths) > _LONGEST_SAID:
+        lengths = (
+            f"{lengths[:_LONGEST_SAID]}... ({len(given.lengths)}, checksum {crc32(lengths.encode()):08x})"
+        )
+    seed = aux.dropout_seed
+    return ("dropout_seed", None if seed is None else int(seed)), ("lengths of sequences", lengths)
 
 
 @lru_cache(64)
 def _shared(given: Given, spec: AttentionSpec, team: Team, device: torch.device) -> Shared:
-    return Shared(given, spec, team, device)
+    shared = Shared(given, spec, team, device)
+    check_policy(shared)
+    return shared
 
 
-class _Attention(torch.autograd.Function):
-    """Autograd around a shared call."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, shared: Shared, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, saved = forward(shared, q, k, v, AuxTensors(*aux))
-        ctx.save_for_backward(*saved, *aux)
-        ctx.mark_non_differentiable(lse)
-        ctx.shared = shared
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        grads = backward(ctx.shared, dout, Saved(*found[:5]), AuxTensors(*found[5:]))
-        wanted = ctx.needs_input_grad[1:]
-        return None, *(x if want else None for x, want in zip_longest(grads, wanted))
+forget_with(_shared.cache_clear)

@@ -22,6 +22,8 @@ __all__ = [
     "Differentiable",
     "attend",
     "call_directly",
+    "empty_results",
+    "gradients_once",
     "needs_grad",
     "refuse_gradients",
     "with_gradients",
@@ -112,6 +114,14 @@ def without_second_derivative(backward: Callable[..., Gradients], *arguments: An
         return backward(*arguments)
 
 
+def gradients_once(backward: Callable[..., Gradients], dout: Tensor, *saved: Tensor | None) -> Gradients:
+    """What ``backward(dout, *saved)`` makes; a second derivative is an error where one of these needs it."""
+    if torch._C._functorch.is_batchedtensor(dout) or torch._C._functorch.is_legacy_batchedtensor(dout):
+        _no_vmap()  # is_grads_batched=True: what follows would read it as one gradient
+    arguments = (dout, *saved)
+    return _once(_Gradients, backward, arguments) if needs_grad(*arguments) else backward(*arguments)
+
+
 def without_gradients(
     forward: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
@@ -134,6 +144,16 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     if forward_ad._current_level >= 0:
         return True  # the functions below have no forward derivative and say so
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
+    """Results without rows, with gradients without rows, or of 0."""
+    out = q.sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1]) + 0 * (k.sum() + v.sum())
+    if aux.learnable_sink is not None:
+        out = out + 0 * aux.learnable_sink.sum()
+    *batch, rows, heads, _ = q.shape
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)
 
 
 def _attended(
@@ -171,11 +191,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if torch._C._functorch.is_batchedtensor(dout) or torch._C._functorch.is_legacy_batchedtensor(dout):
-            _no_vmap()  # is_grads_batched=True: what follows would read it as one gradient
-        saved = (dout, *ctx.saved_tensors)
-        backward = _backward_of(ctx.call)
-        grads = _once(_Gradients, backward, saved) if needs_grad(*saved) else backward(*saved)
+        grads = gradients_once(_backward_of(ctx.call), dout, *ctx.saved_tensors)
         return None, *_wanted(ctx.needs_input_grad[1:], grads)
 
     @staticmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Literal
 
@@ -19,7 +21,7 @@ from .proof import examine
 from .schedule import Schedule
 from .tickets import derive_runs
 
-__all__ = ["PLACEMENTS", "build_plan"]
+__all__ = ["PLACEMENTS", "build_plan", "check_covered"]
 
 PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
 """Placements that go with every policy."""
@@ -69,6 +71,13 @@ def build_plan(
     plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
     object.__setattr__(plan, "verdict", examine(plan))
     return plan
+
+
+def check_covered(problem: Problem, numerics: Numerics) -> None:
+    """Raise UnsupportedMaskError if a policy does not cover a sequence of the problem; no plan is built."""
+    for shape, grid in problem.tile_grids.items():
+        with _named(problem, shape):
+            numerics.for_lengths(shape[0], shape[1]).check(grid)
 
 
 def _placed(batch: Batch, schedule: Schedule) -> IntArray:
@@ -128,8 +137,15 @@ def _pattern_of(
 ) -> HeadPattern:
     groups = default_head_groups(problem.group, grid) if head_groups is None else head_groups
     keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
-    try:
+    with _named(problem, shape):
         return (_kept_pattern if keep else _pattern)(policy, grid, groups)
+
+
+@contextmanager
+def _named(problem: Problem, shape: tuple[int, ...]) -> Iterator[None]:
+    """A policy that refuses a sequence is told which one it is."""
+    try:
+        yield
     except UnsupportedMaskError as error:
         lengths = f"{shape[0]} x {shape[1]}"
         raise UnsupportedMaskError(f"{error}: {problem.mask.name} of {lengths}") from error

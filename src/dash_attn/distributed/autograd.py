@@ -1,0 +1,66 @@
+"""Autograd around a shared call: first derivatives, and errors for all others."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import AuxTensors, Gradients
+from ..ops.autograd import gradients_once, needs_grad
+from .passes import Saved, backward, forward
+from .shared import Shared
+
+__all__ = ["attend"]
+
+
+def attend(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the rows that lie on this rank, with gradients."""
+    wanted = (q, k, v, aux.learnable_sink)
+    tie = _Tie.apply(*wanted) if needs_grad(*wanted) else None  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply(shared, tie, q, k, v, *aux)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Tie(torch.autograd.Function):
+    """Nothing, but made of the inputs.
+
+    The backward saves what came from other ranks in place of the inputs. A second derivative leads to the
+    inputs nevertheless: by this, which holds none of their memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, *_: Tensor | None) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return q.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, ...]:
+        return None, None, None, None
+
+
+class _Attention(torch.autograd.Function):
+    """A shared call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shared: Shared, tie: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, saved = forward(shared, q, k, v, AuxTensors(*aux))
+        ctx.save_for_backward(tie, *saved, *aux)
+        ctx.mark_non_differentiable(lse)
+        ctx.shared = shared
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        shared = ctx.shared
+
+        def made(dout: Tensor, _: Tensor | None, *saved: Tensor) -> Gradients:
+            return backward(shared, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
+
+        grads = gradients_once(made, dout, *ctx.saved_tensors)
+        wanted = ctx.needs_input_grad[2:]
+        return None, None, *(x if want else None for x, want in zip_longest(grads, wanted))

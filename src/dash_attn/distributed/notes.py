@@ -1,0 +1,147 @@
+"""What ranks of a group tell each other beside their exchanges: notes in the group's store.
+
+A note needs neither a GPU nor that the others listen. So a rank that refuses a call says why and goes on, and
+the others find it: at once where they are waiting for notes, otherwise when their exchange has failed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+__all__ = ["Notes", "notes_of"]
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+"""Seconds between two looks at the store."""
+
+
+class Notes:
+    """The notes of a group, as one of its ranks knows them.
+
+    They come in rounds. Every rank takes part in every round: it compares a call, or refuses one. So the
+    ranks count rounds alike as long as they make the same calls.
+
+    Attributes:
+        agreed: what ranks have agreed on, and need not compare again.
+        last: names and values of the call that this rank has agreed on last.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._store: Any = dist.PrefixStore("dash_attn/", group.get_group_store())  # type: ignore[attr-defined]
+        self._rank, self._size, self._round = rank, size, 0
+        self.agreed: set[tuple[Any, ...]] = set()
+        self.last: tuple[tuple[str, Any], ...] = ()
+
+    def refuse(self, why: str) -> None:
+        """Tell the others, and wait for nobody.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        said = f"rank {self._rank} of {self._size} refused its arguments: {why}"
+        try:
+            self._store.set(self._key("verdict"), said)
+            self._leave()
+        finally:
+            self._next(agreed=False)
+
+    def compare(self, mine: list[str]) -> str:
+        """What keeps the ranks from agreeing; "" if all have the same.
+
+        Raises:
+            TimeoutError: not all ranks have said theirs within the store's timeout.
+            RuntimeError: the store does not answer.
+        """
+        verdict = None
+        try:
+            verdict = self._compared(mine)
+            self._leave()
+        finally:
+            self._next(agreed=verdict == "")
+        return verdict
+
+    def why_not_here(self) -> str:
+        """Why other ranks are not where this one is; "" if they have not said.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        if self._store.check([self._key("verdict")]):
+            return self._verdict()
+        if not self._store.check([self._key("begun")]):
+            return ""
+        rank, theirs = json.loads(self._store.get(self._key("begun")))
+        mine = [f"{name}={value}" for name, value in self.last]
+        said = f"rank {rank} of {self._size} makes a call of a kind that is new there"
+        return said + self._difference(rank, theirs, mine)
+
+    def _compared(self, mine: list[str]) -> str:
+        store, said = self._store, json.dumps([self._rank, mine])
+        store.set(self._key("begun"), said)
+        if self._rank == 0:
+            store.set(self._key("said"), said)
+        if self._wait_for("verdict", "said") == "said":
+            _, first = json.loads(store.get(self._key("said")))
+            if mine != first:
+                differing = self._difference(0, first, mine)
+                store.set(self._key("verdict"), "ranks were called with different arguments" + differing)
+            elif store.add(self._key("agreed"), 1) == self._size:
+                store.set(self._key("verdict"), "")
+        self._wait_for("verdict")
+        return self._verdict()
+
+    def _verdict(self) -> str:
+        found: bytes = self._store.get(self._key("verdict"))
+        return found.decode()
+
+    def _wait_for(self, *names: str) -> str:
+        """The first of these notes that is there. The store is asked again and again: while a thread waits
+        within it, others, such as NCCL's watchdog, cannot use it."""
+        pause, end = _FIRST_PAUSE, time.monotonic() + self._store.timeout.total_seconds()
+        while time.monotonic() < end:
+            for name in names:
+                if self._store.check([self._key(name)]):
+                    return name
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        raise TimeoutError(f"not all ranks have come within {self._store.timeout.total_seconds():g} s")
+
+    def _leave(self) -> None:
+        """The last one to leave a round takes its notes away: a later group may have the same store."""
+        if self._store.add(self._key("left"), 1) == self._size:
+            with suppress(RuntimeError):  # not every store can
+                for name in ("begun", "said", "agreed", "verdict", "left"):
+                    self._store.delete_key(self._key(name))
+
+    def _next(self, agreed: bool) -> None:
+        """The next round. After one that has failed all is compared anew: ranks may be at different calls,
+        and then compare, and wait, in place of exchanging rows of two calls."""
+        self._round += 1
+        if not agreed:
+            self.agreed.clear()
+
+    def _key(self, name: str) -> str:
+        return f"{self._round}/{name}"
+
+    def _difference(self, rank: int, theirs: list[str], mine: list[str]) -> str:
+        for there, here in zip(theirs, mine):
+            if there != here:
+                return f": rank {rank} has {there}, rank {self._rank} has {here}"
+        return ""
+
+
+_NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()
+"""By process group. A group that is gone takes what it agreed on with it."""
+
+
+def notes_of(group: Any, rank: int, size: int) -> Notes:
+    """The notes of a process group, of which this process is a rank."""
+    found = _NOTES.get(group)
+    if found is None:
+        found = _NOTES[group] = Notes(group, rank, size)
+    return found
