@@ -16,7 +16,7 @@ PACKED_TOKENS, MEDIAN_LENGTH, TAIL, LONGEST = 32_768, 400, 1.2, 16_384
 
 
 class Dense(NamedTuple):
-    """A dense batch."""
+    """A dense batch; ``head_dim_v`` is -1 where V has the head dim of Q."""
 
     set: str
     batch: int
@@ -27,6 +27,7 @@ class Dense(NamedTuple):
     head_dim: int
     mask: Mask = CAUSAL
     dtype: str = "bfloat16"
+    head_dim_v: int = -1
 
 
 class Packed(NamedTuple):
@@ -42,9 +43,9 @@ class Packed(NamedTuple):
 
 def _square(
     set_: str, batch: int, seqlen: int, heads: int, kv_heads: int, head_dim: int, mask: Mask = CAUSAL,
-    dtype: str = "bfloat16",
+    dtype: str = "bfloat16", head_dim_v: int = -1,
 ) -> Dense:  # fmt: skip
-    return Dense(set_, batch, seqlen, seqlen, heads, kv_heads, head_dim, mask, dtype)
+    return Dense(set_, batch, seqlen, seqlen, heads, kv_heads, head_dim, mask, dtype, head_dim_v)
 
 
 def _window(left: int, batch: int, seqlen: int, heads: int, kv_heads: int, head_dim: int) -> Dense:
@@ -119,8 +120,8 @@ PACKED = (
 
 
 HEAD_DIMS = tuple(
-    _square("head dim", batch, seqlen, 16, 16, head_dim, mask)
-    for head_dim in (72, 80, 96, 112)
+    _square("head dim", batch, seqlen, 16, 16, head_dim, mask, head_dim_v=head_dim_v)
+    for head_dim, head_dim_v in ((72, -1), (80, -1), (96, -1), (112, -1), (192, 128))
     for mask in (CAUSAL, FULL)
     for batch, seqlen in ((16, 1024), (4, 4096), (1, 16_384))
 )
@@ -146,7 +147,7 @@ def cases(dense: Iterable[Dense] = DENSE, packed: Iterable[Packed] = PACKED) -> 
     for case in dense:
         problem = Problem(
             ((case.seqlen_q, case.seqlen_k),) * case.batch, case.heads, case.kv_heads, case.head_dim,
-            case.mask, dtype=case.dtype,
+            case.mask, dtype=case.dtype, head_dim_v=case.head_dim_v,
         )  # fmt: skip
         yield _name(case.set, problem), Point(case.set, problem)
     for one in packed:
@@ -174,4 +175,7 @@ def _name(set_: str, problem: Problem) -> str:
     batch = f"{len(problem.sequences)} x " if set_ != "packed" else f"{len(problem.sequences)} up to "
     heads = f"{problem.heads}:{problem.kv_heads}"
     mask = problem.mask.name
-    return f"{set_}: {batch}{lengths}, {heads}, {problem.head_dim}, {mask}"
+    head_dims = f"{problem.head_dim}"
+    if problem.head_dim_v != problem.head_dim:
+        head_dims += f"/{problem.head_dim_v}"
+    return f"{set_}: {batch}{lengths}, {heads}, {head_dims}, {mask}"

@@ -23,6 +23,7 @@ from ranking import plan_of, ranked, sums_as
 from replication_values import other_build_values, replication_values
 from shape_values import shape_values, triton_values
 from sharing_values import choice_values, sharing_values
+from step_values import step_values
 from summary import Row
 from throughput import grid_rows, hot_values, throughput_values
 from tlx_values import tlx_values
@@ -283,6 +284,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}segments.json": shape_values("h200-segments.json"),
         "benchmarks/results/h200x2-context-parallel.json": sharing_values(),
+        f"{folder}steps.json": step_values(),
         f"{folder}triton.json": triton_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
