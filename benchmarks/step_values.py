@@ -19,12 +19,7 @@ Key = tuple[str, str, str]
 def step_values() -> Iterator[tuple[str, Value]]:
     """A table, and what an order of everything costs: ``MODE-IMPL-cost``."""
     yield "table", table
-    for mode, impl in (
-        ("eager", "dash_attn"),
-        ("compiled", "dash_attn"),
-        ("eager", "fa2"),
-        ("compiled", "fa2"),
-    ):
+    for mode, impl in product(("eager", "compiled"), ("dash_attn", "fa2")):
         yield f"{mode}-{impl}-cost", partial(_cost, mode, impl)
 
 
