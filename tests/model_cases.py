@@ -300,7 +300,7 @@ CASES = {
     "gemma3": Case(_causal("Gemma3Text", head_dim=256, **ALTERNATING), _words, "triton"),
     "gpt-oss": Case(_causal("GptOss", head_dim=64, **ALTERNATING, **EXPERTS), _words, "sm90"),
     "phi3": Case(_causal("Phi3", hidden_size=192, num_key_value_heads=2), _words, "sm90"),
-    "deepseek-v3": Case(_causal("DeepseekV3", **LATENT), _words, "triton"),
+    "deepseek-v3": Case(_causal("DeepseekV3", **LATENT), _words, "sm90"),
     "gpt2": Case(_model("AutoModelForCausalLM", "GPT2", **GPT2), _words, "triton"),
     "bert": Case(_model("AutoModelForMaskedLM", "Bert", **BERT), _words, "triton"),
     "bart": Case(_model("AutoModelForSeq2SeqLM", "Bart", **BART), _translation, "sm90"),

@@ -342,9 +342,22 @@ def test_plans_of_the_hopper_forward_have_the_numerics_of_the_problem() -> None:
 
 def test_sm90_refuses_with_a_reason() -> None:
     sm90 = backend_named("sm90")
-    problem = Problem.dense(seqlen=10, head_dim=192, head_dim_v=128)
-    with pytest.raises(InputError, match="head_dim_v 128 beside head_dim 192 is not supported by sm90"):
-        sm90.prepare(problem, torch.device("cuda", 0), packed=False)
+    for pair in ((192, 136), (200, 128), (192, 100)):
+        problem = Problem.dense(seqlen=10, head_dim=pair[0], head_dim_v=pair[1])
+        with pytest.raises(InputError, match=f"head_dim_v {pair[1]} beside head_dim {pair[0]} is not supp"):
+            sm90.prepare(problem, torch.device("cuda", 0), packed=False)
+    for pair in ((192, 128), (136, 8), (128, 8)):
+        problem = Problem.dense(seqlen=10, head_dim=pair[0], head_dim_v=pair[1])
+        assert sm90.prepare(problem, torch.device("cuda", 0), packed=False)
+
+
+def test_sm90_has_no_softcap_where_v_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: (9, 0))
+    sm90, device = backend_named("sm90"), torch.device("cuda", 0)
+    for head_dim, said in ((192, "softcap 30.0 is not supported by sm90 at head_dim 192"), (128, "")):
+        problem = Problem.dense(seqlen=10, head_dim=head_dim, head_dim_v=128)
+        assert sm90.why_not(problem, device, False, Scores(0.1, softcap=30.0)) == said
+        assert sm90.why_not(problem, device, False, Scores(0.1)) == ""
 
 
 def test_triton_refuses_what_8_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ KINDS = (
     Kind(40, 40, torch.bfloat16, ("softcap",), "sm90"),
     Kind(64, 64, torch.bfloat16, ("softcap", "alibi")),
     Kind(256, 256, torch.bfloat16, ("softcap",)),
-    Kind(192, 128, torch.bfloat16),
+    Kind(192, 128, torch.bfloat16, backend="sm90"),
     Kind(192, 128, torch.float16, ("intervals", "dropout")),
     Kind(96, 96, torch.bfloat16, ("alibi",)),
     Kind(32, 32, torch.float32, ("alibi", "dropout")),

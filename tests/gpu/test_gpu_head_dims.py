@@ -109,18 +109,22 @@ def test_with_a_sink_and_without_order(head_dim: int) -> None:
         assert relative_error(got, wanted.double()) < 0.01
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(128, 64), (64, 128), (96, 48), (40, 16), (8, 120)])
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(128, 64), (64, 128), (96, 48), (40, 16), (8, 120), (192, 128), (136, 40)]
+)
 @pytest.mark.parametrize("mask", MASKS)
 def test_v_may_have_another_one(head_dim: int, head_dim_v: int, mask: str) -> None:
     """The bytes of padded tensors; rows without keys, too."""
-    whole = 64 if max(head_dim, head_dim_v) <= 64 else 128
+    of_v = 64 if max(head_dim, head_dim_v) <= 64 else 128
+    of_qk = 192 if head_dim > 128 else of_v
     for rows, keys in ((500, 700), (300, 100)):
         q, k, _, _ = drawn(head_dim, rows=rows, keys=keys)
         _, _, v, dout = (x.to(q.dtype) for x in drawn(head_dim_v, rows=rows, keys=keys))
         how = MASKS[mask] | {"softmax_scale": 0.125}
         assert dash_attn.is_supported(q, k, v, **how).backend == "sm90"
         found = run([q, k, v, dout], **how)
-        wanted = run([F.pad(x, (0, whole - x.shape[-1])) for x in (q, k, v, dout)], **how)
+        wholes = zip((q, k, v, dout), (of_qk, of_qk, of_v, of_v))
+        wanted = run([F.pad(x, (0, whole - x.shape[-1])) for x, whole in wholes], **how)
         for got, other in zip(found, wanted):
             columns = slice(None) if got is found[0] else slice(got.shape[-1])
             assert_same_bytes(got, other[..., columns].contiguous())

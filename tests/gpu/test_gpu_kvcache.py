@@ -40,6 +40,14 @@ def test_histories(backend: str, number: int) -> None:
     random_history(number, "cuda", dtype, longest, head_dims=(64, 72, 128), backend=backend).run()
 
 
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_histories_where_v_has_fewer_columns(backend: str, number: int) -> None:
+    dtype = BF16 if number % 3 else torch.float16
+    dims = ((192, 128), (136, 40))
+    random_history(number, "cuda", dtype, 1000, head_dims=dims, backend=backend).run()
+
+
 @pytest.mark.parametrize("page_size", [0, 16, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_long_histories(head_dim: int, page_size: int) -> None:

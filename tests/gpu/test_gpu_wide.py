@@ -1,4 +1,4 @@
-"""The kernel of head dim 192 with 128 of V. Launched by itself, whether or not `auto` chooses it."""
+"""The kernel of head dim 192 with 128 of V."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
 from .softcap import cap_of, why_no_cap
-from .tiles import HEAD_DIMS, covers, has_softcap, kernel_of, tiles_of
+from .tiles import HEAD_DIMS, WIDE, covers, has_softcap, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -130,9 +130,10 @@ def _why_no_head_dim(problem: Problem) -> str:
     if covers(of_qk, of_v):
         return ""
     given = f"head_dim {of_qk}" if of_v == of_qk else f"head_dim_v {of_v} beside head_dim {of_qk}"
+    others = f", and less for one of them; head_dim to {WIDE[-1]} if head_dim_v is at most {HEAD_DIMS[-1]}"
     return (
         f"{given} is not supported by sm90; supported: multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to "
-        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else ', and less for one of them'}"
+        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else others}"
     )
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 __all__ = [
     "HEAD_DIMS",
     "TILES",
+    "WIDE",
     "Kernel",
     "Registers",
     "Tiles",
@@ -51,25 +52,26 @@ TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
-    # All of shared memory.
+    # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V)."""
 
 
-HEAD_DIMS = range(40, 129, 8)
+HEAD_DIMS, WIDE = range(40, 129, 8), range(136, 193, 8)
 """Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
-With less, more than half of every product would be zeros."""
+With less, more than half of every product would be zeros. WIDE: of Q, beside a V of at most 128."""
 
 
 def covers(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernels take tensors of these head dims.
 
-    >>> covers(96, 96), covers(8, 120), covers(100, 100), covers(192, 128)
-    (True, True, False, False)
+    >>> covers(96, 96), covers(8, 120), covers(192, 128), covers(100, 100), covers(192, 136)
+    (True, True, True, False, False)
     """
     both = (head_dim, head_dim_v)
-    return max(both) in HEAD_DIMS and all(x % HEAD_DIMS.step == 0 for x in both)
+    fits = max(both) in HEAD_DIMS or (head_dim in WIDE and head_dim_v <= HEAD_DIMS[-1])
+    return fits and all(x % HEAD_DIMS.step == 0 for x in both)
 
 
 class Kernel(NamedTuple):
