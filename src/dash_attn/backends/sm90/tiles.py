@@ -52,7 +52,7 @@ TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
-    # All of shared memory.
+    # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V)."""

@@ -155,9 +155,9 @@ class BackwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of one block. Barriers, slots and mailbox take less than 1,280 bytes, and tiles begin
-        at a multiple of 1 KB."""
-        head = 1280 + 4 * self.tile_m * (self.q_stages + self.do_stages)
+        """Shared memory of one block. Barriers, slots and mailbox take at most 1,280 bytes, 1,024 with few
+        stages, and tiles begin at a multiple of 1 KB."""
+        head = (1024 if self.tight else 1280) + 4 * self.tile_m * (self.q_stages + self.do_stages)
         return -(-head // 1024) * 1024 + self.tiles_bytes
 
     @property
