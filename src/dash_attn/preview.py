@@ -106,8 +106,10 @@ def is_supported(
         dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
         aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
         if _is_over_cache(kept, new, packing[:3]):
-            check_cache_options(_beyond_a_cache(packing, asked, aux) | flash_options)
-            checked = check_kvcache((q, k, v), new or (None, None), kept, aux, asked)
+            flash_options.pop("return_softmax_lse", None)  # there it is another name of return_lse
+            beyond = _beyond_a_cache(packing, asked, aux) | {"dropout_seed": dropout_seed}
+            check_cache_options(beyond | flash_options)
+            checked = check_kvcache((q, k, v), (None, None) if new is None else new, kept, aux, asked)
             return Support(True, backend=_backend_over_cache(checked))
         check_flash_options("is_supported", flash_options)
         found = _backend_of((q, k, v), packing, kept.page_table, aux, asked)

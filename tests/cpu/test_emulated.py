@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from torch import Tensor
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.backends.base import AuxTensors
 from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
+from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.segments import run_segment
 from dash_attn.problem import Mask
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -32,7 +35,7 @@ pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 
 slow = pytest.mark.slow
-CAUSAL, WINDOW = Mask.causal(), Mask.window(100, 30)
+CAUSAL, WINDOW, BEHIND = Mask.causal(), Mask.window(100, 30), Mask.window(100, 0)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,8 @@ CASES = [
     Case("padded-72", ((200, 200),), (2, 1), 72),
     Case("padded-40-32", ((200, 200),), (1, 1), 40, 32),
     Case("segments", ((300, 300),), (2, 1), 64, how=(("q_segment", 128),)),
-    Case("segments-128-window", ((200, 290),), (1, 1), 128, mask=WINDOW, how=(("q_segment", 128),)),
+    Case("segments-128-window", ((200, 290),), (1, 1), 128, mask=BEHIND, how=(("q_segment", 128),)),
+    Case("segments-softcap", ((200, 200),), (2, 1), 64, how=(("q_segment", 128), ("softcap", 15.0))),
     Case("softcap", ((200, 200),), (2, 1), 64, how=(("softcap", 15.0),)),
     Case(
         "softcap-sink-128-fp16", PACKED, (2, 2), 128, dtype=torch.float16, sink=True, how=(("softcap", 30.0),)
@@ -125,7 +129,7 @@ CASES = [
     Case("wide-full", ((140, 300),), (1, 1), 192, 128, mask=Mask.full(), dtype=torch.float16),
     Case("wide-packed", PACKED, (2, 2), 192, 128),
     Case("wide-packed-sink", PACKED, (2, 1), 192, 128, sink=True),
-    Case("wide-window-segments", ((200, 290),), (1, 1), 192, 128, mask=WINDOW, how=(("q_segment", 128),)),
+    Case("wide-window-segments", ((200, 290),), (2, 1), 192, 128, mask=BEHIND, how=(("q_segment", 128),)),
     Case("wide-head-groups", ((200, 200),), (8, 1), 192, 128),
     Case("wide-padded-160-96", ((200, 200),), (2, 1), 160, 96),
     Case("wide-rings", ((300, 300),), (2, 2), 192, 128, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
@@ -137,8 +141,12 @@ CASES = [
 def test_numbers_and_bytes(case: Case) -> None:
     """Errors are at most twice those of plain attention in the same dtype; nothing that matters is left
     without an order; another interleaving, more blocks, and work that is done at once leave all bytes."""
-    with emulated(blocks=4, seed=1, races=True):
+    with (
+        emulated(blocks=4, seed=1, races=True),
+        mock.patch.object(backend, "run_segment", wraps=run_segment) as cut,
+    ):
         found = case.run()
+    assert (cut.call_count > 1) == ("q_segment" in dict(case.how))
     exact, plain = case.expected(torch.float64), case.expected(case.dtype)
     for name, x in found.items():
         there = exact[name].isfinite()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dash_attn import attention
 from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu import fold_partials
 from dash_attn.backends.sm90.forward.launch import Forward
@@ -13,7 +14,7 @@ from dash_attn.backends.sm90.launch import Debug
 from dash_attn.problem import Problem
 from dash_attn.schedule import Shift, build_plan
 from dash_attn.schedule.constants import FORWARD_SEGMENT
-from dash_attn.testing import assert_same_bytes
+from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import (
     CAUSAL,
     FULL,
@@ -133,3 +134,25 @@ def test_several_segments_of_keys():
     of_few = forward(last, few)  # split among blocks, and folded
     assert_same_bytes(of_few[0], out[:, -3:].contiguous())
     assert_same_bytes(of_few[1], lse[..., -3:].contiguous())
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, (300, 0)], ids=["causal", "window"])
+def test_sequences_are_cut_into_segments_of_rows(window, dtype):
+    """Errors are those of whole sequences, and the same bytes come again."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    shapes = [(2, 900, 4, 192), (2, 900, 2, 192), (2, 900, 2, 128), (2, 900, 4, 128)]
+    drawn = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
+    q, k, v, dout = (x.to(getattr(torch, dtype)) for x in drawn)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    how = {"causal": True, "window": window, "backend": "sm90"}
+
+    def gradients(**more):
+        out = attention(*leaves, **how, **more)
+        return torch.autograd.grad(out, leaves, dout)
+
+    cut, again, whole = gradients(q_segment=256), gradients(q_segment=256), gradients(q_segment=2**30)
+    for a, b, c in zip(cut, again, whole):
+        assert_same_bytes(a, b)
+        assert relative_error(a, c.double()) < 0.02
+    assert not same_bytes(cut[1], whole[1])

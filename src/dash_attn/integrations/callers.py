@@ -18,6 +18,8 @@ __all__ = ["refuse_models_that_do_not_call"]
 _NAMES: set[str] = set()
 _CHOSEN, _CAN, _MARK = "get_correct_attn_implementation", "_can_set_attn_implementation", "_dash_attn_checks"
 """Methods of transformers' models: one sees every name that is chosen, the other knows who calls it."""
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
+"""Transformers' functions by name, among them ours."""
 
 
 def refuse_models_that_do_not_call(name: str) -> None:
@@ -48,13 +50,14 @@ def refuse_models_that_do_not_call(name: str) -> None:
 
 
 def _calls(model: type, base: type) -> bool:
-    """Whether transformers knows that the model, or one that it is made from, uses the attention of a name.
+    """Whether the model, or one that it is made from, uses the attention of a name.
 
-    True also of a class whose source cannot be read, such as one of a notebook.
+    That is so if transformers knows it, or if the module of the class speaks of the table of attentions, as
+    one of somebody's own may. True also of a class whose source cannot be read, such as one of a notebook.
     """
+    kinds = [kind for kind in model.__mro__ if issubclass(kind, base) and kind is not base]
     try:
-        inspect.getsource(sys.modules[model.__module__])
+        sources = [inspect.getsource(sys.modules[kind.__module__]) for kind in kinds]
     except (KeyError, OSError, TypeError):
         return True
-    kinds = [kind for kind in model.__mro__ if issubclass(kind, base) and kind is not base]
-    return any(getattr(kind, _CAN)() for kind in kinds)
+    return any(getattr(kind, _CAN)() for kind in kinds) or any(_TABLE in source for source in sources)

@@ -19,6 +19,7 @@ _HARMLESS = frozenset(
     {
         "cache_position",  # where the new tokens stand: the mask knows
         "deterministic",  # a wish of ModernBERT; it is always granted
+        "ignore_index",  # of the loss, like shift_labels and vocab_size
         "is_causal",
         "max_length_k",  # read from cu_seq_lens
         "max_length_q",
@@ -30,7 +31,9 @@ _HARMLESS = frozenset(
         "position_ids",
         "return_dict",
         "seq_idx",  # of state space layers; attention has cu_seq_lens or position_ids beside it
+        "shift_labels",
         "use_cache",
+        "vocab_size",
     }
 )
 

@@ -12,7 +12,6 @@ from dash_attn.backends.sm90 import backend, launch, resident, segments
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
-from dash_attn.backends.sm90.tiles import TILES
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
 
@@ -27,11 +26,6 @@ class _Upload:
 
     def use(self) -> list[torch.Tensor]:
         return self._tensors
-
-
-def _has_kernel(head_dim: int, head_dim_v: int) -> bool:
-    """Whether some kernel takes tensors of these head dims, offered to users or not."""
-    return any(head_dim <= of_qk and head_dim_v <= of_v for of_qk, of_v in TILES)
 
 
 @contextmanager
@@ -59,7 +53,7 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
         return why_not(problem, torch.device("cuda"), packed, scores)
 
     patches: dict[object, dict[str, object]] = {
-        backend: {"_capability": lambda _: (9, 0), "covers": _has_kernel},
+        backend: {"_capability": lambda _: (9, 0)},
         backend.BACKEND: {"why_not": why_not_here},
         launch: {
             "program": program, "multiprocessors": count, "usable_multiprocessors": count,
