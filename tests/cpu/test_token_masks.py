@@ -223,6 +223,7 @@ def test_a_mask_without_a_window_is_an_error_of_the_layer_that_uses_it():
 def test_keywords_that_change_nothing_are_accepted():
     q = torch.randn(2, 4, 9, 16)
     plain = {"use_cache": True, "num_items_in_batch": torch.tensor(3), "logits_to_keep": 0, "indices": None}
+    plain |= {"shift_labels": torch.ones(2, 9), "ignore_index": -100, "vocab_size": 61}
     found, _ = dash.attention_forward(torch.nn.Module(), q, q, q, None, output_attentions=False, **plain)
     assert_same_bytes(found, dash.attention_forward(torch.nn.Module(), q, q, q, None)[0])
 

@@ -775,11 +775,19 @@ class Mine(transformers.LlamaForCausalLM):
     """A model that is made from one that calls it."""
 
 
+class Own(transformers.PreTrainedModel):
+    """A model of somebody's own; what is in this file would not do for transformers."""
+
+
 def test_who_calls_it(monkeypatch):
     assert model_of(llama).config._attn_implementation == "dash"
     Mine._can_set_attn_implementation_cached_value = None
     assert not Mine._can_set_attn_implementation()
     assert Mine._from_config(llama(), attn_implementation="dash").config._attn_implementation == "dash"
+    assert callers._calls(Own, transformers.PreTrainedModel)  # this file names ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(callers, "_TABLE", "nobody " + "names this")
+    assert not callers._calls(Own, transformers.PreTrainedModel)
+    assert callers._calls(Mine, transformers.PreTrainedModel)
     assert callers._calls(type("Nameless", (Mine,), {"__module__": "nowhere"}), transformers.PreTrainedModel)
     before = transformers.PreTrainedModel.get_correct_attn_implementation
     dash.register()
