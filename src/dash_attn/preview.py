@@ -107,8 +107,7 @@ def is_supported(
         aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
         if _is_over_cache(kept, new, packing[:3]):
             flash_options.pop("return_softmax_lse", None)  # there it is another name of return_lse
-            beyond = _beyond_a_cache(packing, asked, aux) | {"dropout_seed": dropout_seed}
-            check_cache_options(beyond | flash_options)
+            check_cache_options(_beyond_a_cache(packing, asked, aux, dropout_seed) | flash_options)
             checked = check_kvcache((q, k, v), (None, None) if new is None else new, kept, aux, asked)
             return Support(True, backend=_backend_over_cache(checked))
         check_flash_options("is_supported", flash_options)
@@ -128,11 +127,13 @@ def _is_over_cache(kept: Kept, new: object, bounds: tuple[Tensor | None, ...]) -
     return paged or any(x is not None for x in (kept.cache_seqlens, kept.cache_batch_idx, new))
 
 
-def _beyond_a_cache(packing: _Lengths, asked: Asked, aux: AuxTensors) -> dict[str, object]:
+def _beyond_a_cache(
+    packing: _Lengths, asked: Asked, aux: AuxTensors, dropout_seed: int | Tensor | None
+) -> dict[str, object]:
     """What other functions are asked for, by name: ``flash_attn_with_kvcache`` has no such arguments."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
     plain = Asked()._asdict()
-    given = dict(zip(names, packing)) | aux._asdict()
+    given = dict(zip(names, packing)) | aux._asdict() | {"dropout_seed": dropout_seed}
     given |= {name: x for name, x in asked._asdict().items() if x != plain[name]}
     taken = ("causal", "window", "softmax_scale", "backend", "softcap", "learnable_sink")
     return {name: x for name, x in given.items() if x is not None and name not in taken}

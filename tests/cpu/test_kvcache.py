@@ -295,6 +295,9 @@ def test_what_is_supported_is_not_run() -> None:
     assert is_supported(Q, PAGES, PAGES, page_table=TABLE, window_size=(3, 0)).backend == "cpu"
     assert is_supported(Q, PAGES, PAGES, block_table=TABLE, seqused_k=USED).backend == "cpu"
     assert is_supported(Q, CACHE, CACHE, cache_batch_idx=int32(1, 1)).backend == "cpu"
+    assert is_supported(Q, CACHE, CACHE, cache_seqlens=USED, return_softmax_lse=True).backend == "cpu"
+    assert "dropout_seed" in is_supported(Q, CACHE, CACHE, cache_seqlens=USED, dropout_seed=5).reason
+    assert not is_supported(Q, CACHE, CACHE, cache_seqlens=USED, new=torch.zeros(3))
     assert is_supported(Q[:0], CACHE[:0], CACHE[:0], cache_seqlens=0)
 
 
