@@ -328,7 +328,9 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 @pytest.mark.parametrize(("name", "config"), backward_variants().items(), ids=backward_variants())
 def test_every_variant_launches(name, config: BackwardConfig):
-    problem = dense(WINDOW, seqlen=500, head_dim=config.head_dim, dtype=_DTYPES[config.dtype])
+    fewer = 8 * config.padded
+    head_dims = {"head_dim": config.head_dim - fewer, "head_dim_v": config.head_dim_v - fewer}
+    problem = dense(WINDOW, seqlen=500, dtype=_DTYPES[config.dtype], **head_dims)
     case = make_case(problem)
     debug = Debug(config.spin_limit > 0, config.dump_contributions, config.trace)
     result = launch(auto_plan(problem), case, ordered=config.ordered, debug=debug)
