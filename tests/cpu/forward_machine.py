@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 import ptx_machine as base
+from emulator.phases import Named
 from ptx_machine import LOAD_WARP, Machine, Thread, _as
 from ptx_machine import main_kernel_ptx as forward_ptx
 
@@ -17,7 +17,7 @@ from dash_attn.backends.sm90.forward.table import forward_table
 from dash_attn.problem import Problem
 from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 
-__all__ = ["ForwardMachine", "ForwardProgram", "Named", "forward_ptx", "plan_for"]
+__all__ = ["ForwardMachine", "ForwardProgram", "forward_ptx", "plan_for"]
 
 TABLE, TENSORS = 1 << 20, 1 << 44
 TRACE = (TENSORS << 2) + (15 << 40)  # the parameter behind those of the workspace
@@ -30,14 +30,6 @@ def plan_for(problem: Problem, config: ForwardConfig, workers: int = 1) -> Forwa
 
 class ForwardProgram(base.Program):
     kernel = "kernelForward"
-
-
-@dataclass
-class Named:
-    """A named barrier: threads that have come in this phase."""
-
-    came: int = 0
-    phase: int = 0
 
 
 class ForwardMachine(Machine):
@@ -95,22 +87,17 @@ class ForwardMachine(Machine):
         name, threads = self._value(thread, operands[0]), self._value(thread, operands[1])
         barrier = self.named[thread.block.index, name]
         if "arrive" in operation:
-            self._come(barrier, thread, threads)
+            barrier.come(32, threads)
+            self._notice()
             return True
         if thread not in self.waiting:
             self.waiting[thread] = barrier.phase
-            self._come(barrier, thread, threads)
+            barrier.come(32, threads)
+            self._notice()
         if barrier.phase > self.waiting[thread]:
             del self.waiting[thread]
             return True
         return False
-
-    def _come(self, barrier: Named, thread: Thread, threads: int) -> None:
-        barrier.came += 32
-        assert barrier.came <= threads, "more threads than the barrier has"
-        if barrier.came == threads:
-            barrier.came, barrier.phase = 0, barrier.phase + 1
-        self._notice()
 
     _barrier = _bar
 

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from emulator.phases import Barrier
 
 from dash_attn.backends.sm90 import compile
 from dash_attn.backends.sm90.backward.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
@@ -91,23 +92,6 @@ def _instruction(line: str) -> Instruction:
     operation, _, first = operation.partition("\t")
     operands = re.findall(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+", first + rest)
     return Instruction(predicate, wanted, operation, operation.split("."), operands)
-
-
-@dataclass
-class Barrier:
-    """An mbarrier: arrivals and bytes that its phase still waits for."""
-
-    count: int
-    pending: int
-    bytes: int = 0
-    phase: int = 0
-
-    def change(self, arrivals: int = 0, expected: int = 0) -> None:
-        self.pending -= arrivals
-        self.bytes += expected
-        assert self.pending >= 0, "more arrivals than a phase of the barrier has"
-        if self.pending == self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
 
 
 @dataclass(eq=False)

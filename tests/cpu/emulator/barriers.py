@@ -8,6 +8,7 @@ import numpy as np
 
 from .arithmetic import Slot
 from .common import Act, addresses, nothing, put, together
+from .phases import Barrier
 from .program import LANES, Address, Instruction
 
 if TYPE_CHECKING:
@@ -30,12 +31,9 @@ def named(i: Instruction, slot: Slot) -> Act:
             warp.came_in = barrier.phase
             if machine.watch is not None:
                 machine.watch.arrive(warp.agent, key)
-            barrier.came += LANES
-            assert barrier.came <= threads, "more threads than the barrier has"
-            if barrier.came == threads:
-                barrier.came, barrier.phase = 0, barrier.phase + 1
-                if machine.watch is not None:
-                    machine.watch.meeting(key).end()
+            barrier.come(LANES, threads)
+            if barrier.phase > warp.came_in and machine.watch is not None:
+                machine.watch.meeting(key).end()
             machine.notice()
         waits = "arrive" not in i.form
         if waits and barrier.phase == warp.came_in:
@@ -50,8 +48,6 @@ def named(i: Instruction, slot: Slot) -> Act:
 
 def of_memory(i: Instruction, slot: Slot) -> Act:
     """mbarrier."""
-    from .machine import Barrier
-
     kind = i.form[1]
     at = next(each for each in i.operands if isinstance(each, Address))
     given = [slot(each, np.uint32) for each in i.operands[i.operands.index(at) + 1 :]]

@@ -14,6 +14,7 @@ from . import warps
 from .arithmetic import Registers, compiled
 from .common import Act, Pending, finish
 from .memory import Memory, TensorMap
+from .phases import Barrier, Named
 from .program import LANES, Instruction, Kernel
 from .races import Races
 
@@ -26,31 +27,6 @@ TURN = 10_000
 
 class DeadlockError(Exception):
     """No warp can do anything that another one could notice; says where each stands."""
-
-
-@dataclass
-class Barrier:
-    """An mbarrier: arrivals and bytes that its phase still waits for."""
-
-    count: int
-    pending: int
-    bytes: int = 0
-    phase: int = 0
-
-    def change(self, arrivals: int = 0, expected: int = 0) -> None:
-        self.pending -= arrivals
-        self.bytes += expected
-        assert self.pending >= 0, "more arrivals than a phase of the barrier has"
-        if self.pending == self.bytes == 0:
-            self.phase, self.pending = self.phase + 1, self.count
-
-
-@dataclass
-class Named:
-    """A named barrier: threads that have come in this phase."""
-
-    came: int = 0
-    phase: int = 0
 
 
 @dataclass(eq=False)
