@@ -44,7 +44,9 @@ def _features(rank: int) -> None:
         compared(Case((4, 2), "causal", mode, "zigzag", lengths=lengths, q_segment=512, head_dim=64), "cuda")
         compared(Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=64, sink=True), "cuda")
         compared(Case((4, 2), "full", mode, "zigzag", 1024, q_segment=256, head_dim=80), "cuda")
-        for extra in ("alibi", "intervals"):  # triton
+        dropped = Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=64, extra="dropout")
+        compared(dropped, "cuda")  # triton, like the next two
+        for extra in ("alibi", "intervals"):
             compared(Case((4, 2), "causal", mode, "zigzag", 1024, head_dim=64, extra=extra), "cuda")
         compared(Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=192), "cuda")  # triton
         half = Case(
