@@ -24,6 +24,7 @@ from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.errors import HandOverError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Policy, build_plan, choose_policy, policy_by_name, prove
+from dash_attn.scores import Scores
 from dash_attn.testing import same_bytes
 from dash_attn.tools.verify.accuracy import error_norms
 
@@ -38,13 +39,15 @@ class FuzzCase:
     Attributes:
         lengths: (seqlen_q, seqlen_k) of every sequence.
         group, kv_heads, head_dim, dtype, left, right, tile_m, tile_n: the rest of the problem; ``group`` q
-            heads a kv head.
+            heads per kv head.
+        head_dim_v: columns of V, 0 for ``head_dim``.
         packed: tensors of rank 3, otherwise dense; then all lengths are the same.
         policy, ring, stride: "auto" or a policy's name, with its parameters.
         placement: "policy", "lpt" or "shuffled", of some of the launches.
         head_groups: of every kv head, None for the default.
         layouts: strides of dout, q, k, v, out: names in ``LAYOUTS``.
         scale: factor on the usual softmax scale.
+        softcap: of the scores, 0 for none.
         outliers: one element in 2,000 is 30 times larger.
         streams: launches at the same time.
         extra_workers: workers of the limited launches beyond ``min_workers``, None for all.
@@ -68,9 +71,11 @@ class FuzzCase:
     head_groups: int | None = None
     layouts: tuple[str, str, str, str, str] = ("plain",) * 5
     scale: float = 1.0
+    softcap: float = 0.0
     outliers: bool = False
     streams: int = 1
     extra_workers: int | None = None
+    head_dim_v: int = 0
     seed: int = 0
 
     @property
@@ -78,11 +83,12 @@ class FuzzCase:
         return Problem(
             self.lengths, self.group * self.kv_heads, self.kv_heads, self.head_dim,
             Mask(self.left, self.right), self.dtype, self.tile_m, self.tile_n,
+            head_dim_v=self.head_dim_v or self.head_dim,
         )  # fmt: skip
 
     @property
-    def softmax_scale(self) -> float:
-        return float(self.scale * self.head_dim**-0.5)
+    def scores(self) -> Scores:
+        return Scores(float(self.scale * self.head_dim**-0.5), self.softcap)
 
     def plan(self, placement: str, resident: int) -> Plan:
         """The plan in a placement; in the policy's own where so many resident workers are too few.
@@ -199,7 +205,9 @@ def make_tensors(case: FuzzCase, device: str) -> tuple[Tensors, list[Expected]]:
         else (len(case.lengths), case.lengths[0][side])
         for side in (0, 1)
     ]
-    sizes = [(*rows[0], heads, case.head_dim)] * 2 + [(*rows[1], case.kv_heads, case.head_dim)] * 2
+    columns, of_v = case.head_dim, case.head_dim_v or case.head_dim
+    sizes = [(*rows[0], heads, of_v), (*rows[0], heads, columns)]
+    sizes += [(*rows[1], case.kv_heads, n) for n in (columns, of_v)]
     inputs = []
     for size, layout in zip(sizes, case.layouts):
         x = torch.randn(size, generator=generator, device=device)
@@ -215,7 +223,7 @@ def make_tensors(case: FuzzCase, device: str) -> tuple[Tensors, list[Expected]]:
     tensors, cut, expected = Tensors(*inputs, out, lse), Cut(case), []
     for index in range(len(case.lengths)):
         one = cut.sequence(tensors, index)
-        exact = plain_attention(one, case.problem.mask, case.softmax_scale, torch.float64)
+        exact = plain_attention(one, case.problem.mask, case.scores, torch.float64)
         cut.q_rows(out, index).copy_(exact[0])
         cut.lse_of(lse, index).copy_(exact[1])
         expected.append(Expected(exact[2:], _allowed(case, one, exact)))
@@ -227,22 +235,23 @@ def _allowed(case: FuzzCase, one: Sequence, exact: Any) -> list[float]:
 
     Two draws of rounding noise differ by more than that where there are few elements, so of n elements it is
     2 + 8 / sqrt(n) times, and 4 / sqrt(n) epsilons of the gradient's norm besides. A relative error of 2^-22
-    in the largest score (tensor cores truncate) is an absolute one of the exponent. The floor is rounding of
-    the accumulator: where a row attends to one key, dP - delta cancels and nothing else is left. It is in
-    proportion to the products, not to their difference. Plain attention in float64 is what is exact, so there
-    the floor is all.
+    in the largest score (tensor cores truncate) is an absolute one of the exponent; with a softcap it is
+    2^-20, since tanh has an error of 2^-21. The floor is rounding of the accumulator: where a row attends to
+    one key, dP - delta cancels and nothing else is left. It is in proportion to the products, not to their
+    difference. Plain attention in float64 is what is exact, so there the floor is all.
     """
     dtype = getattr(torch, case.dtype)
     double, unit = dtype == torch.float64, torch.finfo(dtype).eps
-    scale, mask = case.softmax_scale, case.problem.mask
-    plain = error_norms(plain_attention(one, mask, scale, dtype), exact)[2:]
+    scale, mask = case.scores.softmax_scale, case.problem.mask
+    plain = error_norms(plain_attention(one, mask, case.scores, dtype), exact)[2:]
     q, k, v = (float(x.double().norm(dim=-1).amax()) if x.numel() else 0.0 for x in (one.q, one.k, one.v))
-    floor = (64 * 2**-52 if double else 4 * 2**-23) * float(one.dout.double().norm())
+    capped = 4.0 if case.softcap else 1.0
+    floor = (64 * 2**-52 if double else 4 * capped * 2**-23) * float(one.dout.double().norm())
     score = scale * q * k
     allowed = []
     for error, x, products in zip(plain, exact[2:], (scale * k * v, scale * q * v, 1 + score)):
         few = max(x.numel(), 1) ** -0.5
-        relative = 4 * few * unit + (0.0 if double else 2**-22 * score)
+        relative = 4 * few * unit + (0.0 if double else capped * 2**-22 * score)
         allowed.append((2 + 8 * few) * error + relative * float(x.norm()) + floor * products)
     return allowed
 
@@ -272,7 +281,7 @@ class Backend:
 
     device: str
     resident: int
-    launch: Callable[[Plan, Tensors, float, How], Grads]
+    launch: Callable[[Plan, Tensors, Scores, How], Grads]
     together: Callable[[list[Callable[[], Grads]]], list[Grads]]
 
 
@@ -280,9 +289,9 @@ def hopper() -> Backend:
     """The kernels on the current GPU."""
     from dash_attn.backends.sm90.launch import Debug, run_backward
 
-    def launch(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
+    def launch(plan: Plan, tensors: Tensors, scores: Scores, how: How) -> Grads:
         debug = Debug(bounded=True) if how.bounded else None
-        found = run_backward(plan, tensors, scale, ordered=how.ordered, workers=how.workers, debug=debug)
+        found = run_backward(plan, tensors, scores, ordered=how.ordered, workers=how.workers, debug=debug)
         return found.dq, found.dk, found.dv
 
     def together(calls: list[Callable[[], Grads]]) -> list[Grads]:
@@ -389,7 +398,7 @@ class _Checks:
 
     def _launch(self, plan: Plan, how: How, tensors: Tensors | None = None) -> Grads:
         self.outcome.launches += 1
-        return self.backend.launch(plan, tensors or self.tensors, self.case.softmax_scale, how)
+        return self.backend.launch(plan, tensors or self.tensors, self.case.scores, how)
 
     def _same(self, what: str, first: Grads, other: Grads, names: tuple[str, ...] = GRADS) -> None:
         differ = [n for n, x, y in zip(GRADS, first, other) if n in names and not same_bytes(x, y)]

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import fuzz_case
+from dash_attn.backends.sm90.tiles import has_softcap
 from dash_attn.errors import DashError, UnsupportedMaskError
 from dash_attn.schedule import POLICIES
 from fuzz_case import LAYOUTS, FuzzCase
 
 LONGEST = (1, 40, 130, 300, 300, 700, 700, 1500, 5000)
 """Bounds of the lengths of a case; most are small, so that the oracle costs little."""
+
+HEAD_DIMS = (
+    (64, 64), (64, 64), (128, 128), (128, 128), (48, 48), (80, 80), (96, 96), (112, 64), (192, 128),
+    (136, 48),
+)  # fmt: skip
+"""Of Q and V."""
 
 MOST_SCORES = 3e8
 """Elements of all score matrices of a case: what the oracle has to do."""
@@ -44,11 +51,13 @@ def _draw(rng: random.Random, seed: int) -> FuzzCase:
     layouts = [rng.choice(list(LAYOUTS)) if rng.random() < 0.4 else "plain" for _ in range(5)]
     policy = rng.choice(("auto", "auto", *POLICIES))
     ring = rng.choice((None, rng.randint(1, 64))) if policy == "shift" else None
+    head_dim, head_dim_v = rng.choice(HEAD_DIMS)
     return FuzzCase(
         lengths=tuple(pairs),
         group=group,
         kv_heads=kv_heads,
-        head_dim=rng.choice((64, 128, 64, 128, 48, 96)),
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
         dtype=rng.choice(("bfloat16", "float16")),
         left=left,
         right=right,
@@ -60,6 +69,7 @@ def _draw(rng: random.Random, seed: int) -> FuzzCase:
         head_groups=rng.choice((None, None, rng.randint(1, group))),
         layouts=(*layouts[:4], "plain" if layouts[4] == "one_head" else layouts[4]),
         scale=rng.choice((1.0, 1.0, 1.0, 0.1, 4.0)),
+        softcap=rng.choice((0.0, 0.0, 0.0, 2.0, 30.0)) if has_softcap(head_dim, head_dim_v) else 0.0,
         outliers=rng.random() < 0.2,
         streams=rng.choice((1, 1, 2, 3)),
         extra_workers=rng.choice((None, 0, 0, rng.randint(1, 60))),
@@ -99,8 +109,8 @@ def size(case: FuzzCase) -> tuple[int, ...]:
     plainness = [
         getattr(case, name) != getattr(simple, name)
         for name in (
-            "dtype", "head_dim", "policy", "ring", "stride", "placement", "head_groups", "scale", "outliers",
-            "packed",
+            "dtype", "head_dim", "head_dim_v", "policy", "ring", "stride", "placement", "head_groups",
+            "scale", "softcap", "outliers", "packed",
         )
     ]  # fmt: skip
     tokens = sum(m + n for m, n in case.lengths)
@@ -143,7 +153,7 @@ def _smaller(case: FuzzCase) -> Iterator[FuzzCase]:
     plain: dict[str, Any] = {
         "layouts": ("plain",) * 5, "placement": "policy", "head_groups": None, "outliers": False,
         "streams": 1, "extra_workers": None, "scale": 1.0, "policy": "fa3", "ring": None, "stride": None,
-        "head_dim": 64, "dtype": "bfloat16", "left": None, "right": None,
+        "softcap": 0.0, "head_dim_v": 0, "head_dim": 64, "dtype": "bfloat16", "left": None, "right": None,
     }  # fmt: skip
     for name, value in plain.items():
         if getattr(case, name) != value:

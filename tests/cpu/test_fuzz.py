@@ -22,14 +22,15 @@ from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu.executor import backward
 from dash_attn.problem import DTYPES
 from dash_attn.schedule import PLACEMENTS, POLICIES, Plan
+from dash_attn.scores import Scores
 from fuzz import Summary, mask_kind, run
 from fuzz_case import LAYOUTS, Backend, FuzzCase, Grads, How, check, make_tensors
-from fuzz_draw import MOST_ATTEMPTS, draw, script_of, shrink, size
+from fuzz_draw import HEAD_DIMS, MOST_ATTEMPTS, draw, script_of, shrink, size
 
 torch.set_num_threads(1)
 
 
-def execute(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
+def execute(plan: Plan, tensors: Tensors, scores: Scores, how: How) -> Grads:
     """One backward by the executor; every variant is another interleaving."""
     rng = random.Random(how.variant)
     packed = tensors.q.ndim == 3
@@ -39,13 +40,13 @@ def execute(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
         flat = lse.transpose(0, 1).reshape(heads, batch * seqlen)
         tensors = Tensors(*(x.flatten(0, 1) for x in rows), flat)
     workers = how.workers if how.ordered else None
-    grads = backward(plan, tensors, scale, workers=workers, rng=rng, ordered=how.ordered)[:3]
+    grads = backward(plan, tensors, scores, workers=workers, rng=rng, ordered=how.ordered)[:3]
     if packed:
         return grads
     return tuple(x.unflatten(0, (batch, -1)) if x.numel() else x.view(batch, -1, *x.shape[1:]) for x in grads)
 
 
-def executor(launch: Callable[[Plan, Tensors, float, How], Grads] = execute) -> Backend:
+def executor(launch: Callable[[Plan, Tensors, Scores, How], Grads] = execute) -> Backend:
     """The executor as a machine of 132 workers."""
     return Backend("cpu", 132, launch, lambda calls: [call() for call in calls])
 
@@ -81,6 +82,8 @@ def cases(draw: st.DrawFn) -> FuzzCase:
         head_groups=draw(st.none() | st.integers(1, group)),
         layouts=tuple(layouts),
         scale=draw(st.sampled_from((1.0, 0.1, 4.0))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0))),
+        head_dim_v=draw(st.sampled_from((0, 0, 12))),
         outliers=draw(st.booleans()),
         streams=draw(st.integers(1, 2)),
         extra_workers=draw(st.none() | st.integers(0, 3)),
@@ -125,8 +128,8 @@ CASE = FuzzCase(
 def spoiled(when: Callable[[Plan, Tensors, How], bool], spoil: Callable[[Grads], None]) -> Backend:
     """The executor with some results spoiled in place."""
 
-    def launch(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
-        grads = execute(plan, tensors, scale, how)
+    def launch(plan: Plan, tensors: Tensors, scores: Scores, how: How) -> Grads:
+        grads = execute(plan, tensors, scores, how)
         if when(plan, tensors, how):
             spoil(grads)
         return grads
@@ -168,8 +171,8 @@ def test_nothing_is_found_where_nothing_is_spoiled() -> None:
 def test_sums_in_an_order_of_chance_are_found() -> None:
     """The negative control of the whole: an executor that ignores tickets does not pass."""
 
-    def launch(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
-        return execute(plan, tensors, scale, how._replace(ordered=False))
+    def launch(plan: Plan, tensors: Tensors, scores: Scores, how: How) -> Grads:
+        return execute(plan, tensors, scores, how._replace(ordered=False))
 
     assert any("dq differ" in failure for failure in check(CASE, executor(launch)).failures)
 
@@ -203,9 +206,10 @@ def test_what_is_drawn_covers_every_choice() -> None:
     assert drawn[:5] == [draw(seed) for seed in range(5)]
     for name, values in {
         "policy": {"auto", *POLICIES}, "placement": {"policy", "lpt", "shuffled"}, "streams": {1, 2, 3},
-        "dtype": {"bfloat16", "float16"}, "head_dim": {48, 64, 96, 128}, "packed": {True, False},
+        "dtype": {"bfloat16", "float16"}, "softcap": {0.0, 2.0, 30.0}, "packed": {True, False},
     }.items():  # fmt: skip
         assert {getattr(case, name) for case in drawn} == values
+    assert {(case.head_dim, case.head_dim_v) for case in drawn} == set(HEAD_DIMS)
     assert {layout for case in drawn for layout in case.layouts} == set(LAYOUTS)
     assert {mask_kind(case.problem.mask) for case in drawn} == {"full", "causal", "window"}
     assert max(n for case in drawn for pair in case.lengths for n in pair) > 4000
@@ -214,7 +218,7 @@ def test_what_is_drawn_covers_every_choice() -> None:
 
 
 def test_shrinking_keeps_what_the_failure_needs_and_nothing_else() -> None:
-    """Made up: fails from 130 keys on, with two q heads a kv head, on transposed k."""
+    """Made up: fails from 130 keys on, with two q heads per kv head, on transposed k."""
 
     def fails(case: FuzzCase) -> bool:
         return any(n >= 130 for _, n in case.lengths) and case.group >= 2 and case.layouts[2] == "transposed"
@@ -300,7 +304,7 @@ def test_a_run_reports_failures_and_goes_on(tmp_path) -> None:
 def test_a_run_is_limited_in_time_and_an_exception_is_a_failure(tmp_path) -> None:
     assert run(iter(range(10)), executor(), tmp_path, print, seconds=-1).seeds == []
 
-    def launch(plan: Plan, tensors: Tensors, scale: float, how: How) -> Grads:
+    def launch(plan: Plan, tensors: Tensors, scores: Scores, how: How) -> Grads:
         raise RuntimeError("made up")
 
     summary = run(iter(small_seeds(1)), executor(launch), tmp_path, lambda line: None)
