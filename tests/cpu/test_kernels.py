@@ -163,8 +163,10 @@ def test_one_lane_stores_dk_and_dv() -> None:
 
 
 def test_an_unknown_variant(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kernels", "--only", "nonsense", "--json"]) == 2
-    assert "unknown variant 'nonsense'; known: backward-d64-bf16" in capsys.readouterr().err
+    assert main(["kernels", "--only", "cached-d64-bf16-16", "--json"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown variant 'cached-d64-bf16-16'; of " in said
+    assert "cached-d64-bf16-few-16" in said
 
 
 @pytest.mark.filterwarnings("default")

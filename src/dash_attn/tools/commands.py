@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ def run_kernels(args: argparse.Namespace) -> int:
         _require_hashes_of_all(args)
     if args.only is not None:
         if args.only not in chosen:
-            raise DashError(f"unknown variant {args.only!r}; known: {', '.join(chosen)}")
+            near = ", ".join(get_close_matches(args.only, chosen, n=5, cutoff=0))
+            raise DashError(f"unknown variant {args.only!r}; of {len(chosen)}, the nearest are {near}")
         chosen = {args.only: chosen[args.only]}
     codes, rows = {}, []
     for name, config in chosen.items():
