@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .arguments import Asked, Window, aux_of
+from .arguments import Asked, aux_of
 from .backends.base import Backend, backend_for
 from .dispatch import run_dense
 from .flash import flash_attn_func, flash_attn_varlen_func
@@ -20,6 +20,7 @@ from .kvcache import flash_attn_with_kvcache
 from .planned import apply_plan
 from .preview import Fingerprints, Support, fingerprints, is_supported, plan_for
 from .schedule import Numerics, Schedule
+from .values import Window
 
 __all__ = [
     "Backend",

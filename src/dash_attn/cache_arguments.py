@@ -9,17 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .arguments import (
-    Asked,
-    cast_to,
-    check_aux,
-    check_flash_options,
-    check_tensor,
-    kind_of,
-    longest,
-    short,
-    spec_of,
-)
+from .arguments import Asked, cast_to, check_aux, check_tensor, spec_of
 from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
@@ -27,6 +17,7 @@ from .ops.autograd import needs_grad
 from .ops.cached import check_last_strides, check_rows_of_q, check_tokens
 from .ops.calls import DTYPE_NAMES
 from .spec import AttentionSpec
+from .values import check_flash_options, kind_of, longest, short
 
 __all__ = [
     "CheckedCache",

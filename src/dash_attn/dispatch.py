@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .arguments import Asked, CheckedCall, Packing, Used, check_call, check_flag, completed
+from .arguments import Asked, CheckedCall, Packing, Used, check_call, completed
 from .backends.base import NO_AUX, AuxTensors
 from .errors import InputError
 from .ops.autograd import attend, call_directly, empty_results, refuse_gradients, with_gradients
@@ -13,6 +13,7 @@ from .ops.calls import Call, dense_call, packed_call, used_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .spec import AttentionSpec
+from .values import check_flag
 
 __all__ = ["QKV", "find_call", "is_empty", "run_dense", "run_packed"]
 

@@ -6,22 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .arguments import (
-    Asked,
-    Packing,
-    Used,
-    Window,
-    aux_of,
-    check_flag,
-    check_flash_options,
-    check_no_positional,
-    kind_of,
-)
+from .arguments import Asked, Packing, Used, aux_of
 from .cache_arguments import block_table_or, check_paged, paged_of
 from .dispatch import run_dense, run_packed
 from .errors import InputError
 from .kvcache import run_cached
 from .schedule import Numerics, Schedule
+from .values import Window, check_flag, check_flash_options, check_no_positional, kind_of
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 

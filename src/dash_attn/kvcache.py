@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import Asked, Window, aux_of, check_flag, check_no_positional
+from .arguments import Asked, aux_of
 from .cache_arguments import CheckedCache, Kept, block_table_or, check_cache_options, check_kvcache
 from .ops.autograd import call_directly
 from .ops.cached import append, cached_call, check_covered
 from .ops.operators import APPEND, CACHED
+from .values import Window, check_flag, check_no_positional
 
 __all__ = ["flash_attn_with_kvcache", "run_cached"]
 

@@ -8,22 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import (
-    aux_of,
-    check_aux,
-    check_dropout,
-    check_planned,
-    check_rows,
-    check_softcap,
-    completed,
-    short,
-)
+from .arguments import aux_of, check_aux, check_planned, check_rows, completed
 from .backends.base import NO_AUX, AuxTensors, Gradients, Prepared, Tensors, as_current, check_backend
 from .errors import InputError, PlanMismatchError
 from .ops.autograd import attend
 from .ops.calls import DTYPE_NAMES, first_that_covers, prepared_once
 from .schedule import Plan
 from .scores import Scores
+from .values import check_dropout, check_softcap, short
 
 __all__ = ["apply_plan"]
 

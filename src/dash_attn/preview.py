@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .arguments import Asked, Packing, Used, Window, aux_of, check_call, check_flag, check_flash_options
+from .arguments import Asked, Packing, Used, aux_of, check_call
 from .backends.base import AuxTensors, backends_for
 from .cache_arguments import (
     CheckedCache,
@@ -23,6 +23,7 @@ from .errors import DashError, InputError
 from .ops.cached import cached_call
 from .ops.calls import Call
 from .schedule import Numerics, Plan, Schedule
+from .values import Window, check_flag, check_flash_options
 
 __all__ = ["Fingerprints", "Support", "fingerprints", "is_supported", "plan_for"]
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..arguments import check_q_segment
 from ..errors import InputError
 from ..ops.spread import spread_by
 from ..schedule.sharing import LAYOUTS, MODES
+from ..values import check_q_segment
 from .exchange import Team, team_of
 from .functional import attention
 from .rows import positions

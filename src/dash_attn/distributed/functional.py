@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ..arguments import Asked, Packing, Window, aux_of, check_call, check_flag, completed
+from ..arguments import Asked, Packing, aux_of, check_call, completed
 from ..backends.base import AuxTensors
 from ..errors import InputError
 from ..ops.autograd import empty_results
@@ -17,6 +17,7 @@ from ..ops.policies import forget_with
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
 from ..spec import AttentionSpec
+from ..values import Window, check_flag
 from .agreement import agree, refuse
 from .autograd import attend
 from .covered import check_policy

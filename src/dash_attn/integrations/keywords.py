@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..arguments import short
 from ..errors import InputError
+from ..values import short
 
 __all__ = ["OF_CONTINUOUS_BATCHING", "refuse_unknown"]
 
