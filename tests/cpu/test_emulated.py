@@ -20,7 +20,7 @@ from emulator.program import Instruction
 from emulator.races import RaceError
 from torch import Tensor
 
-from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.backends.base import AuxTensors
 from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
 from dash_attn.backends.sm90 import backend
@@ -215,6 +215,22 @@ def test_histories_of_a_cache_where_v_has_fewer_columns(number: int) -> None:
     dtype = torch.bfloat16 if number % 2 else torch.float16
     with emulated(blocks=3, seed=number, races=number == 0):
         random_history(number, "cpu", dtype, 150, head_dims=((192, 128), (136, 40)), backend="sm90").run()
+
+
+@slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rows", [1, 70])
+def test_items_without_keys_leave_their_place_when_all_have_read_it(rows: int, seed: int) -> None:
+    """An item's words lie in shared memory until another item needs the place. Of one without keys nothing
+    is loaded that would hold up a warp."""
+    generator = torch.Generator().manual_seed(seed)
+    used = torch.tensor([100, 0, 0, 0, 130, 0], dtype=torch.int32)
+    q, k, v = (torch.randn(6, n, 2, 64, generator=generator).bfloat16() for n in (rows, 140, 140))
+    with emulated(blocks=1, seed=seed, late=False, races=True):
+        out = flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, backend="sm90")
+        alone = flash_attn_func(q[4:5], k[4:5, :130], v[4:5, :130], causal=True, backend="sm90")
+    assert_same_bytes(out[4:5], alone)
+    assert not out[used == 0].any()
 
 
 # What is found
