@@ -680,7 +680,8 @@ def test_dropout_counts_keys_from_the_first_one_of_the_sequence(monkeypatch: pyt
         prepared.forward(*given, scores.at(Origin(row=200, column=130)), aux)
 
 
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), (40, 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, (40, 0)])
 def test_dropout_in_segments_of_rows(window: tuple[int, int] | None) -> None:
     """The same weights are dropped as in whole sequences: of packed ones only the second one is cut."""
     generator = torch.Generator().manual_seed(0)
@@ -825,7 +826,9 @@ def test_intervals_and_head_dims(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
-@pytest.mark.parametrize(("dtype", "dropout_p"), [("float32", 0.3), ("float16", 0.0)])
+@pytest.mark.parametrize(
+    ("dtype", "dropout_p"), [pytest.param("float32", 0.3, marks=pytest.mark.slow), ("float16", 0.0)]
+)
 def test_intervals_with_all_that_scores_take(mask: Mask, dtype: str, dropout_p: float) -> None:
     """A sink, ALiBi, dropout, a softcap, head groups and a head dim of its own for V. Rows that see nothing
     have the sink for their log-sum-exp."""
