@@ -3,7 +3,8 @@
 The Triton kernels need any GPU that they run on.
 
 Sizes, from the environment: ``DASH_ATTN_PROBLEMS`` random problems of the accuracy tests and of the fuzzer
-(default 60), ``DASH_ATTN_REPLAYS`` replays of each policy and mask (default 200).
+(default 60), ``DASH_ATTN_REPLAYS`` replays of each policy and mask (default 200), ``DASH_ATTN_STEPS``
+of a captured step over a cache (default 40).
 """
 
 from __future__ import annotations

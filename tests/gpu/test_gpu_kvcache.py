@@ -18,6 +18,7 @@ from dash_attn.testing import assert_same_bytes, same_bytes
 from kvcache_cases import History, random_history
 
 PROBLEMS = int(os.environ.get("DASH_ATTN_PROBLEMS", "20"))
+STEPS = int(os.environ.get("DASH_ATTN_STEPS", "40"))
 BACKENDS = ("sm90", "triton")
 BF16 = torch.bfloat16
 
@@ -76,7 +77,7 @@ def gathered(x: Tensor, table: Tensor, sequence: int, length: int) -> Tensor:
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_a_captured_graph_replays_lengths_that_grow(page_size: int, backend: str) -> None:
     """The host reads nothing, and every step has the bytes of an eager one, and of one forward."""
-    steps, most = 40, 17_000
+    most = 17_000 + STEPS
     k, v, table = paged(most, 3, page_size)
     q, new = draw(3, 1, 8, 128, seed=7), draw(3, 1, 2, 128, seed=8)
     at = int32(5, 8180, 16_500)
@@ -91,7 +92,7 @@ def test_a_captured_graph_replays_lengths_that_grow(page_size: int, backend: str
             found = flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=at, **how)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for step in range(steps):
+    for step in range(STEPS):
         q.copy_(draw(3, 1, 8, 128, seed=100 + step))
         new.copy_(draw(3, 1, 2, 128, seed=200 + step))
         graph.replay()
