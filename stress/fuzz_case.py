@@ -238,7 +238,8 @@ def _allowed(case: FuzzCase, one: Sequence, exact: Any) -> list[float]:
     in the largest score (tensor cores truncate) is an absolute one of the exponent; with a softcap it is
     2^-20, since tanh has an error of 2^-21. The floor is rounding of the accumulator: where a row attends to
     one key, dP - delta cancels and nothing else is left. It is in proportion to the products, not to their
-    difference. Plain attention in float64 is what is exact, so there the floor is all.
+    difference. Plain attention in float64 is what is exact, so there the floor is all. What the rounding of
+    out does comes on top, for a backward reads delta from it, and plain attention does not.
     """
     dtype = getattr(torch, case.dtype)
     double, unit = dtype == torch.float64, torch.finfo(dtype).eps
@@ -249,11 +250,27 @@ def _allowed(case: FuzzCase, one: Sequence, exact: Any) -> list[float]:
     floor = (64 * 2**-52 if double else 4 * capped * 2**-23) * float(one.dout.double().norm())
     score = scale * q * k
     allowed = []
-    for error, x, products in zip(plain, exact[2:], (scale * k * v, scale * q * v, 1 + score)):
+    of_out = _from_rounded_out(case, one, exact[0])
+    for error, by_out, x, products in zip(
+        plain, of_out, exact[2:], (scale * k * v, scale * q * v, 1 + score)
+    ):
         few = max(x.numel(), 1) ** -0.5
         relative = 4 * few * unit + (0.0 if double else capped * 2**-22 * score)
-        allowed.append((2 + 8 * few) * error + relative * float(x.norm()) + floor * products)
+        allowed.append((2 + 8 * few) * error + by_out + relative * float(x.norm()) + floor * products)
     return allowed
+
+
+def _from_rounded_out(case: FuzzCase, one: Sequence, out: Tensor) -> tuple[float, float, float]:
+    """Norms of what dq, dk and dv miss because delta is dout . out with a rounded out.
+
+    delta is wrong by d per row, so dS by -P d: dq by d times attention over K in place of V, dk by the
+    gradient of these values for d q. A softcap makes dS smaller, never larger.
+    """
+    d = (one.dout.double() * (out.to(one.q.dtype).double() - out)).sum(-1, keepdim=True)
+    over_keys = one._replace(v=one.k, dout=d * one.q.double())
+    found = plain_attention(over_keys, case.problem.mask, case.scores, torch.float64)
+    scale = case.scores.softmax_scale
+    return scale * float((d * found[0]).norm()), scale * float(found[4].norm()), 0.0
 
 
 # Running
