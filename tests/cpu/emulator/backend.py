@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
 
-from dash_attn.backends.sm90 import backend, launch, resident, segments
+from dash_attn.backends.sm90 import backend, launch, resident, segments, untried
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
@@ -29,13 +29,16 @@ class _Upload:
 
 
 @contextmanager
-def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False) -> Iterator[None]:
+def emulated(
+    blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False, names: Iterable[str] = ()
+) -> Iterator[None]:
     """All functions with ``backend="sm90"`` take CPU tensors.
 
     Args:
         blocks: SMs of the GPU, each of which has one block.
         seed: of the order in which warps run and copies end.
         late, races: see :class:`~emulator.machine.Machine`.
+        names: of kernels that run although no GPU has tried them, see sm90/untried.py.
     """
 
     def program(config: Config) -> Emulated:
@@ -62,6 +65,7 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
         resident: {"Upload": _Upload},
         segments: {"program": program, "as_current": nothing},
         forward: {"program": program, "multiprocessors": count, "Upload": _Upload},
+        untried: {"_asked": lambda: frozenset(names)},
         cached: {"program": program, "multiprocessors": count},
     }  # fmt: skip
     with ExitStack() as stack:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .untried import runs
+
 __all__ = [
     "HEAD_DIMS",
     "TILES",
@@ -92,7 +94,7 @@ def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
     (Kernel(head_dim=64, head_dim_v=64, padded=False), Kernel(head_dim=128, head_dim_v=128, padded=True))
     """
     for kernel in TILES:
-        if head_dim <= kernel[0] and head_dim_v <= kernel[1]:
+        if head_dim <= kernel[0] and head_dim_v <= kernel[1] and runs(f"head_dim_{kernel[0]}"):
             return Kernel(*kernel, padded=(head_dim, head_dim_v) != kernel)
     raise ValueError(
         f"no kernel holds head_dim {name_of(head_dim, head_dim_v)}; the largest has {name_of(*kernel)}"
