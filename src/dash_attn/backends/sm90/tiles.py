@@ -17,6 +17,7 @@ __all__ = [
     "has_softcap",
     "kernel_of",
     "name_of",
+    "row_bytes_of",
     "tiles_of",
 ]
 
@@ -54,6 +55,8 @@ TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
+    # The buffers of 128. Shared memory has room for more, but no GPU has said whether more are faster.
+    (96, 96): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
 }
@@ -115,6 +118,16 @@ def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
         supported = ", ".join(name_of(*known) for known in TILES)
         raise ValueError(f"head_dim {name_of(*pair)} is not supported; supported: {supported}")
     return TILES[pair]
+
+
+def row_bytes_of(columns: int) -> int:
+    """Bytes of the swizzled rows in which shared memory keeps so many columns of 16 bits: the largest of 128,
+    64 and 32 that the columns fill.
+
+    >>> [row_bytes_of(columns) for columns in (128, 96, 64, 48)]
+    [128, 64, 128, 32]
+    """
+    return next(size for size in (128, 64, 32) if 2 * columns % size == 0)
 
 
 def has_softcap(head_dim: int, head_dim_v: int) -> bool:
