@@ -12,6 +12,7 @@ from dash_attn.backends.sm90 import backend, launch, resident, segments, untried
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
+from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
 
@@ -32,7 +33,8 @@ class _Upload:
 def emulated(
     blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False, names: Iterable[str] = ()
 ) -> Iterator[None]:
-    """All functions with ``backend="sm90"`` take CPU tensors.
+    """All functions with ``backend="sm90"`` take CPU tensors. Nothing is kept of calls before, nor for later
+    ones: what a call has made would run again as it was made.
 
     Args:
         blocks: SMs of the GPU, each of which has one block.
@@ -50,7 +52,7 @@ def emulated(
     def nothing(_device: torch.device) -> nullcontext[None]:
         return nullcontext()
 
-    why_not = backend.BACKEND.why_not
+    why_not, asked = backend.BACKEND.why_not, frozenset(names)
 
     def why_not_here(problem: Problem, _device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         return why_not(problem, torch.device("cuda"), packed, scores)
@@ -65,11 +67,13 @@ def emulated(
         resident: {"Upload": _Upload},
         segments: {"program": program, "as_current": nothing},
         forward: {"program": program, "multiprocessors": count, "Upload": _Upload},
-        untried: {"_asked": lambda: frozenset(names)},
+        untried: {"_asked": lambda: asked},
         cached: {"program": program, "multiprocessors": count},
     }  # fmt: skip
     with ExitStack() as stack:
-        for module, names in patches.items():
-            for name, value in names.items():
+        for module, values in patches.items():
+            for name, value in values.items():
                 stack.enter_context(mock.patch.object(module, name, value))
+        stack.callback(forget)
+        forget()
         yield

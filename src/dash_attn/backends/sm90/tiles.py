@@ -54,13 +54,13 @@ _REGISTERS = Registers(mma=240, other=24)
 TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
-    (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     # The buffers of 128. Shared memory has room for more, but no GPU has said whether more are faster.
     (96, 96): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
+    (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
 }
-"""By (head dim of Q and K, head dim of V)."""
+"""By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
 
 
 HEAD_DIMS, WIDE = range(40, 129, 8), range(136, 193, 8)
