@@ -42,9 +42,7 @@ def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> l
             used = min(max(keys - column * batch.page_size, 0), batch.page_size)
             row = PACKED - used + token % batch.page_size
             place = (row, head, PACKED, page * batch.page_size + used)
-            found += [
-                (chunk, *place) for chunk in range(0, config.head_dim, row_bytes_of(config.head_dim) // 2)
-            ]
+            found += [(chunk, *place) for chunk in columns]
     return found
 
 
