@@ -205,7 +205,7 @@ def test_errors_are_those_of_the_dtype(head_dim: int) -> None:
     usual = plain_attention(one, Mask.causal(), Scores(head_dim**-0.5), q.dtype)
     for x, name in zip(found[1:], ("out", "dq", "dk", "dv")):
         wanted, other = getattr(exact, name), getattr(usual, name)
-        assert relative_error(x[0].cpu(), wanted) <= 2.2 * relative_error(other, wanted)
+        assert relative_error(x[0].detach().cpu(), wanted) <= 2.2 * relative_error(other, wanted)
 
 
 @pytest.mark.parametrize("number", range(4))
