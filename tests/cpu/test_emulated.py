@@ -199,7 +199,8 @@ def test_kernels_of_96_columns_make_the_bytes_of_128(case: Case) -> None:
         with emulated(blocks=4, seed=1, races=True, names=OPEN):
             found = case.run()
         assert head_dims_of(ran) == {96}
-        assert_near(case, found)
+        # A gradient of two sinks is too few elements for a bound on errors. Its bytes are compared below.
+        assert_near(case, {name: x for name, x in found.items() if name != "dsink"})
         for how in ({"blocks": 6, "seed": 2, "late": False, "names": OPEN}, {"blocks": 3, "seed": 3}):
             ran.reset_mock()
             with emulated(**how):
