@@ -11,6 +11,7 @@ from ptx_machine import main_kernel_ptx as cached_ptx
 
 from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
 from dash_attn.backends.sm90.cached.config import CachedConfig
+from dash_attn.backends.sm90.tiles import row_bytes_of
 
 __all__ = [
     "Batch",
@@ -123,7 +124,7 @@ class CachedMachine(ForwardMachine):
             return True  # of Q, whose contents are left out
         super()._cp(thread, operation, operands)
         barrier, _ = thread.block.copies.pop()
-        thread.block.copies.append((barrier, 2 * 64 * self.config.piece))
+        thread.block.copies.append((barrier, row_bytes_of(self.config.head_dim) * self.config.piece))
         return True
 
 

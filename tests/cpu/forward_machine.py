@@ -14,6 +14,7 @@ from ptx_machine import main_kernel_ptx as forward_ptx
 from dash_attn.backends.base import Keys
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.table import forward_table
+from dash_attn.backends.sm90.tiles import row_bytes_of
 from dash_attn.problem import Problem
 from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 
@@ -112,6 +113,6 @@ class ForwardMachine(Machine):
         where = tuple(_as(self._value(thread, c), "s32") for c in coordinates)
         (block.loads if loaded else block.stores).append((which, where))
         if loaded:
-            size = 2 * 64 * (64 if which == 0 else self.config.tile_n)
+            size = row_bytes_of(self.config.head_dim) * (64 if which == 0 else self.config.tile_n)
             block.copies.append((self._address(thread, operands[2]), size))
         return True

@@ -25,7 +25,7 @@ from emulator.phases import Barrier
 
 from dash_attn.backends.sm90 import compile
 from dash_attn.backends.sm90.backward.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
-from dash_attn.backends.sm90.tiles import kernel_of
+from dash_attn.backends.sm90.tiles import kernel_of, row_bytes_of
 from dash_attn.schedule import Plan, to_table
 
 BITS = {"b64": 64, "u64": 64, "s64": 64, "b16": 16, "u16": 16, "s16": 16, "s8": 8, "u8": 8}
@@ -382,8 +382,8 @@ class Machine:
             which = self._value(thread, named) - DESCRIPTORS
             where = tuple(_as(self._value(thread, c), "s32") for c in coordinates)
             (block.loads if loaded else block.stores).append((which, where))
-            row_bytes = BackwardConfig(kernel.head_dim, head_dim_v=kernel.head_dim_v).k_row_bytes
-            row_bytes = row_bytes if which == K else 128
+            config = BackwardConfig(kernel.head_dim, head_dim_v=kernel.head_dim_v)
+            row_bytes = config.k_row_bytes if which == K else row_bytes_of(kernel.head_dim)
             size = row_bytes * (problem.tile_m if which < K else problem.tile_n)
         else:
             tile_bytes = 4 * problem.tile_m * kernel.head_dim

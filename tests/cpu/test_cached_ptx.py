@@ -18,6 +18,7 @@ from ptx_machine import DeadlockError
 
 from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
 from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
+from dash_attn.backends.sm90.tiles import row_bytes_of
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
@@ -33,7 +34,7 @@ BATCHES = {
 def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> list[tuple[int, ...]]:
     """(column, row, head, batch, shift) of the copies of K of an item, in order."""
     sequence, keys, per = record[0], record[5], config.segment // config.tile_n
-    found = []
+    found, columns = [], range(0, config.head_dim, row_bytes_of(config.head_dim) // 2)
     for tile in sorted(_tiles_of(batch, config, record), key=lambda t: (t // per, -t)):
         for token in range(tile * config.tile_n, (tile + 1) * config.tile_n, config.piece):
             column = token // batch.page_size
@@ -41,7 +42,7 @@ def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> l
             used = min(max(keys - column * batch.page_size, 0), batch.page_size)
             row = PACKED - used + token % batch.page_size
             place = (row, head, PACKED, page * batch.page_size + used)
-            found += [(chunk, *place) for chunk in range(0, config.head_dim, 64)]
+            found += [(chunk, *place) for chunk in columns]
     return found
 
 
@@ -49,7 +50,7 @@ def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> l
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(
     ("head_dim", "few", "piece"),
-    [(64, True, 16), (128, False, 16), pytest.param(64, False, 16, marks=pytest.mark.slow)],
+    [(64, True, 16), (128, False, 16), (96, True, 128), pytest.param(64, False, 16, marks=pytest.mark.slow)],
 )
 def test_it_ends_and_loads_what_it_should(head_dim: int, few: bool, piece: int, name: str) -> None:
     batch = BATCHES[name]

@@ -14,6 +14,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from emulator import backend as emulator_backend
 from emulator import machine, programs
 from emulator.backend import emulated
 from emulator.program import Instruction
@@ -29,12 +30,13 @@ from dash_attn.backends.sm90.segments import run_segment
 from dash_attn.problem import Mask
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
-from kvcache_cases import random_history
+from kvcache_cases import History, random_history
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 
 slow = pytest.mark.slow
+OPEN = ("head_dim_96",)
 CAUSAL, WINDOW, BEHIND = Mask.causal(), Mask.window(100, 30), Mask.window(100, 0)
 
 
@@ -147,6 +149,14 @@ def test_numbers_and_bytes(case: Case) -> None:
     ):
         found = case.run()
     assert (cut.call_count > 1) == ("q_segment" in dict(case.how))
+    assert_near(case, found)
+    with emulated(blocks=6, seed=2, late=False):
+        for name, x in case.run().items():
+            assert_same_bytes(x, found[name], name)
+
+
+def assert_near(case: Case, found: dict[str, Tensor]) -> None:
+    """Errors are at most twice those of plain attention in the same dtype."""
     exact, plain = case.expected(torch.float64), case.expected(case.dtype)
     for name, x in found.items():
         there = exact[name].isfinite()
@@ -157,26 +167,70 @@ def test_numbers_and_bytes(case: Case) -> None:
         few = 1 + 2 * there.sum().item() ** -0.5  # elements: their errors do not average out
         assert error <= 2 * few * usual + 1e-5 * scale, f"{name}: {error:.3g}, plain attention {usual:.3g}"
         assert same_bytes(x[~there].double(), exact[name][~there].double())
-    with emulated(blocks=6, seed=2, late=False):
-        for name, x in case.run().items():
-            assert_same_bytes(x, found[name], name)
+
+
+OF_96 = [
+    Case("causal-96", ((300, 300),), (2, 1), 96),
+    Case("full-80-fp16", ((140, 300),), (1, 1), 80, mask=Mask.full(), dtype=torch.float16),
+    Case("packed-72", PACKED, (2, 1), 72),
+    Case("packed-96", PACKED, (1, 1), 96),
+    Case("window-96-fp16", ((260, 330),), (1, 1), 96, mask=WINDOW, dtype=torch.float16),
+    Case("head-groups-96", ((200, 200),), (8, 1), 96),
+    Case("head-groups-88", ((150, 150),), (8, 1), 88, mask=WINDOW),
+    Case("v-of-40-columns", ((200, 200),), (2, 2), 96, 40),
+    Case("v-of-96-columns", ((200, 200),), (2, 2), 24, 96),
+    Case("sink-96-packed", PACKED, (2, 1), 96, sink=True),
+    Case("softcap-96", ((200, 200),), (2, 1), 96, how=(("softcap", 15.0),)),
+    Case(
+        "softcap-sink-72-fp16", PACKED, (2, 2), 72, dtype=torch.float16, sink=True, how=(("softcap", 30.0),)
+    ),
+    Case("segments-96", ((300, 300),), (2, 1), 96, how=(("q_segment", 128),)),
+    Case("segments-80-softcap", ((200, 290),), (1, 1), 80, how=(("q_segment", 128), ("softcap", 15.0))),
+    Case("rings-96", ((300, 300),), (2, 2), 96, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
+]
 
 
 @slow
-def test_sums_that_nothing_orders_are_found() -> None:
+@pytest.mark.parametrize("case", OF_96, ids=lambda case: case.name)
+def test_kernels_of_96_columns_make_the_bytes_of_128(case: Case) -> None:
+    """Columns that are left out are zeros, which add exactly nothing."""
+    kept = emulator_backend.Emulated
+    with mock.patch.object(emulator_backend, "Emulated", side_effect=kept) as ran:
+        with emulated(blocks=4, seed=1, races=True, names=OPEN):
+            found = case.run()
+        assert head_dims_of(ran) == {96}
+        # A gradient of two sinks is too few elements for a bound on errors. Its bytes are compared below.
+        assert_near(case, {name: x for name, x in found.items() if name != "dsink"})
+        for how in ({"blocks": 6, "seed": 2, "late": False, "names": OPEN}, {"blocks": 3, "seed": 3}):
+            ran.reset_mock()
+            with emulated(**how):
+                for name, x in case.run().items():
+                    assert_same_bytes(x, found[name], name)
+            assert head_dims_of(ran) == {96 if "names" in how else 128}
+
+
+def head_dims_of(ran: mock.Mock) -> set[int]:
+    """Of the kernels that ran, if they have one."""
+    return {call.args[0].head_dim for call in ran.call_args_list if hasattr(call.args[0], "head_dim")}
+
+
+@slow
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_sums_that_nothing_orders_are_found(head_dim: int) -> None:
     """The negative control: without tickets blocks add to dQ as they come."""
-    case = Case("without-order", ((400, 400),), (1, 1), 64, how=(("deterministic", False),))
-    with emulated(blocks=3, seed=1, races=True), pytest.raises(RaceError, match="writes of stores"):
+    case = Case("without-order", ((400, 400),), (1, 1), head_dim, how=(("deterministic", False),))
+    opened = emulated(blocks=3, seed=1, races=True, names=OPEN)
+    with opened, pytest.raises(RaceError, match="writes of stores"):
         case.run()
 
 
 @slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
 def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int) -> None:
     whole = Case("whole", ((300, 300),), (2, 1), head_dim, min(head_dim, 128))
     q, k, v = (x.detach() for x in whole.tensors()[0])
     how = {"causal": True, "backend": "sm90", "return_lse": True}
-    with emulated(blocks=3):
+    with emulated(blocks=3, names=OPEN):
         out, lse = flash_attn_func(q[None], k[None], v[None], **how)
         chunk = flash_attn_func(q[None, 130:257], k[None, :257], v[None, :257], **how)
         alone = flash_attn_func(q[None, 211:212], k[None, :212], v[None, :212], **how)
@@ -207,6 +261,25 @@ def test_histories_of_a_cache(number: int) -> None:
     dtype = torch.bfloat16 if number % 3 else torch.float16
     with emulated(blocks=3, seed=number, late=bool(number % 2), races=number % 4 == 0):
         random_history(number, "cpu", dtype, 150, head_dims=(64, 72, 128), backend="sm90").run()
+
+
+@slow
+@pytest.mark.parametrize("number", range(6))
+def test_histories_of_a_cache_of_96_columns(number: int) -> None:
+    """Rows of a cache have the bytes of a forward by the kernels of 128, too."""
+    dtype, dims = torch.bfloat16 if number % 2 else torch.float16, (96, 72, (96, 40))
+
+    def history() -> History:
+        return random_history(number, "cpu", dtype, 150, head_dims=dims, backend="sm90")
+
+    with emulated(blocks=3, seed=number + 1):
+        wanted = history().wanted
+    with emulated(blocks=3, seed=number, late=number < 3, races=number % 3 == 0, names=OPEN):
+        narrow = history()
+        for found, other in zip(narrow.wanted, wanted):
+            assert_same_bytes(found[0], other[0], "out")
+            assert_same_bytes(found[1], other[1], "lse")
+        narrow.run()
 
 
 @slow

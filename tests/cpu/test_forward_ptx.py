@@ -13,6 +13,7 @@ from ptx_machine import DeadlockError
 from dash_attn.backends.base import Keys
 from dash_attn.backends.sm90.forward.config import ForwardConfig, forward_config
 from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
+from dash_attn.backends.sm90.tiles import row_bytes_of
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import ForwardPlan, prove_forward
 
@@ -79,6 +80,12 @@ def test_it_ends_and_loads_and_stores_what_it_should(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["full", "packed"])
+def test_it_does_so_in_copies_of_32_columns(name: str) -> None:
+    check(replace(forward_config(96, "bf16"), segment=256), name)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
 def test_it_does_so_where_v_has_fewer_columns_and_q_one_stage(name: str) -> None:
     check(replace(forward_config(192, "bf16", 128), segment=256), name)
@@ -108,7 +115,7 @@ def check(config: ForwardConfig, name: str) -> None:
         machine.run()
         items = listed(machine.plan)
         numbers = {item: number for number, item in enumerate(items.values())}
-        parts, of_v = head_dim // 64, config.head_dim_v // 64
+        parts, of_v = (2 * n // row_bytes_of(n) for n in (head_dim, config.head_dim_v))
         done = []
         for block in machine.blocks:
             queries = [where for which, where in block.loads if which == 0][::parts]

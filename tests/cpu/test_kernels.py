@@ -123,7 +123,7 @@ def test_hashes_of_two_compilers_are_not_one_record() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("head_dim", ["64", "128", "192v128"])
+@pytest.mark.parametrize("head_dim", ["64", "96", "128", "192v128"])
 def test_shared_memory_is_what_the_kernel_allocates(head_dim: str) -> None:
     from dash_attn.backends.sm90.backward.kernel import Backward
 
@@ -134,7 +134,7 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"head_dim": 96}, r"head_dim 96 is not supported; supported: 64, 128, 192 \(V: 128\)"),
+        ({"head_dim": 80}, r"head_dim 80 is not supported; supported: 64, 96, 128, 192 \(V: 128\)"),
         ({"dtype": "fp32"}, "dtype must be 'bf16' or 'fp16', got 'fp32'"),
         ({"q_stages": 5}, "bytes of shared memory, limit 232448"),
         ({"do_stages": 1}, "has one stage of Q or dO"),

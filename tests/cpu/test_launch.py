@@ -61,7 +61,7 @@ def test_copied_first(x: torch.Tensor) -> None:
     assert copy.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize(("tile_m", "head_dim"), [(64, 128), (128, 64), (64, 192)])
+@pytest.mark.parametrize(("tile_m", "head_dim"), [(64, 96), (64, 128), (128, 64), (64, 192)])
 def test_every_value_of_a_dq_tile_has_one_place(tile_m: int, head_dim: int) -> None:
     order = _accumulator_order(tile_m, head_dim)
     assert order.shape == (tile_m, head_dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,15 +14,50 @@ from torch import Tensor
 import dash_attn
 from dash_attn import attention, flash_attn_varlen_func
 from dash_attn.backends.base import backend_for
+from dash_attn.backends.cpu.oracle import Inputs, plain_attention
+from dash_attn.backends.sm90 import untried
+from dash_attn.backends.sm90.tiles import kernel_of
+from dash_attn.ops.policies import forget
+from dash_attn.problem import Mask
+from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import relative_error
+from kvcache_cases import History, random_history
 
 HEAD_DIMS = (40, 48, 72, 80, 96, 104, 120)
+OPEN = "head_dim_96"
+"""The kernels of 96 columns, which must make the bytes of those of 128."""
+
+
+def name_of(asked: int | tuple[int, str]) -> str:
+    return str(asked) if isinstance(asked, int) else "-".join(map(str, asked))
+
+
+ALL = [pytest.param(each, id=name_of(each)) for each in (*HEAD_DIMS, *((n, OPEN) for n in (72, 80, 96)))]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {"policy": "shift(ring=16, min_stride=2, max_stride=4)"},
     "causal": {"causal": True, "policy": "descending"},
     "window": {"causal": True, "window": (100, 0), "policy": "descending"},
 }
+
+
+@pytest.fixture
+def head_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A head dim; with a name beside it, the kernels of that name run, though no GPU may have tried them."""
+    asked, *names = request.param if isinstance(request.param, tuple) else (request.param,)
+    with opened(monkeypatch, names):
+        assert (kernel_of(asked, asked).head_dim == 96) == (OPEN in names)
+        yield asked
+
+
+@contextmanager
+def opened(monkeypatch: pytest.MonkeyPatch, names: Iterable[str]) -> Iterator[None]:
+    """Kernels of these names run, and no others that no GPU has tried."""
+    with monkeypatch.context() as patch:
+        patch.setattr(untried, "_asked", lambda: frozenset(names))
+        forget()
+        yield
+    forget()
 
 
 def drawn(head_dim: int, *, rows: int = 500, keys: int = 700, kv_heads: int = 1) -> list[Tensor]:
@@ -53,7 +90,7 @@ def assert_like_padded(found: list[Tensor], tensors: list[Tensor], **how: Any) -
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL, indirect=True)
 def test_the_bytes_are_those_of_padded_tensors(head_dim: int, mask: str) -> None:
     """Grouped heads, so that sums of head groups are added, too. And the values are those of Triton."""
     tensors, how = drawn(head_dim), MASKS[mask]
@@ -67,7 +104,7 @@ def test_the_bytes_are_those_of_padded_tensors(head_dim: int, mask: str) -> None
         assert relative_error(got, other.double()) < 0.01
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL, indirect=True)
 def test_rows_without_keys_and_keys_without_rows(head_dim: int) -> None:
     """Kernels write these zeros by other ways."""
     for rows, keys in ((500, 200), (100, 700)):
@@ -76,7 +113,7 @@ def test_rows_without_keys_and_keys_without_rows(head_dim: int) -> None:
         assert_like_padded(run(tensors, **how), tensors, **how)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL, indirect=True)
 def test_packed_split_and_transposed(head_dim: int) -> None:
     q, k, v, dout = drawn(head_dim, kv_heads=2, keys=500)
     found = run([q, k, v, dout], causal=True)
@@ -94,7 +131,7 @@ def test_packed_split_and_transposed(head_dim: int) -> None:
     assert_same_bytes(one, whole[..., :head_dim].contiguous())
 
 
-@pytest.mark.parametrize("head_dim", [48, 96])
+@pytest.mark.parametrize("head_dim", [48, 96, (96, OPEN)], ids=name_of, indirect=True)
 def test_with_a_sink_and_without_order(head_dim: int) -> None:
     q, k, v, dout = drawn(head_dim, kv_heads=2)
     sink = torch.tensor([-1.0, 0.5, 2.0, 4.0], device="cuda")
@@ -115,6 +152,20 @@ def test_with_a_sink_and_without_order(head_dim: int) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_v_may_have_another_one(head_dim: int, head_dim_v: int, mask: str) -> None:
     """The bytes of padded tensors; rows without keys, too."""
+    assert_like_padded_v(head_dim, head_dim_v, mask)
+
+
+@pytest.mark.parametrize(("head_dim_qk", "head_dim_v"), [(96, 48), (72, 96), (8, 88)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_v_may_have_another_one_beside_96_columns(
+    head_dim_qk: int, head_dim_v: int, mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(monkeypatch, [OPEN]):
+        assert kernel_of(head_dim_qk, head_dim_v).head_dim == 96
+        assert_like_padded_v(head_dim_qk, head_dim_v, mask)
+
+
+def assert_like_padded_v(head_dim: int, head_dim_v: int, mask: str) -> None:
     of_v = 64 if max(head_dim, head_dim_v) <= 64 else 128
     of_qk = 192 if head_dim > 128 else of_v
     for rows, keys in ((500, 700), (300, 100)):
@@ -129,6 +180,49 @@ def test_v_may_have_another_one(head_dim: int, head_dim_v: int, mask: str) -> No
             columns = slice(None) if got is found[0] else slice(got.shape[-1])
             assert_same_bytes(got, other[..., columns].contiguous())
         assert [x.shape[-1] for x in found[1:]] == [head_dim_v, head_dim, head_dim, head_dim_v]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"softcap": 15.0}, {"q_segment": 256}, {"q_segment": 256, "softcap": 30.0}],
+    ids=["softcap", "segments", "segments-softcap"],
+)
+@pytest.mark.parametrize("head_dim", [(72, OPEN), (96, OPEN)], ids=name_of, indirect=True)
+def test_softcap_and_segments(head_dim: int, how: dict[str, Any]) -> None:
+    """Segments leave sums of dK and dV to another kernel."""
+    tensors, common = drawn(head_dim, kv_heads=2, keys=500), {"causal": True, "policy": "descending"}
+    found = run(tensors, **common, **how)
+    assert_like_padded(found, tensors, **common, **how)
+    assert not same_bytes(found[3], run(tensors, **common)[3]), "the control: dK of a call without them"
+
+
+@pytest.mark.parametrize("head_dim", [(96, OPEN)], ids=name_of, indirect=True)
+def test_errors_are_those_of_the_dtype(head_dim: int) -> None:
+    q, k, v, dout = (x[:1, :200, :1] for x in drawn(head_dim, keys=500))
+    found = run([q, k, v, dout], causal=True)
+    one = Inputs(*(x[0].cpu() for x in (dout, q, k, v)))
+    exact = plain_attention(one, Mask.causal(), Scores(head_dim**-0.5), torch.float64)
+    usual = plain_attention(one, Mask.causal(), Scores(head_dim**-0.5), q.dtype)
+    for x, name in zip(found[1:], ("out", "dq", "dk", "dv")):
+        wanted, other = getattr(exact, name), getattr(usual, name)
+        assert relative_error(x[0].detach().cpu(), wanted) <= 2.2 * relative_error(other, wanted)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_histories_of_a_cache_of_96_columns(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row of every call over a cache has the bytes of one forward, and of one by the kernels of 128."""
+
+    def history() -> History:
+        dims = (96, 72, (96, 40))
+        return random_history(number, "cuda", torch.bfloat16, 700, head_dims=dims, backend="sm90")
+
+    wanted = history().wanted
+    with opened(monkeypatch, [OPEN]):
+        narrow = history()
+        for found, other in zip(narrow.wanted, wanted):
+            for x, y in zip(found, other):
+                assert_same_bytes(x, y)
+        narrow.run()
 
 
 def test_what_is_too_small_or_too_large_goes_to_triton() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ..errors import DashError, InputError
 from ..schedule import POLICIES, Numerics, Schedule
 
-__all__ = ["forget_with", "policy_key", "schedule_named"]
+__all__ = ["forget", "forget_with", "policy_key", "schedule_named"]
 
 _OWN: dict[str, Numerics] = {}
 """Policies of users by their string. The built-in ones are made from it."""
@@ -18,6 +18,12 @@ _FORGET: list[Callable[[], None]] = []
 def forget_with(clear: Callable[[], None]) -> None:
     """Call this when a name begins to mean another policy: what was made with the old one must go."""
     _FORGET.append(clear)
+
+
+def forget() -> None:
+    """Forget what was made of earlier calls, so that the next ones choose anew."""
+    for clear in _FORGET:
+        clear()
 
 
 def policy_key(policy: str | Numerics | Schedule) -> str:
@@ -69,8 +75,7 @@ def _remember(name: str, policy: Numerics) -> None:
         raise InputError(f"policy {policy!r} prints as {name!r}, like another policy")
     if known != policy:
         _OWN[name] = policy
-        for clear in _FORGET:
-            clear()
+        forget()
 
 
 def _redefined(old: Numerics, new: Numerics) -> bool:

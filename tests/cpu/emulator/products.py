@@ -16,7 +16,7 @@ ROWS = 16
 """Rows that a warp has of the 64 of its warpgroup."""
 
 
-SWIZZLES = {1: 128, 2: 64}
+SWIZZLES = {1: 128, 2: 64, 3: 32}
 """Bytes of a swizzled row, by the code in a descriptor."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ROWS
 from dash_attn.backends.sm90.sinks.kernels import SinkTotals
+from dash_attn.backends.sm90.tiles import row_bytes_of
 
 from .machine import Machine
-from .memory import ROW_BYTES, Memory, TensorMap
+from .memory import Memory, TensorMap
 from .program import Kernel, kernels_of
 
 Parameter = bytes | TensorMap
@@ -71,8 +73,9 @@ class Emulated:
         heads, k = tensors.q.shape[2], tensors.k
         if launch.grid < launch.entries * heads:
             self._launch(claims, (1, 1), [_tensor(workspace.claimed)], memory)
-        maps = [(tensors.q, ROWS, False), (k, c.tile_n, True), (tensors.v, c.tile_n, True)]
-        maps += [(tensors.out, ROWS, False)]
+        of_k, of_v = (row_bytes_of(columns) for columns in (c.head_dim, c.head_dim_v))
+        maps = [(tensors.q, ROWS, False, of_k), (k, c.tile_n, True, of_k)]
+        maps += [(tensors.v, c.tile_n, True, of_v), (tensors.out, ROWS, False, of_v)]
         numbers = (
             launch.entries, launch.heads, launch.left, launch.right, heads // k.shape[2], tensors.q.shape[0],
             heads, k.shape[0], k.shape[1],
@@ -107,7 +110,8 @@ class Emulated:
             *scales, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages,
             *ratios,
         )  # fmt: skip
-        maps = _maps((_as_rows(x), c.piece, False) for x in (tensors.k, tensors.v))
+        row_bytes = row_bytes_of(gcd(c.head_dim, c.head_dim_v))
+        maps = _maps((_as_rows(x), c.piece, False, row_bytes) for x in (tensors.k, tensors.v))
         self._launch(
             main, (launch.grid, 1), [*maps, DUMMY, DUMMY, *described, *map(_number, numbers)], memory
         )
@@ -148,11 +152,10 @@ class Emulated:
         parameters = [*memory_of(backward.BeforeMemory._fields), everywhere]
         self._launch(before, (launch.q_tiles, heads), parameters, memory)
         rows = {"q": c.tile_m, "dout": c.tile_m}
-        row_bytes = {"k": c.k_row_bytes}
-        maps = _maps(
-            (named[n], rows.get(n, c.tile_n), False, row_bytes.get(n, ROW_BYTES))
-            for n in backward.Copies._fields
-        )
+        columns = {"v": c.head_dim_v, "dv": c.head_dim_v, "dout": c.head_dim_v}
+        row_bytes = {n: row_bytes_of(columns.get(n, c.head_dim)) for n in backward.Copies._fields}
+        row_bytes["k"] = c.k_row_bytes
+        maps = _maps((named[n], rows.get(n, c.tile_n), False, size) for n, size in row_bytes.items())
         numbers = [_number(n) for n in (launch.scale, launch.workers, launch.complete, *cap)]
         products = [DUMMY] * (len(main.parameters) - len(maps) - len(backward.Memory._fields) - len(numbers))
         parameters = [*maps, *products, *memory_of(backward.Memory._fields), *numbers]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .untried import runs
+
 __all__ = [
     "HEAD_DIMS",
     "TILES",
@@ -15,6 +17,7 @@ __all__ = [
     "has_softcap",
     "kernel_of",
     "name_of",
+    "row_bytes_of",
     "tiles_of",
 ]
 
@@ -51,11 +54,13 @@ _REGISTERS = Registers(mma=240, other=24)
 TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
+    # The buffers of 128. Shared memory has room for more, but no GPU has said whether more are faster.
+    (96, 96): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
 }
-"""By (head dim of Q and K, head dim of V)."""
+"""By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
 
 
 HEAD_DIMS, WIDE = range(40, 129, 8), range(136, 193, 8)
@@ -92,7 +97,7 @@ def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
     (Kernel(head_dim=64, head_dim_v=64, padded=False), Kernel(head_dim=128, head_dim_v=128, padded=True))
     """
     for kernel in TILES:
-        if head_dim <= kernel[0] and head_dim_v <= kernel[1]:
+        if head_dim <= kernel[0] and head_dim_v <= kernel[1] and runs(f"head_dim_{kernel[0]}"):
             return Kernel(*kernel, padded=(head_dim, head_dim_v) != kernel)
     raise ValueError(
         f"no kernel holds head_dim {name_of(head_dim, head_dim_v)}; the largest has {name_of(*kernel)}"
@@ -113,6 +118,16 @@ def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
         supported = ", ".join(name_of(*known) for known in TILES)
         raise ValueError(f"head_dim {name_of(*pair)} is not supported; supported: {supported}")
     return TILES[pair]
+
+
+def row_bytes_of(columns: int) -> int:
+    """Bytes of the swizzled rows in which shared memory keeps so many columns of 16 bits: the largest of 128,
+    64 and 32 that the columns fill.
+
+    >>> [row_bytes_of(columns) for columns in (128, 96, 64, 48)]
+    [128, 64, 128, 32]
+    """
+    return next(size for size in (128, 64, 32) if 2 * columns % size == 0)
 
 
 def has_softcap(head_dim: int, head_dim_v: int) -> bool:

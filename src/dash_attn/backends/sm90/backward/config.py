@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from ..tiles import Registers, tiles_of
+from ..tiles import Registers, row_bytes_of, tiles_of
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
@@ -128,8 +128,8 @@ class BackwardConfig:
     @property
     def k_row_bytes(self) -> int:
         """Of the swizzled rows in which K is kept. Each warpgroup makes half the columns of dQ where it has
-        64 rows: 96 of 192 are no whole number of 128 bytes."""
-        return 64 if self.head_dim // 2 % 64 and not self.delayed_dq else 128
+        64 rows: 96 of 192, or 48 of 96, are no whole number of 128 bytes."""
+        return row_bytes_of(self.head_dim if self.delayed_dq else self.head_dim // 2)
 
     @property
     def finish_stages(self) -> tuple[int, int]:

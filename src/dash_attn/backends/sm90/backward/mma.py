@@ -49,7 +49,7 @@ class MmaRole:
                 plan_view.mailbox_item(slot).record.q_head_count
                 * plan_view.mailbox_item(slot).record.task_count
             )
-            for acc in (t.acc_dK, t.acc_dV, *((t.acc_S,) if c.head_dim >= 128 else ())):
+            for acc in (t.acc_dK, t.acc_dV, *((t.acc_S,) if not c.delayed_dq else ())):
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
                 rings.k.wait_full(n_kv)

@@ -19,6 +19,15 @@ from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardCo
 THREADS = 256
 
 
+def lanes_of(columns: int) -> int:
+    """Threads per row, 16 bytes each: a power of 2, whose sums are those of a padded row.
+
+    >>> lanes_of(64), lanes_of(96), lanes_of(128)
+    (8, 16, 16)
+    """
+    return 1 << (columns // 8 - 1).bit_length()
+
+
 class Preprocess:
     """Row statistics (delta = -rowsum(O dO), the value dP starts from, and base-2 LSE), counters and queue.
 
@@ -70,7 +79,7 @@ class Preprocess:
                 if natural != -Float32.inf:
                     value = natural * math.log2(math.e)
             mLse2[stat + tidx] = value
-        lanes = c.head_dim_v // 8  # threads per row, 16 bytes each
+        lanes = lanes_of(c.head_dim_v)
         rows = THREADS // lanes
         # All loads first: a block has them in flight together. Rows beyond the sequence repeat its last one.
         left, right = [], []
@@ -123,7 +132,8 @@ class Preprocess:
         """Columns 8 index to 8 index + 7 of a row; zeros where the row has fewer."""
         values = cute.make_rmem_tensor(8, line.element_type)
         source = cute.local_tile(line, (8,), (index,))
-        if const_expr(not self.config.padded):
+        c = self.config
+        if const_expr(not c.padded and lanes_of(c.head_dim_v) == c.head_dim_v // 8):
             cute.autovec_copy(source, values)
         else:
             values.fill(0.0)

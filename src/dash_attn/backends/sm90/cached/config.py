@@ -47,10 +47,10 @@ def cached_config(head_dim: int, dtype: str, few: bool, piece: int, head_dim_v: 
     """What a head dim runs with. ``few``: where sequences have at most 64 rows per kv head, one warpgroup
     does all, and more tiles of keys are on their way."""
     head_dims = head_dim, head_dim_v or head_dim
-    stages = {(64, 64): (6, 4), (128, 128): (3, 2), (192, 128): (2, 2)}.get(head_dims)
+    stages = {(64, 64): (6, 4), (96, 96): (4, 3), (128, 128): (3, 2), (192, 128): (2, 2)}.get(head_dims)
     if stages is None:
         name = name_of(*head_dims)
-        raise ValueError(f"no forward over a cache has head dim {name}; known: 64, 128, 192 (V: 128)")
+        raise ValueError(f"no forward over a cache has head dim {name}; known: 64, 96, 128, 192 (V: 128)")
     common = partial(
         CachedConfig, head_dim, dtype, kv_stages=stages[not few], piece=piece, head_dim_v=head_dim_v
     )

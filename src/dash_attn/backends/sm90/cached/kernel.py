@@ -18,7 +18,7 @@ from ..forward.block import layouts_of, products_of, shared_of, storage_of
 from .arguments import Copies, Memory
 from .config import CachedConfig
 from .item import Rings
-from .load import BOX, CachedLoad
+from .load import CachedLoad, box_of
 from .mma import CachedMma
 
 LOAD_WARP, Q_WARP, FIRST_MMA_WARP = 0, 1, 4
@@ -77,7 +77,7 @@ class Cached:
         """cap: the numbers of a softcap, where the variant has one."""
         c = self.config
         layouts = layouts_of(c, self.dtype)
-        piece, fetch = tile_layout(self.dtype, c.piece, BOX, 1), cpasync.CopyBulkTensorTileG2SOp()
+        piece, fetch = tile_layout(self.dtype, c.piece, box_of(c), 1), cpasync.CopyBulkTensorTileG2SOp()
         copies = Copies(
             k=copy_of(fetch, as_packed(tensors.k), piece, c.piece),
             v=copy_of(fetch, as_packed(tensors.v), piece, c.piece),

@@ -1,5 +1,7 @@
 """The warps that load: one claims items, and loads K and V page by page; the other one copies rows of Q."""
 
+from math import gcd
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
@@ -9,13 +11,17 @@ from ..device import plan_view, ptx
 from ..device.copies import partitions
 from ..forward.config import ROWS
 from ..forward.item import Info
+from ..tiles import row_bytes_of
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 
 # The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
 CLAIM_BEFORE, READ_BEFORE = 4, 2
-BOX = 64
-"""Columns of a copy: 128 bytes."""
+
+
+def box_of(config: CachedConfig) -> int:
+    """Columns of a copy: those of a swizzled row, for K and for V."""
+    return row_bytes_of(gcd(config.head_dim, config.head_dim_v)) // 2
 
 
 class CachedLoad:
@@ -157,13 +163,13 @@ class CachedLoad:
         """Start to load a tile of K or V, piece by piece. Pages lie among rows as sequences do in packed
         tensors (`plan_view.tma_rows`): each ends where its used tokens end."""
         c, (row, page, used) = self.config, where
-        pieces = cute.flat_divide(tile, (c.piece, BOX))
+        pieces = cute.flat_divide(tile, (c.piece, box_of(c)))
         shift = page * rows_of_page + used
         for i in cutlass.range_constexpr(c.tile_n // c.piece):
             place = (
                 cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
             )  # fmt: skip
-            for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // BOX):
+            for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // box_of(c)):
                 target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
                 cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)
 

@@ -6,15 +6,19 @@ from cutlass import BFloat16, Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
+from ..tiles import row_bytes_of
 from . import ptx
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
-def tile_layout(dtype, rows: int, columns: int, stages: int, row_bytes: int = 128):
-    """Shared-memory layout (rows, columns, stages), columns contiguous in swizzled atoms of `row_bytes`."""
+def tile_layout(dtype, rows: int, columns: int, stages: int, row_bytes: int = 0):
+    """Shared-memory layout (rows, columns, stages), columns contiguous in swizzled atoms of `row_bytes`.
+
+    0: as many as the columns fill.
+    """
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = {128: kinds.K_SW128, 64: kinds.K_SW64}[row_bytes]
+    kind = {128: kinds.K_SW128, 64: kinds.K_SW64, 32: kinds.K_SW32}[row_bytes or row_bytes_of(columns)]
     atom = warpgroup.make_smem_layout_atom(kind, dtype)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 

@@ -118,13 +118,17 @@ class ForwardConfig:
 
 @cache
 def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardConfig:
-    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md). That of 192 was
-    not measured."""
+    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md). Those of 96
+    and 192 were not measured."""
     head_dims = head_dim, head_dim_v or head_dim
     if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
+    if head_dims == (96, 96):
+        return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=3)
     if head_dims == (128, 128):
         return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)
     if head_dims == (192, 128):
         return ForwardConfig(head_dim, dtype, warpgroups=2, q_stages=1, kv_stages=2, head_dim_v=head_dim_v)
-    raise ValueError(f"no forward kernel has head dim {name_of(*head_dims)}; known: 64, 128, 192 (V: 128)")
+    raise ValueError(
+        f"no forward kernel has head dim {name_of(*head_dims)}; known: 64, 96, 128, 192 (V: 128)"
+    )
