@@ -13,7 +13,7 @@ from ...errors import InputError
 
 __all__ = ["UNTRIED", "runs"]
 
-UNTRIED: tuple[str, ...] = ()
+UNTRIED: tuple[str, ...] = ("spread",)
 """What no GPU has run."""
 
 
