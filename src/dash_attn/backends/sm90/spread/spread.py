@@ -124,24 +124,23 @@ class Spread:
         t = SimpleNamespace(
             tidx=tidx, total=cute.make_rmem_tensor(2, Float32),
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.columns)), Float32),
-            p=cute.make_rmem_tensor(values, self.dtype), next_p=cute.make_rmem_tensor(values, self.dtype),
+            p=cute.make_rmem_tensor(values, self.dtype),
         )  # fmt: skip
         numbers = cute.make_rmem_tensor(4, Float32)
         for x in (t.total, t.acc_O, numbers):
             x.fill(0.0)
-        t.next_p.fill(0.0)
+        t.p.fill(0.0)
         exists = WARP_ROWS * warp < item.rows
         for n in cutlass.range(last - first + 1, unroll=1):
             ring.wait_full(n)
+            warpgroup.wait_group(0)  # it reads P from registers
             if exists:
-                self._read(weighed[None, warp, ring.stage(n)], lane, t.next_p, numbers)
+                self._read(weighed[None, warp, ring.stage(n)], lane, t.p, numbers)
             if n > 0:
-                warpgroup.wait_group(0)
                 arrive(ring.empty_of(n - 1))
                 self._rescale(t, numbers)
             else:
                 t.total[0], t.total[1] = numbers[2], numbers[3]
-            t.p.store(t.next_p.load())
             of_stage = of_v[None, None, None, ring.stage(n)]
             multiply(product, t.acc_O, as_operand_a(t.p, self.dtype), of_stage, True)
         warpgroup.wait_group(0)
