@@ -70,9 +70,7 @@ def test_a_smaller_gpu_has_enough_items_sooner() -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_no_call_is_spread_unless_the_environment_asks(
-    monkeypatch: pytest.MonkeyPatch, asked: bool
-) -> None:
+def test_no_call_is_spread_unless_the_environment_asks(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
     monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
     monkeypatch.setattr(untried, "_asked", lambda: frozenset({"spread"} if asked else ()))
     assert type(BACKEND.prepare_cached(PLAIN, CPU)) is (Spread if asked else Cached)

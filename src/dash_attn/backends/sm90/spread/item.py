@@ -22,7 +22,7 @@ def begin() -> None:
 
 @cute.jit
 def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
-    """The words of a sequence's only q tile as `CachedMma` has them, its segments, and warps that have rows."""
+    """What a sequence's only q tile is: words as `CachedMma` has them, segments, warps that have rows."""
     group = numbers.group
     seqlen_q = cute.size(memory.q, mode=[1]) // group
     rows, keys = seqlen_q * group, numbers.most_pages * numbers.page_size

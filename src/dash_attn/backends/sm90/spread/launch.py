@@ -27,7 +27,7 @@ MOST_GRID = 65_535
 
 
 def prepared(problem: CachedProblem, device: torch.device) -> Spread | None:
-    """The forward of a problem whose keys are worth spreading; None: ``Cached`` is as fast, or covers more."""
+    """The forward of a problem whose keys are worth spreading; None: leave it to ``Cached``."""
     return Spread(problem, device) if spreads(problem, multiprocessors(device)) else None
 
 
@@ -43,7 +43,8 @@ def spreads(problem: CachedProblem, sms: int) -> bool:
     rows, sequences = p.seqlen_q * p.group, p.batch * p.kv_heads
     if not 0 < rows <= ROWS or p.keys < LEAST_KEYS or max(p.batch, p.kv_heads) > MOST_GRID:
         return False
-    tiles, warps, c = -(-p.keys // FORWARD_TILE), -(-rows // WARP_ROWS), spread_config(p.head_dim, "bf16", 128)
+    tiles, warps = -(-p.keys // FORWARD_TILE), -(-rows // WARP_ROWS)
+    c = spread_config(p.head_dim, "bf16", 128)
     handed_on = 4 * sequences * tiles * warps * (c.scores_words + c.weighed_words)
     return 2 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * handed_on <= L2_BYTES
 

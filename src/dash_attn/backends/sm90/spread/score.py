@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -31,7 +31,10 @@ class Score:
         c = self.config
         layouts = tuple(tile_layout(self.dtype, rows, c.head_dim, 1) for rows in (ROWS, c.tile_n))
         self.kernel(copy, layouts, products_of(c, self.dtype).scores, memory, numbers, scales).launch(
-            grid=(launch.tiles, numbers.kv_heads, launch.batch), block=(128, 1, 1), stream=stream, use_pdl=True
+            grid=(launch.tiles, numbers.kv_heads, launch.batch),
+            block=(128, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
@@ -173,17 +173,13 @@ class Spread:
         target = cute.make_tensor(memory.partial.iterator + cute.assume(start, divby=4), layout)
         vectors = c.columns // 8
         for i in cutlass.range_constexpr(vectors):
-            cute.autovec_copy(
-                cute.make_tensor(t.acc_O.iterator + 4 * i, 4), target[None, part * vectors + i]
-            )
+            cute.autovec_copy(cute.make_tensor(t.acc_O.iterator + 4 * i, 4), target[None, part * vectors + i])
         if part == 0:
             maxima = cute.make_rmem_tensor(2, Float32)
             maxima.fill(-Float32.inf)
             if first <= last:
                 at = cute.assume(Int64((item.first_tile + first) * 128 + t.tidx) * 2, divby=2)
-                cute.autovec_copy(
-                    cute.make_tensor(memory.maxima.iterator + at, cute.make_layout(2)), maxima
-                )
+                cute.autovec_copy(cute.make_tensor(memory.maxima.iterator + at, cute.make_layout(2)), maxima)
             numbers = cute.make_rmem_tensor(4, Float32)
             for half in cutlass.range_constexpr(2):
                 numbers[half], numbers[2 + half] = maxima[half], t.total[half]

@@ -31,7 +31,10 @@ class Weigh:
     @cute.jit
     def __call__(self, memory, numbers, scales, launch, stream):
         self.kernel(memory, numbers, scales).launch(
-            grid=(launch.tiles, numbers.kv_heads, launch.batch), block=(128, 1, 1), stream=stream, use_pdl=True
+            grid=(launch.tiles, numbers.kv_heads, launch.batch),
+            block=(128, 1, 1),
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
