@@ -9,6 +9,8 @@ import torch
 from dash_attn.backends.cached import CachedProblem, CachedTensors
 from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.cached.launch import Cached
+from dash_attn.backends.sm90.spread.config import SpreadConfig
+from dash_attn.backends.sm90.spread.launch import Spread
 from dash_attn.schedule.constants import FORWARD_SEGMENT
 from dash_attn.scores import Scores
 
@@ -26,9 +28,11 @@ def cached_problems(config: CachedConfig, fewer: int) -> Iterator[tuple[str, Cac
     size = 2 * config.piece  # of a page
     most = -(-max(LENGTHS) // size) + 1
     sizes = (4, 2, config.head_dim - fewer, config.head_dim_v - fewer, dtype, (-1, 0))
-    yield "packed", CachedProblem(3, *sizes, -1, BOUNDS[-1], 74, size, 3 * most, most), 2
     long = -(-(FORWARD_SEGMENT + 400) // size)
-    yield "a fold", CachedProblem(3, *sizes, 1, 3, 1, size, 3 * long, long), None
+    if not isinstance(config, SpreadConfig):
+        yield "packed", CachedProblem(3, *sizes, -1, BOUNDS[-1], 74, size, 3 * most, most), 2
+    if not isinstance(config, SpreadConfig) or not fewer:
+        yield "a fold", CachedProblem(3, *sizes, 1, 3, 1, size, 3 * long, long), None
 
 
 def launch_cached(config: CachedConfig, problem: CachedProblem, blocks: int | None) -> None:
@@ -53,8 +57,10 @@ def launch_cached(config: CachedConfig, problem: CachedProblem, blocks: int | No
     bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=device) if problem.packed else None
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     tensors = CachedTensors(q, k, v, used, table.to(device), bounds)
-    out, lse = Cached(problem, device, blocks=blocks, config=config).forward(
-        tensors, Scores(0.1, 2.0 * config.softcap)
-    )
+    if isinstance(config, SpreadConfig):
+        prepared: Cached = Spread(problem, device, config=config)
+    else:
+        prepared = Cached(problem, device, blocks=blocks, config=config)
+    out, lse = prepared.forward(tensors, Scores(0.1, 2.0 * config.softcap))
     if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
         raise RuntimeError("out or lse is not a number")

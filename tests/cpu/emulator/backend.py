@@ -12,6 +12,7 @@ from dash_attn.backends.sm90 import backend, launch, resident, segments, untried
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
+from dash_attn.backends.sm90.spread import launch as spread
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
@@ -69,6 +70,7 @@ def emulated(
         forward: {"program": program, "multiprocessors": count, "Upload": _Upload},
         untried: {"_asked": lambda: asked},
         cached: {"program": program, "multiprocessors": count},
+        spread: {"multiprocessors": count},
     }  # fmt: skip
     with ExitStack() as stack:
         for module, values in patches.items():

@@ -17,6 +17,7 @@ from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ROWS
 from dash_attn.backends.sm90.sinks.kernels import SinkTotals
+from dash_attn.backends.sm90.spread import arguments as spread
 from dash_attn.backends.sm90.tiles import row_bytes_of
 
 from .machine import Machine
@@ -118,6 +119,34 @@ class Emulated:
         if launch.folds:
             parameters = [*described, _number(launch.tiles + launch.places)]
             self._launch(fold, (launch.folds, kv_heads), parameters, memory)
+
+    def _spread(self, memory: Memory, given: list[Any]) -> None:
+        c = self.config
+        tensors, places = cached.Tensors(*given[:5]), cached.Places(*given[5:9])
+        workspace, launch = spread.Workspace(*given[9:14]), spread.Launch(*given[14:21])
+        scales = given[21:] or [launch.scale]
+        (total_q, heads), (pages, page_size, kv_heads) = tensors.q.shape[1:3], tensors.k.shape[:3]
+        group = heads // kv_heads
+        of_groups = [_of_groups(x, group) for x in (tensors.q, tensors.out)]
+        batch, row, _ = tensors.lse.stride()
+        lse = _packed(tensors.lse, (len(tensors.lse), kv_heads, group, total_q), (batch, row * group, row))
+        sink = _packed(places.sink, (kv_heads, group), (group,))
+        described = [*of_groups, lse, sink, *map(_tensor, (places.lengths, places.pages, *workspace))]
+        ratios = (x.stride(0) // x.stride(1) for x in (tensors.k, tensors.v))
+        numbers = spread.Numbers(
+            launch.left, launch.right, group, kv_heads, launch.tiles, launch.segments, pages, page_size,
+            launch.most_pages, *ratios,
+        )  # fmt: skip
+        named, scalars = [*described, *map(_number, numbers)], [*map(_number, scales)]
+        k = _maps([(_as_rows(tensors.k), c.piece, False)])
+        v = _maps([(_as_rows(tensors.v), c.piece, False, 2 * c.columns)])
+        score, weigh, main, fold = kernels(c)
+        tiles = (launch.tiles, kv_heads, launch.batch)
+        self._launch(score, tiles, [*k, DUMMY, *named, *scalars], memory)
+        self._launch(weigh, tiles, [*named, *scalars], memory)
+        blocks = (c.head_dim_v // c.columns * launch.segments, kv_heads, launch.batch)
+        self._launch(main, blocks, [*v, DUMMY, *named], memory)
+        self._launch(fold, (kv_heads, launch.batch), named, memory)
 
     def _key_sums(self, memory: Memory, given: list[Any]) -> None:
         sums, dk, dv, scale, groups = given

@@ -32,7 +32,9 @@ from .forward.launch import Forward, config_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
 from .softcap import cap_of, why_no_cap
+from .spread.launch import prepared
 from .tiles import HEAD_DIMS, WIDE, covers, has_softcap, kernel_of, tiles_of
+from .untried import runs
 
 __all__ = ["BACKEND"]
 
@@ -208,6 +210,8 @@ class _SM90(Backend):
         finish_keys(sums, scores.softmax_scale, dk, dv)
 
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
+        if runs("spread") and (spread := prepared(problem, device)):
+            return spread
         return Cached(problem, device)
 
 

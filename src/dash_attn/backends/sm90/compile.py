@@ -22,6 +22,7 @@ from .cached.config import PIECES, CachedConfig, cached_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
+from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
 from .tiles import TILES, has_softcap
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "compiler_output",
     "forward_variants",
     "program",
+    "spread_variants",
     "variants",
 ]
 
@@ -66,6 +68,7 @@ def variants() -> dict[str, Config]:
         "add-sums": AddSumsConfig(),
         "sinks": SinkConfig(),
         **cached_variants(),
+        **spread_variants(),
     }
 
 
@@ -114,6 +117,16 @@ def cached_variants() -> dict[str, CachedConfig]:
                 found[f"{name}-{rows}-{piece}"] = base
                 if has_softcap(head_dim, head_dim_v):
                     found[f"{name}-{rows}-{piece}-softcap"] = replace(base, softcap=True)
+    return found
+
+
+def spread_variants() -> dict[str, SpreadConfig]:
+    """Those of the forward over a cache whose keys are spread over blocks; each also with a softcap."""
+    found = {}
+    for head_dim, dtype, piece in product(HEAD_DIMS, ("bf16", "fp16"), PIECES):
+        base = spread_config(head_dim, dtype, piece)
+        found[f"spread-d{head_dim}-{dtype}-{piece}"] = base
+        found[f"spread-d{head_dim}-{dtype}-{piece}-softcap"] = replace(base, softcap=True)
     return found
 
 

@@ -13,7 +13,7 @@ from ...errors import InputError
 
 __all__ = ["UNTRIED", "runs"]
 
-UNTRIED: tuple[str, ...] = ("head_dim_96",)
+UNTRIED: tuple[str, ...] = ("head_dim_96", "spread")
 """What no GPU has run."""
 
 

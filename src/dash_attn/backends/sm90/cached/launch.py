@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,17 +104,20 @@ class Cached(PreparedCached):
             return out.zero_(), lse.squeeze(0) if packed else lse
         four = [loadable(q), _with_rows(k), _with_rows(v), out]
         four = [x.unsqueeze(0) if x.ndim == 3 else x for x in four]
-        words, numbers = self._numbers
-        memory = [*allocate(words, q.device)]
-        memory[:2] = (x.view(torch.int32) for x in memory[:2])
         self._program(scores.softcap > 0)(  # type: ignore[operator]
             *Tensors._make([*four, lse]),
             *Places(lengths, table.view(-1), lengths if bounds is None else bounds, sink),
-            *Workspace._make(memory),
-            *Launch(scores.softmax_scale, *numbers),
+            *self._work(scores.softmax_scale, q.device),
             *cap_of(scores),
         )
         return out, lse.squeeze(0) if packed else lse
+
+    def _work(self, scale: float, device: torch.device) -> list[Any]:
+        """The workspace, and the scalars of a launch."""
+        words, numbers = self._numbers
+        memory = [*allocate(words, device)]
+        memory[:2] = (x.view(torch.int32) for x in memory[:2])
+        return [*Workspace._make(memory), *Launch(scale, *numbers)]
 
     def _program(self, softcap: bool) -> object:
         found = self._programs.get(softcap)

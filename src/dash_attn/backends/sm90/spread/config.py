@@ -1,0 +1,56 @@
+"""Static configuration of the forward over a cache whose segments are spread over blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+from ..cached.config import CachedConfig
+
+HEAD_DIMS = (64, 128)
+WARP_ROWS = 16
+
+
+@dataclass(frozen=True)
+class SpreadConfig(CachedConfig):
+    """One compiled variant: at most 64 rows per kv head, one q tile per sequence.
+
+    Attributes:
+        columns: of V that a block of ``Spread`` multiplies.
+    """
+
+    direction: ClassVar[str] = "spread"
+    kernels: ClassVar[tuple[str, ...]] = ("Score", "Weigh", "Spread", "SpreadFold")
+
+    columns: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warpgroups != 1:
+            raise ValueError(f"{self}: one warpgroup has all rows of a kv head")
+        if self.columns != 32 or self.head_dim_v % self.columns:
+            raise ValueError(f"{self}: blocks have 32 columns of V, rows of 64 bytes")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of a block of ``Spread``: V, and what ``Weigh`` made of all four warps' rows."""
+        return 1024 + self.kv_stages * (2 * self.tile_n * self.columns + 4 * 4 * self.weighed_words)
+
+    @property
+    def scores_words(self) -> int:
+        """fp32 words of the scores of one kv tile, per 16 rows."""
+        return WARP_ROWS * self.tile_n
+
+    @property
+    def weighed_words(self) -> int:
+        """Words of P of one kv tile, per 16 rows, and beside it four fp32 numbers per thread."""
+        return WARP_ROWS * self.tile_n // 2 + 32 * 4
+
+
+@cache
+def spread_config(head_dim: int, dtype: str, piece: int) -> SpreadConfig:
+    """What a head dim runs with."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"no keys are spread at head dim {head_dim}; known: 64, 128")
+    return SpreadConfig(head_dim, dtype, warpgroups=1, overlap="softmax", kv_stages=8, piece=piece)

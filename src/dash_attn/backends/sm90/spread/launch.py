@@ -1,0 +1,76 @@
+"""When keys are spread over blocks, and the launch. Everything follows from shapes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ....machine import L2_BYTES
+from ....schedule.constants import FORWARD_SEGMENT, FORWARD_TILE
+from ...cached import CachedProblem
+from ...cuda.multiprocessors import multiprocessors
+from ..cached.launch import Cached, config_of
+from ..forward.config import ROWS
+from ..forward.launch import allocate
+from .arguments import Launch, Workspace
+from .config import HEAD_DIMS, WARP_ROWS, SpreadConfig, spread_config
+
+__all__ = ["LEAST_KEYS", "Spread", "prepared", "spreads"]
+
+LEAST_KEYS = 1024
+"""With fewer, three kernels more take longer than the keys."""
+
+MOST_GRID = 65_535
+
+
+def prepared(problem: CachedProblem, device: torch.device) -> Spread | None:
+    """The forward of a problem whose keys are worth spreading; None: leave it to ``Cached``."""
+    return Spread(problem, device) if spreads(problem, multiprocessors(device)) else None
+
+
+def spreads(problem: CachedProblem, sms: int) -> bool:
+    """Whether keys are spread. It looks at what there may be, never at lengths, so a CUDA graph may keep it.
+
+    Segments that have a block each must leave half of the SMs idle, and what the kernels hand on must fit
+    half of L2. It decides no bit.
+    """
+    p = problem
+    if p.packed or p.head_dim != p.head_dim_v or p.head_dim not in HEAD_DIMS:
+        return False
+    rows, sequences = p.seqlen_q * p.group, p.batch * p.kv_heads
+    if not 0 < rows <= ROWS or p.keys < LEAST_KEYS or max(p.batch, p.kv_heads) > MOST_GRID:
+        return False
+    tiles, warps = -(-p.keys // FORWARD_TILE), -(-rows // WARP_ROWS)
+    c = spread_config(p.head_dim, "bf16", 128)
+    handed_on = 4 * sequences * tiles * warps * (c.scores_words + c.weighed_words)
+    return 2 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * handed_on <= L2_BYTES
+
+
+class Spread(Cached):
+    """The forward of a problem on a Hopper GPU. ``config``: as of ``Cached``, for tests."""
+
+    def __init__(
+        self, problem: CachedProblem, device: torch.device, *, config: SpreadConfig | None = None
+    ) -> None:
+        base = config_of(problem)
+        config = config or spread_config(base.head_dim, base.dtype, base.piece)
+        super().__init__(problem, device, config=replace(config, piece=base.piece))
+
+    @cached_property
+    def _sizes(self) -> tuple[list[int], tuple[int, ...]]:
+        """Words of the workspace, and what a launch is given besides the scale."""
+        p, c = self.problem, self.config
+        assert isinstance(c, SpreadConfig)
+        sequences, tiles, segments = p.batch * p.kv_heads, -(-p.keys // c.tile_n), -(-p.keys // c.segment)
+        warps = -(-p.seqlen_q * p.group // WARP_ROWS)
+        of_warps = (warps * c.scores_words, warps * c.weighed_words)
+        words = [n * sequences * tiles for n in (*of_warps, ROWS, 2 * 128)]
+        words.append(sequences * segments * c.partial_words)
+        return words, (p.batch, p.most_pages, tiles, segments, *p.sides)
+
+    def _work(self, scale: float, device: torch.device) -> list[Any]:
+        words, numbers = self._sizes
+        return [*Workspace._make(allocate(words, device)), *Launch(scale, *numbers)]

@@ -1,0 +1,224 @@
+"""Keys of a cache that are spread over many blocks: when, and with the bytes of the kernels that do not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from emulator.backend import emulated
+
+from dash_attn import flash_attn_with_kvcache
+from dash_attn.backends.base import AuxTensors
+from dash_attn.backends.cached import CachedProblem, CachedTensors
+from dash_attn.backends.sm90 import untried
+from dash_attn.backends.sm90.backend import BACKEND
+from dash_attn.backends.sm90.cached.launch import Cached, config_of
+from dash_attn.backends.sm90.spread import launch
+from dash_attn.backends.sm90.spread.config import SpreadConfig, spread_config
+from dash_attn.backends.sm90.spread.launch import Spread, spreads
+from dash_attn.ops import cached as calls
+from dash_attn.scores import Scores
+from dash_attn.testing import assert_same_bytes, same_bytes
+
+slow = pytest.mark.slow
+SEGMENT = 256
+CPU = torch.device("cpu")
+PLAIN = CachedProblem(1, 32, 8, 128, 128, "bfloat16", (-1, 0), 1, 1, 1, 8192, 1, 1)
+
+
+# When
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"most_pages": 64, "page_size": 16, "pages": 100},
+        {"head_dim": 64, "head_dim_v": 64},
+        {"seqlen_q": 16, "total_q": 16, "longest_q": 16, "page_size": 2048},
+        {"batch": 8, "total_q": 8, "page_size": 1024},
+    ],
+)
+def test_few_sequences_of_many_keys_are_spread(more: dict[str, int]) -> None:
+    assert spreads(PLAIN._replace(**more), 132)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"page_size": 1023},
+        {"head_dim": 96, "head_dim_v": 96},
+        {"head_dim": 192},
+        {"seqlen_q": -1},
+        {"seqlen_q": 17, "total_q": 17, "longest_q": 17},
+        {"seqlen_q": 0, "total_q": 0, "longest_q": 0},
+        {"batch": 9, "total_q": 9},
+        {"page_size": 9 * 8192},
+        {"page_size": 5 * 8192},
+    ],
+)
+def test_what_others_do_as_well_is_left_to_them(more: dict[str, int]) -> None:
+    """Few keys; other head dims; packed or more rows; enough items for the SMs; more than fits half of L2."""
+    assert not spreads(PLAIN._replace(**more), 132)
+
+
+def test_a_smaller_gpu_has_enough_items_sooner() -> None:
+    assert spreads(PLAIN, 16)
+    assert not spreads(PLAIN, 15)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_no_call_is_spread_unless_the_environment_asks(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(untried, "_asked", lambda: frozenset({"spread"} if asked else ()))
+    assert type(BACKEND.prepare_cached(PLAIN, CPU)) is (Spread if asked else Cached)
+    assert type(BACKEND.prepare_cached(PLAIN._replace(page_size=512), CPU)) is Cached
+
+
+@pytest.mark.parametrize("wrong", [{"warpgroups": 2}, {"columns": 64}, {"head_dim": 80}])
+def test_configurations_that_do_not_exist(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"one warpgroup|32 columns"):
+        replace(spread_config(64, "bf16", 128), **{"head_dim_v": wrong.get("head_dim", 64), **wrong})
+
+
+# Its bytes
+
+
+class Case(NamedTuple):
+    """used: keys of every sequence; page_size 0: contiguous; growth: of scores, from the last key to the
+    first, so that maxima rise from tile to tile."""
+
+    name: str
+    used: tuple[int, ...]
+    rows: int = 1
+    heads: tuple[int, int] = (4, 2)
+    head_dim: int = 64
+    page_size: int = 0
+    sides: tuple[int, int] = (-1, 0)
+    growth: float = 1.0
+    sink: bool = False
+    softcap: float = 0.0
+    dtype: torch.dtype = torch.bfloat16
+    keys: int = 700
+
+
+CASES = (
+    Case("no key, one key", (0, 1), keys=128),
+    Case("around a tile", (127, 128, 129), heads=(2, 1), rows=2),
+    Case("segments", (256, 257, 513, 700), heads=(2, 1), growth=8.0),
+    Case("risen", (700, 3), rows=3, growth=30.0, head_dim=128, heads=(2, 1)),
+    Case("groups", (600,), heads=(16, 2), rows=2, growth=8.0, sink=True),
+    Case("64 rows", (400,), heads=(8, 1), rows=8, head_dim=128, growth=8.0),
+    Case("37 rows", (333, 20), heads=(1, 1), rows=37, growth=8.0, sink=True),
+    Case("pages of 16", (600, 65), page_size=16, growth=8.0, rows=4),
+    Case("pages of 64", (639,), page_size=64, head_dim=128, sink=True, dtype=torch.float16),
+    Case("pages of 256", (500, 700), page_size=256, heads=(2, 2), growth=8.0, dtype=torch.float16),
+    Case("full mask", (300, 0), sides=(-1, -1), rows=5, growth=8.0),
+    Case("window", (600, 100), sides=(200, 0), rows=8, growth=8.0, sink=True),
+    Case("sides", (500, 9), sides=(90, 30), rows=12, heads=(2, 1)),
+    Case("softcap", (600,), softcap=5.0, growth=8.0, rows=2),
+)
+
+
+class Given(NamedTuple):
+    problem: CachedProblem
+    tensors: CachedTensors
+    scores: Scores
+    aux: AuxTensors
+
+
+def given(case: Case, seed: int = 0) -> Given:
+    generator = torch.Generator().manual_seed(seed)
+    batch, (heads, kv_heads) = len(case.used), case.heads
+    size = case.page_size or case.keys
+    most = -(-case.keys // size)
+    q = torch.randn(batch, case.rows, heads, case.head_dim, generator=generator).to(case.dtype)
+    k, v = (torch.randn(batch * most, size, kv_heads, case.head_dim, generator=generator) for _ in "kv")
+    table = torch.randperm(batch * most, generator=generator).view(batch, most).int()
+    for s, used in enumerate(case.used):
+        token = torch.arange(most * size).view(most, size, 1, 1)
+        k[table[s].long()] *= 1.0 + (case.growth - 1.0) * (1.0 - token / (most * size))
+        for x in (k, v):
+            x[table[s].long()] = x[table[s].long()].masked_fill(token >= used, torch.nan)
+    lengths = torch.tensor(case.used, dtype=torch.int32)
+    shape = (case.sides, case.rows, batch * case.rows, case.rows, size, batch * most, most)
+    dims = (heads, kv_heads, case.head_dim, case.head_dim, str(case.dtype).removeprefix("torch."))
+    sink = torch.linspace(-2, 4, heads) if case.sink else None
+    return Given(
+        CachedProblem(batch, *dims, *shape),
+        CachedTensors(q, k.to(case.dtype), v.to(case.dtype), lengths, table),
+        Scores(case.head_dim**-0.5, softcap=case.softcap, sink=case.sink),
+        AuxTensors(learnable_sink=sink),
+    )
+
+
+Result = tuple[torch.Tensor, torch.Tensor]
+
+
+def whole(x: Given) -> Result:
+    config = replace(config_of(x.problem), segment=SEGMENT)
+    with emulated(blocks=3):
+        return Cached(x.problem, CPU, config=config).forward(x.tensors, x.scores, x.aux)
+
+
+def spread(x: Given, seed: int = 0, races: bool = False, late: bool = True, **other: float) -> Result:
+    base = spread_config(x.problem.head_dim, config_of(x.problem).dtype, 128)
+    config = replace(base, **{"segment": SEGMENT, **other})
+    with emulated(seed=seed, races=races, late=late):
+        return Spread(x.problem, CPU, config=config).forward(x.tensors, x.scores, x.aux)
+
+
+@slow
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
+def test_the_same_bytes(number: int) -> None:
+    """Behind the used keys lies NaN."""
+    x = given(CASES[number], number)
+    wanted, found = whole(x), spread(x, seed=number, races=number % 2 == 0, late=number % 3 > 0)
+    assert not wanted[0].isnan().any()
+    for a, b in zip(wanted, found):
+        assert_same_bytes(a, b)
+
+
+@slow
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_warps_has_the_same_bytes(seed: int) -> None:
+    x = given(Case("orders", (700, 130), rows=5, heads=(6, 2), growth=30.0), 7)
+    wanted, found = whole(x), spread(x, seed=100 + seed, races=True, late=seed != 1)
+    assert all(same_bytes(a, b) for a, b in zip(wanted, found))
+
+
+@slow
+def test_other_decisions_have_other_bytes() -> None:
+    """The control: rows that rise sooner than the numerics say have other sums."""
+    x = given(Case("control", (700,), rows=3, growth=8.0), 3)
+    wanted = whole(x)
+    assert all(same_bytes(a, b) for a, b in zip(wanted, spread(x)))
+    sooner = spread(x, keep=0.0)
+    assert not same_bytes(wanted[0], sooner[0])
+    assert not same_bytes(wanted[1], sooner[1])
+
+
+@slow
+def test_a_call_over_two_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the public function, with the segments of the numerics; a call that is spread is one that was asked
+    for."""
+    made: list[SpreadConfig] = []
+    init = Spread.__init__
+
+    def noted(self: Spread, *args: object, **more: object) -> None:
+        init(self, *args, **more)  # type: ignore[arg-type]
+        made.append(self.config)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Spread, "__init__", noted)
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(1, n, 1, 64, generator=generator).bfloat16() for n in (1, 8400, 8400))
+    used, found = torch.tensor([8350], dtype=torch.int32), []
+    for names in ((), ("spread",)):
+        calls._call.cache_clear()
+        with emulated(blocks=8, names=names):
+            found.append(flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, backend="sm90"))
+        assert len(made) == len(names)
+    calls._call.cache_clear()
+    assert_same_bytes(*found)
