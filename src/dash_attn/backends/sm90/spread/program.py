@@ -10,7 +10,7 @@ from cutlass.cute.runtime import make_fake_stream
 from ..arguments import regrouped
 from ..cached.arguments import Places, Tensors
 from ..cached.kernel import as_packed, rows_of_groups, statistics_of_groups
-from ..cached.load import BOX
+from ..cached.load import box_of
 from ..device import fakes
 from ..device.copies import copy_of
 from ..device.fakes import statistics, vector
@@ -54,7 +54,7 @@ class Program:
         )  # fmt: skip
         scales = cap if c.softcap else (launch.scale,)
         fetch, dtype = cpasync.CopyBulkTensorTileG2SOp(), DTYPES[c.dtype]
-        k = copy_of(fetch, as_packed(tensors.k), tile_layout(dtype, c.piece, BOX, 1), c.piece)
+        k = copy_of(fetch, as_packed(tensors.k), tile_layout(dtype, c.piece, box_of(c), 1), c.piece)
         v = copy_of(fetch, as_packed(tensors.v), self.spread.tile_of(c.piece, 1), c.piece)
         self.score(k, memory, numbers, scales, launch, stream)
         self.weigh(memory, numbers, scales, launch, stream)
