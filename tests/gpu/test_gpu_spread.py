@@ -154,7 +154,7 @@ def test_a_captured_graph_replays_other_lengths(monkeypatch: pytest.MonkeyPatch,
 
 def test_replays_one_behind_the_other(monkeypatch: pytest.MonkeyPatch, replays: int) -> None:
     """No time between one call and the next: each uses the workspace of the one before."""
-    k, v, _ = cache(8192, 1, 8, 128, 0, 6.0, BF16)
+    k, v, _ = cache(8192, 1, 8, 128, 0, 1.0, BF16)
     q, used = draw(1, 1, 32, 128), int32(8000)
     ask(monkeypatch, "spread")
     how = {"cache_seqlens": used, "causal": True, "backend": "sm90"}
