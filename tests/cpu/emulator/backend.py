@@ -69,7 +69,7 @@ def emulated(
         cached: {"program": program, "multiprocessors": count},
     }  # fmt: skip
     with ExitStack() as stack:
-        for module, names in patches.items():
-            for name, value in names.items():
+        for module, values in patches.items():
+            for name, value in values.items():
                 stack.enter_context(mock.patch.object(module, name, value))
         yield

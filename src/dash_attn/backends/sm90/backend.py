@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
-from ...schedule import ForwardNumerics, Plan
+from ...schedule import Plan
 from ...scores import PLAIN, Scores
 from ..base import (
     NO_AUX,
@@ -28,11 +28,11 @@ from ..base import (
 )
 from ..cached import CachedProblem, PreparedCached
 from .cached.launch import Cached
-from .forward.launch import Forward, config_of, why_no_scale
+from .forward.launch import Forward, config_of, numerics_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
 from .softcap import cap_of, why_no_cap
-from .tiles import HEAD_DIMS, WIDE, covers, has_softcap, kernel_of, tiles_of
+from .tiles import HEAD_DIMS, LARGE, WIDE, covers, has_softcap, kernel_of, may_run, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -47,7 +47,7 @@ class _Prepared(Prepared):
 
     @property
     def forward_fingerprint(self) -> str:
-        return ForwardNumerics.of(self.problem).fingerprint
+        return numerics_of(self.problem).fingerprint
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
@@ -131,9 +131,10 @@ def _why_no_head_dim(problem: Problem) -> str:
         return ""
     given = f"head_dim {of_qk}" if of_v == of_qk else f"head_dim_v {of_v} beside head_dim {of_qk}"
     others = f", and less for one of them; head_dim to {WIDE[-1]} if head_dim_v is at most {HEAD_DIMS[-1]}"
+    large = f", and both from {LARGE[0]} to {LARGE[-1]}" if may_run(256) else ""
     return (
         f"{given} is not supported by sm90; supported: multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to "
-        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else others}"
+        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else others}{large}"
     )
 
 
@@ -187,7 +188,7 @@ class _SM90(Backend):
         return ""
 
     def tiles(self, head_dim: int) -> tuple[int, int]:
-        if head_dim not in HEAD_DIMS:
+        if head_dim not in HEAD_DIMS and not (head_dim in LARGE and may_run(256)):
             return default_tiles(head_dim)
         kernel = kernel_of(head_dim, head_dim)
         return tiles_of(kernel.head_dim, kernel.head_dim_v)[:2]

@@ -8,6 +8,7 @@ from .untried import runs
 
 __all__ = [
     "HEAD_DIMS",
+    "LARGE",
     "TILES",
     "WIDE",
     "Kernel",
@@ -16,6 +17,7 @@ __all__ = [
     "covers",
     "has_softcap",
     "kernel_of",
+    "may_run",
     "name_of",
     "tiles_of",
 ]
@@ -56,13 +58,17 @@ TILES = {
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
+    # All of shared memory but 1 KB. The warpgroups share the columns of dK and dV: backward/split_columns.py.
+    # The second buffer of dS holds P, a buffer of dQ a quarter of the tile.
+    (256, 256): Tiles(64, 64, q_stages=2, do_stages=1, ds_stages=2, dq_stages=3, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V)."""
 
 
-HEAD_DIMS, WIDE = range(40, 129, 8), range(136, 193, 8)
+HEAD_DIMS, WIDE, LARGE = range(40, 129, 8), range(136, 193, 8), range(200, 257, 8)
 """Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
-With less, more than half of every product would be zeros. WIDE: of Q, beside a V of at most 128."""
+With less, more than half of every product would be zeros. WIDE: of Q, beside a V of at most 128. LARGE: of
+both, if these kernels may run."""
 
 
 def covers(head_dim: int, head_dim_v: int) -> bool:
@@ -73,7 +79,14 @@ def covers(head_dim: int, head_dim_v: int) -> bool:
     """
     both = (head_dim, head_dim_v)
     fits = max(both) in HEAD_DIMS or (head_dim in WIDE and head_dim_v <= HEAD_DIMS[-1])
+    if all(x in LARGE for x in both):
+        return may_run(256)
     return fits and all(x % HEAD_DIMS.step == 0 for x in both)
+
+
+def may_run(head_dim: int) -> bool:
+    """Whether the kernels of a head dim of Q may run, see untried.py."""
+    return runs(f"head_dim_{head_dim}")
 
 
 class Kernel(NamedTuple):
@@ -93,8 +106,8 @@ def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
     >>> kernel_of(64, 64), kernel_of(64, 128)
     (Kernel(head_dim=64, head_dim_v=64, padded=False), Kernel(head_dim=128, head_dim_v=128, padded=True))
     """
-    for kernel in TILES:
-        if head_dim <= kernel[0] and head_dim_v <= kernel[1] and runs(f"head_dim_{kernel[0]}"):
+    for kernel in filter(lambda kernel: may_run(kernel[0]), TILES):
+        if head_dim <= kernel[0] and head_dim_v <= kernel[1]:
             return Kernel(*kernel, padded=(head_dim, head_dim_v) != kernel)
     raise ValueError(
         f"no kernel holds head_dim {name_of(head_dim, head_dim_v)}; the largest has {name_of(*kernel)}"
@@ -120,11 +133,10 @@ def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
 def has_softcap(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernel for tensors of these head dims has variants with a softcap.
 
-    >>> has_softcap(128, 64), has_softcap(192, 128)
-    (True, False)
+    >>> has_softcap(128, 64), has_softcap(192, 128), has_softcap(256, 256)
+    (True, False, False)
     """
-    kernel = kernel_of(head_dim, head_dim_v)
-    return kernel.head_dim == kernel.head_dim_v
+    return max(head_dim, head_dim_v) <= HEAD_DIMS[-1]
 
 
 def name_of(head_dim: int, head_dim_v: int) -> str:

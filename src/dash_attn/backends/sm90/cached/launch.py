@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....errors import InputError
-from ....schedule import ForwardNumerics
 from ....schedule.forward_plan import MOST_PARTS
 from ....scores import Scores
 from ...base import NO_AUX, AuxTensors
@@ -18,7 +17,7 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import loadable
 from ..compile import program
 from ..forward.config import ROWS
-from ..forward.launch import allocate, why_no_scale
+from ..forward.launch import allocate, numerics_of, why_no_scale
 from ..launch import DTYPES
 from ..softcap import cap_of, why_no_cap
 from ..tiles import kernel_of
@@ -67,7 +66,7 @@ class Cached(PreparedCached):
 
     @cached_property
     def fingerprint(self) -> str:
-        return ForwardNumerics.of(self.problem.problem()).fingerprint
+        return numerics_of(self.problem.problem()).fingerprint
 
     @cached_property
     def _numbers(self) -> tuple[list[int], tuple[int, ...]]:
