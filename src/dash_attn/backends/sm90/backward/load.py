@@ -157,9 +157,11 @@ class LoadRole:
 
     @cute.jit
     def _release_dk(self, rings):
-        """Let the MMA warps have the buffer of the dK that was stored last."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        arrive_together(rings.dk.empty)
+        """Let the MMA warps have the buffer of the dK that was stored last. Where that was K's, it holds K by
+        now."""
+        if const_expr(not self.config.split):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            arrive_together(rings.dk.empty)
 
     @cute.jit
     def _store(self, copy, tile, shared):

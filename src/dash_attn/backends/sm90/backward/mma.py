@@ -58,7 +58,8 @@ class MmaRole:
                 if const_expr(c.delayed_dq):
                     self.begin_p(t, rings.q.stage(n_task))
                 rings.v.wait_full(n_kv)
-                rings.dk.wait_empty(n_kv)
+                if const_expr(not c.split):
+                    rings.dk.wait_empty(n_kv)
                 if const_expr(c.delayed_dq):
                     first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
