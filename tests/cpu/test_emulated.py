@@ -6,6 +6,7 @@ here, too, and what nothing orders is found whether or not it does harm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -36,6 +37,8 @@ pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip
 
 slow = pytest.mark.slow
 CAUSAL, WINDOW, BEHIND = Mask.causal(), Mask.window(100, 30), Mask.window(100, 0)
+LARGE = ("head_dim_256",)
+"""Kernels that no GPU has run."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     sink: bool = False
     how: tuple[tuple[str, Any], ...] = ()
+    untried: tuple[str, ...] = ()
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
         """q, k, v and the sink if there is one; dout."""
@@ -102,6 +106,12 @@ class Case:
         return found | ({"dsink": dsink} if sink else {})
 
 
+def large(name: str, *shape: Any, **how: Any) -> Case:
+    """A case of the kernels of head dim 256, by default of that head dim."""
+    sequences, heads, *head_dims = shape
+    return Case(name, sequences, heads, *(head_dims or [256]), untried=LARGE, **how)
+
+
 PACKED = ((150, 150), (1, 70), (0, 33), (40, 0), (129, 260))
 CASES = [
     Case("causal", ((300, 300),), (2, 1), 64),
@@ -133,6 +143,15 @@ CASES = [
     Case("wide-head-groups", ((200, 200),), (8, 1), 192, 128),
     Case("wide-padded-160-96", ((200, 200),), (2, 1), 160, 96),
     Case("wide-rings", ((300, 300),), (2, 2), 192, 128, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
+    large("large", ((200, 260),), (2, 1)),
+    large("large-full", ((140, 200),), (1, 1), mask=Mask.full(), dtype=torch.float16),
+    large("large-packed", PACKED, (2, 2)),
+    large("large-packed-sink", PACKED, (2, 1), sink=True),
+    large("large-window-segments", ((200, 290),), (2, 1), mask=BEHIND, how=(("q_segment", 128),)),
+    large("large-head-groups", ((140, 140),), (8, 1)),
+    large("large-padded", ((150, 200),), (2, 1), 200, 232, mask=WINDOW),
+    large("large-padded-groups-fp16", ((70, 70),), (8, 1), 248, dtype=torch.float16),
+    large("large-rings", ((300, 300),), (2, 2), mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
 ]
 
 
@@ -142,7 +161,7 @@ def test_numbers_and_bytes(case: Case) -> None:
     """Errors are at most twice those of plain attention in the same dtype; nothing that matters is left
     without an order; another interleaving, more blocks, and work that is done at once leave all bytes."""
     with (
-        emulated(blocks=4, seed=1, races=True),
+        emulated(blocks=4, seed=1, races=True, names=case.untried),
         mock.patch.object(backend, "run_segment", wraps=run_segment) as cut,
     ):
         found = case.run()
@@ -157,26 +176,30 @@ def test_numbers_and_bytes(case: Case) -> None:
         few = 1 + 2 * there.sum().item() ** -0.5  # elements: their errors do not average out
         assert error <= 2 * few * usual + 1e-5 * scale, f"{name}: {error:.3g}, plain attention {usual:.3g}"
         assert same_bytes(x[~there].double(), exact[name][~there].double())
-    with emulated(blocks=6, seed=2, late=False):
+    with emulated(blocks=6, seed=2, late=False, names=case.untried):
         for name, x in case.run().items():
             assert_same_bytes(x, found[name], name)
 
 
 @slow
-def test_sums_that_nothing_orders_are_found() -> None:
+@pytest.mark.parametrize("make", [lambda *shape, **how: Case(*shape, 64, **how), large], ids=["64", "256"])
+def test_sums_that_nothing_orders_are_found(make: Callable[..., Case]) -> None:
     """The negative control: without tickets blocks add to dQ as they come."""
-    case = Case("without-order", ((400, 400),), (1, 1), 64, how=(("deterministic", False),))
-    with emulated(blocks=3, seed=1, races=True), pytest.raises(RaceError, match="writes of stores"):
+    case = make("without-order", ((400, 400),), (1, 1), how=(("deterministic", False),))
+    with (
+        emulated(blocks=3, seed=1, races=True, names=case.untried),
+        pytest.raises(RaceError, match="writes of stores"),
+    ):
         case.run()
 
 
 @slow
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int) -> None:
-    whole = Case("whole", ((300, 300),), (2, 1), head_dim, min(head_dim, 128))
+    whole = Case("whole", ((300, 300),), (2, 1), head_dim, 128 if head_dim == 192 else head_dim)
     q, k, v = (x.detach() for x in whole.tensors()[0])
     how = {"causal": True, "backend": "sm90", "return_lse": True}
-    with emulated(blocks=3):
+    with emulated(blocks=3, names=LARGE):
         out, lse = flash_attn_func(q[None], k[None], v[None], **how)
         chunk = flash_attn_func(q[None, 130:257], k[None, :257], v[None, :257], **how)
         alone = flash_attn_func(q[None, 211:212], k[None, :212], v[None, :212], **how)
@@ -215,6 +238,14 @@ def test_histories_of_a_cache_where_v_has_fewer_columns(number: int) -> None:
     dtype = torch.bfloat16 if number % 2 else torch.float16
     with emulated(blocks=3, seed=number, races=number == 0):
         random_history(number, "cpu", dtype, 150, head_dims=((192, 128), (136, 40)), backend="sm90").run()
+
+
+@slow
+@pytest.mark.parametrize("number", range(4))
+def test_histories_of_a_cache_with_head_dims_to_256(number: int) -> None:
+    dtype = torch.bfloat16 if number % 2 else torch.float16
+    with emulated(blocks=3, seed=number, races=number == 0, names=LARGE):
+        random_history(number, "cpu", dtype, 150, head_dims=(256, 208, (200, 240)), backend="sm90").run()
 
 
 @slow

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.backends.cached import CachedProblem, CachedTensors
+from dash_attn.backends.sm90 import untried
 from dash_attn.backends.sm90.cached.launch import Cached, config_of
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -46,6 +47,15 @@ def test_histories_where_v_has_fewer_columns(backend: str, number: int) -> None:
     dtype = BF16 if number % 3 else torch.float16
     dims = ((192, 128), (136, 40))
     random_history(number, "cuda", dtype, 1000, head_dims=dims, backend=backend).run()
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_histories_with_head_dims_to_256(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by kernels that no GPU has run."""
+    monkeypatch.setattr(untried, "_asked", lambda: frozenset(untried.UNTRIED))
+    dtype = BF16 if number % 3 else torch.float16
+    dims = (256, 208, (200, 240))
+    random_history(number, "cuda", dtype, 9000, head_dims=dims, backend="sm90").run()
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 64, 256])

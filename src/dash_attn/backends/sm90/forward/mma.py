@@ -281,7 +281,9 @@ class MmaRole:
                     self._fold_vectors(t, place, left, right, v, v + 8)
 
     @cute.jit
-    def _fold_vectors(self, t, place, left, right, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]):
+    def _fold_vectors(
+        self, t, place, left, right, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]
+    ):
         """Fold some of this thread's values of O, four at a time, with those at `place`."""
         for v in cutlass.range_constexpr(begin, end):
             before = cute.make_rmem_tensor(4, Float32)
