@@ -51,11 +51,12 @@ def add_up(config: cutlass.Constexpr, sums, of: GroupsOf, to: RowsOf) -> None:
         for half in cutlass.range_constexpr(2):
             values = cute.make_rmem_tensor((2, 4), target.element_type)
             values.store((pairs[None, half, None].load() * of.scale).to(target.element_type))
-            row, columns = to.kv_tile * c.tile_n + tidx % 128 // 32 * 16 + lane // 4 + 8 * half, chunk
+            columns = chunk
             if const_expr(c.tile_n == 64):  # the warpgroups share the columns, otherwise the rows
                 columns = chunk + group * (vectors // 4)
+                row = to.kv_tile * c.tile_n + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
             else:
-                row = row + group * 64
+                row = to.kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
             line = cute.local_tile(target[to.batch, to.first_row + row, to.kv_head, None], (32,), (columns,))
             there = registers.columns_from(c, target, 32 * columns)
             registers.store_rows(values, line, lane, row < to.rows, there)
