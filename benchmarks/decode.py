@@ -9,7 +9,6 @@ Cases: ``decode`` has one row per sequence, all sequences alike, keys contiguous
 
     python benchmarks/decode.py --output benchmarks/results/h200-decode.json
     python benchmarks/decode.py --only decode-8x8192 --rounds 3
-    DASH_ATTN_UNTRIED=spread python benchmarks/decode.py --only decode-1x8192    # sm90/untried.py
 """
 
 from __future__ import annotations

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from documents import Value, read, table_of
 from summary import Row
 
-__all__ = ["decode_values"]
+__all__ = ["decode_values", "few_values"]
 
 OURS, TRAINING = "dash", "dash training"
 
 
+def few_values() -> Iterator[tuple[str, Value]]:
+    yield "table", lambda: decode_table("h200-decode-few.json", lambda batch: batch == 1)
+
+
 def decode_values() -> Iterator[tuple[str, Value]]:
-    yield "table", decode_table
+    yield "table", lambda: decode_table("h200-decode.json", lambda batch: batch > 1)
     yield "chunks-least", lambda: f"{min(_chunks()):.2f}"
     yield "chunks-most", lambda: f"{max(_chunks()):.2f}"
 
 
-def decode_table() -> str:
-    """Microseconds of contiguous keys and of pages, and the fastest peer's, with contiguous keys."""
-    rows = [row for row in read("h200-decode.json") if row.get("kind") == "decode"]
-    copied = next(row["gb_per_s"] for row in read("h200-decode.json") if row["case"] == "copy")
+def decode_table(name: str, wanted: Callable[[int], bool]) -> str:
+    """Microseconds of contiguous keys and of pages, and the fastest peer's, with contiguous keys.
+
+    Args:
+        name: of the file of results.
+        wanted: whether the table has batches of so many sequences.
+    """
+    rows = [row for row in read(name) if row.get("kind") == "decode" and wanted(row["batch"])]
+    copied = next(row["gb_per_s"] for row in read(name) if row["case"] == "copy")
     lines: list[Sequence[object]] = []
     for row in rows:
         if row["impl"] != OURS or row["page_size"]:

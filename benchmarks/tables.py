@@ -14,7 +14,7 @@ from itertools import chain, combinations
 
 from ablation_values import ablation_values
 from block_values import block_values, measured
-from decode_values import decode_values
+from decode_values import decode_values, few_values
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
@@ -280,6 +280,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}ranking.json": ranking_values(),
         f"{folder}host.json": host_values(),
         f"{folder}decode.json": decode_values(),
+        f"{folder}decode-few.json": few_values(),
         f"{folder}shapes.json": shape_values("h200-shapes.json"),
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}segments.json": shape_values("h200-segments.json"),

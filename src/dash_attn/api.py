@@ -63,8 +63,7 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads, head_dim), bfloat16, float16, float32 or float64.
         k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads. v may have another head_dim, as
-            in DeepSeek's MLA. "sm90" takes multiples of 8 of which the larger one is 40 to 128, and
-            head_dim up to 192 beside at most 128 of v.
+            in DeepSeek's MLA. "sm90" takes multiples of 8 of which the larger one is 40 to 256.
         causal: row i sees columns up to ``i + seqlen_k - seqlen_q`` (aligned bottom-right).
         window: (left, right) columns around that diagonal, -1 or None: unbounded. With ``causal`` the
             right side is 0, as in FlashAttention.

@@ -21,12 +21,18 @@ __all__ = ["DTYPES", "IntArray", "Mask", "Problem", "SequenceGrid", "TileGrid", 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def default_tiles(head_dim: int) -> tuple[int, int]:
-    """Tile shape (tile_m, tile_n) of the kernels for a head dimension, the larger one where V has another.
+def default_tiles(head_dim: int, head_dim_v: int | None = None) -> tuple[int, int]:
+    """Tile shape (tile_m, tile_n) of the Hopper kernels for head dims, of V by default that of Q and K.
 
-    Tile shape is part of the numerics, so it depends on the head dimension and on nothing else.
+    Tile shape is part of the numerics, so it depends on head dims and on nothing else.
+
+    >>> default_tiles(64), default_tiles(128), default_tiles(192, 128), default_tiles(192)
+    ((128, 128), (64, 128), (64, 128), (64, 64))
     """
-    return (128, 128) if head_dim <= 64 else (64, 128)
+    of_v = head_dim if head_dim_v is None else head_dim_v
+    if max(head_dim, of_v) <= 64:
+        return 128, 128
+    return (64, 128) if head_dim <= 192 and of_v <= 128 else (64, 64)
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Problem:
         if self.head_dim_v == -1:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         if not self.tile_m and not self.tile_n:
-            tile_m, tile_n = default_tiles(max(self.head_dim, self.head_dim_v))
+            tile_m, tile_n = default_tiles(self.head_dim, self.head_dim_v)
             object.__setattr__(self, "tile_m", tile_m)
             object.__setattr__(self, "tile_n", tile_n)
         if not self.sequences:

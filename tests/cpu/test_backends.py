@@ -93,7 +93,7 @@ class _Picky(_CPU):
     def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: object = None) -> str:
         return "" if problem.head_dim == 32 else f"head_dim {problem.head_dim} is not 32"
 
-    def tiles(self, head_dim: int) -> tuple[int, int]:
+    def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         return 32, 64
 
 

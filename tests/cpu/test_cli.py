@@ -346,7 +346,7 @@ def test_a_trace_needs_a_gpu(
         (
             "--seqlen 512 --head-dim 136",
             (9, 0),
-            "head_dim 136 is not supported by sm90; supported: multiples of 8 from 40 to 128",
+            "head_dim 136 is not supported by sm90; supported: multiples of 8 from 40 to 256",
         ),
         (
             "--seqlen 512 --dtype float32",

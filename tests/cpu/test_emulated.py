@@ -6,6 +6,8 @@ here, too, and what nothing orders is found whether or not it does harm.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -27,6 +29,7 @@ from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
 from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.compile import variants
 from dash_attn.backends.sm90.segments import run_segment
+from dash_attn.backends.sm90.tiles import TILES
 from dash_attn.problem import Mask
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -36,7 +39,6 @@ pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 
 slow = pytest.mark.slow
-OPEN = ("head_dim_96",)
 CAUSAL, WINDOW, BEHIND = Mask.causal(), Mask.window(100, 30), Mask.window(100, 0)
 
 
@@ -135,6 +137,18 @@ CASES = [
     Case("wide-head-groups", ((200, 200),), (8, 1), 192, 128),
     Case("wide-padded-160-96", ((200, 200),), (2, 1), 160, 96),
     Case("wide-rings", ((300, 300),), (2, 2), 192, 128, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
+    Case("large", ((200, 260),), (2, 1), 256),
+    Case("large-full", ((140, 200),), (1, 1), 256, mask=Mask.full(), dtype=torch.float16),
+    Case("large-packed", PACKED, (2, 2), 256),
+    Case("large-packed-sink", PACKED, (2, 1), 256, sink=True),
+    Case("large-window-segments", ((200, 290),), (2, 1), 256, mask=BEHIND, how=(("q_segment", 128),)),
+    Case("large-head-groups", ((140, 140),), (8, 1), 256),
+    Case("large-padded", ((150, 200),), (2, 1), 200, 232, mask=WINDOW),
+    Case("large-padded-160", ((150, 200),), (1, 1), 160),
+    Case("large-v-of-24-columns", ((150, 150),), (2, 1), 256, 24),
+    Case("large-q-of-40-columns", ((150, 150),), (2, 1), 40, 256, mask=WINDOW),
+    Case("large-padded-groups-fp16", ((70, 70),), (8, 1), 248, dtype=torch.float16),
+    Case("large-rings", ((300, 300),), (2, 2), 256, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
 ]
 
 
@@ -193,44 +207,53 @@ OF_96 = [
 @slow
 @pytest.mark.parametrize("case", OF_96, ids=lambda case: case.name)
 def test_kernels_of_96_columns_make_the_bytes_of_128(case: Case) -> None:
-    """Columns that are left out are zeros, which add exactly nothing."""
+    """Columns that are left out are zeros, which add exactly nothing. Some forwards stay with 128."""
     kept = emulator_backend.Emulated
     with mock.patch.object(emulator_backend, "Emulated", side_effect=kept) as ran:
-        with emulated(blocks=4, seed=1, races=True, names=OPEN):
+        with emulated(blocks=4, seed=1, races=True):
             found = case.run()
-        assert head_dims_of(ran) == {96}
+        assert head_dims_of(ran, "backward") == {96}
+        assert head_dims_of(ran, "forward") == {128 if case.head_dim % 16 or case.head_dim_v % 16 else 96}
         # A gradient of two sinks is too few elements for a bound on errors. Its bytes are compared below.
         assert_near(case, {name: x for name, x in found.items() if name != "dsink"})
-        for how in ({"blocks": 6, "seed": 2, "late": False, "names": OPEN}, {"blocks": 3, "seed": 3}):
+        for head_dim, how in ((96, {"blocks": 6, "seed": 2, "late": False}), (128, {"blocks": 3, "seed": 3})):
             ran.reset_mock()
-            with emulated(**how):
+            with kernels_of(head_dim), emulated(**how):
                 for name, x in case.run().items():
                     assert_same_bytes(x, found[name], name)
-            assert head_dims_of(ran) == {96 if "names" in how else 128}
+            assert head_dims_of(ran, "backward") == {head_dim}
 
 
-def head_dims_of(ran: mock.Mock) -> set[int]:
-    """Of the kernels that ran, if they have one."""
-    return {call.args[0].head_dim for call in ran.call_args_list if hasattr(call.args[0], "head_dim")}
+@contextmanager
+def kernels_of(head_dim: int) -> Iterator[None]:
+    """Head dims from 72 to 96 run on kernels of 128, or as they always do, on those of 96."""
+    with mock.patch.dict(TILES):
+        if head_dim == 128:
+            del TILES[96, 96]
+        yield
+
+
+def head_dims_of(ran: mock.Mock, direction: str) -> set[int]:
+    """Of the kernels of a direction that ran."""
+    return {c.args[0].head_dim for c in ran.call_args_list if c.args[0].direction == direction}
 
 
 @slow
-@pytest.mark.parametrize("head_dim", [64, 96])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_sums_that_nothing_orders_are_found(head_dim: int) -> None:
     """The negative control: without tickets blocks add to dQ as they come."""
     case = Case("without-order", ((400, 400),), (1, 1), head_dim, how=(("deterministic", False),))
-    opened = emulated(blocks=3, seed=1, races=True, names=OPEN)
-    with opened, pytest.raises(RaceError, match="writes of stores"):
+    with emulated(blocks=3, seed=1, races=True), pytest.raises(RaceError, match="writes of stores"):
         case.run()
 
 
 @slow
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int) -> None:
-    whole = Case("whole", ((300, 300),), (2, 1), head_dim, min(head_dim, 128))
+    whole = Case("whole", ((300, 300),), (2, 1), head_dim, 128 if head_dim == 192 else head_dim)
     q, k, v = (x.detach() for x in whole.tensors()[0])
     how = {"causal": True, "backend": "sm90", "return_lse": True}
-    with emulated(blocks=3, names=OPEN):
+    with emulated(blocks=3):
         out, lse = flash_attn_func(q[None], k[None], v[None], **how)
         chunk = flash_attn_func(q[None, 130:257], k[None, :257], v[None, :257], **how)
         alone = flash_attn_func(q[None, 211:212], k[None, :212], v[None, :212], **how)
@@ -267,14 +290,14 @@ def test_histories_of_a_cache(number: int) -> None:
 @pytest.mark.parametrize("number", range(6))
 def test_histories_of_a_cache_of_96_columns(number: int) -> None:
     """Rows of a cache have the bytes of a forward by the kernels of 128, too."""
-    dtype, dims = torch.bfloat16 if number % 2 else torch.float16, (96, 72, (96, 40))
+    dtype, dims = torch.bfloat16 if number % 2 else torch.float16, (96, 80, (96, 48))
 
     def history() -> History:
         return random_history(number, "cpu", dtype, 150, head_dims=dims, backend="sm90")
 
-    with emulated(blocks=3, seed=number + 1):
+    with kernels_of(128), emulated(blocks=3, seed=number + 1):
         wanted = history().wanted
-    with emulated(blocks=3, seed=number, late=number < 3, races=number % 3 == 0, names=OPEN):
+    with emulated(blocks=3, seed=number, late=number < 3, races=number % 3 == 0):
         narrow = history()
         for found, other in zip(narrow.wanted, wanted):
             assert_same_bytes(found[0], other[0], "out")
@@ -288,6 +311,15 @@ def test_histories_of_a_cache_where_v_has_fewer_columns(number: int) -> None:
     dtype = torch.bfloat16 if number % 2 else torch.float16
     with emulated(blocks=3, seed=number, races=number == 0):
         random_history(number, "cpu", dtype, 150, head_dims=((192, 128), (136, 40)), backend="sm90").run()
+
+
+@slow
+@pytest.mark.parametrize("number", range(4))
+def test_histories_of_a_cache_with_head_dims_to_256(number: int) -> None:
+    dtype = torch.bfloat16 if number % 2 else torch.float16
+    with emulated(blocks=3, seed=number, races=number == 0):
+        dims = (256, 160, (200, 240), (256, 64))
+        random_history(number, "cpu", dtype, 150, head_dims=dims, backend="sm90").run()
 
 
 @slow

@@ -119,7 +119,7 @@ def test_hashes_of_two_compilers_are_not_one_record() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("head_dim", ["64", "96", "128", "192v128"])
+@pytest.mark.parametrize("head_dim", ["64", "96", "128", "192v128", "256"])
 def test_shared_memory_is_what_the_kernel_allocates(head_dim: str) -> None:
     from dash_attn.backends.sm90.backward.kernel import Backward
 
@@ -138,6 +138,10 @@ def test_shared_memory_is_what_the_kernel_allocates(head_dim: str) -> None:
         ({"dq_stages": 1}, "two stages of the buffer that dK leaves through"),
         ({"head_dim": 192, "head_dim_v": 128, "dq_stages": 2}, "bytes of shared memory, limit 232448"),
         ({"head_dim": 192, "head_dim_v": 128, "q_stages": 1}, "has one stage of Q or dO"),
+        ({"head_dim": 256, "do_stages": 2}, "bytes of shared memory, limit 232448"),
+        ({"head_dim": 256, "tile_n": 128}, "tile_n must be 64"),
+        ({"head_dim": 256, "ds_stages": 1}, "P and dS have a buffer each"),
+        ({"head_dim": 256, "softcap": True}, "no register is left for what a softcap multiplies dP by"),
         ({"head_dim": 128, "head_dim_v": 64}, r"head_dim 128 \(V: 64\) is not supported"),
     ],
 )

@@ -10,7 +10,7 @@ from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.forward.launch import why_no_scale
 from dash_attn.backends.sm90.launch import _accumulator_order
-from dash_attn.backends.sm90.tiles import TILES, tiles_of
+from dash_attn.backends.sm90.tiles import TILES, kernel_of, tiles_of
 from dash_attn.problem import Mask, Problem, default_tiles
 
 
@@ -61,18 +61,17 @@ def test_copied_first(x: torch.Tensor) -> None:
     assert copy.data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize(("tile_m", "head_dim"), [(64, 96), (64, 128), (128, 64), (64, 192)])
+@pytest.mark.parametrize(("tile_m", "head_dim"), [(64, 96), (64, 128), (128, 64), (64, 192), (64, 256)])
 def test_every_value_of_a_dq_tile_has_one_place(tile_m: int, head_dim: int) -> None:
     order = _accumulator_order(tile_m, head_dim)
     assert order.shape == (tile_m, head_dim)
     assert torch.equal(order.flatten().sort().values, torch.arange(tile_m * head_dim))
 
 
-@pytest.mark.parametrize("head_dims", TILES)
+@pytest.mark.parametrize("head_dims", [*TILES, (40, 8), (136, 128), (128, 136), (256, 8)])
 def test_problems_have_the_tiles_of_the_kernels_by_default(head_dims: tuple[int, int]) -> None:
     """A plan made by hand, without a word about tiles, runs on a GPU."""
-    widest = max(head_dims)
-    assert BACKEND.tiles(widest) == tiles_of(*head_dims)[:2] == default_tiles(widest)
+    assert BACKEND.tiles(*head_dims) == tiles_of(*kernel_of(*head_dims)[:2])[:2] == default_tiles(*head_dims)
 
 
 def test_explicit_positions_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from collections import defaultdict
 import pytest
 from ptx_machine import PATIENCE, PLAN, DeadlockError, Instruction, Machine, Program, main_kernel_ptx
 
-from dash_attn.backends.sm90 import untried
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.compile import variants
 from dash_attn.backends.sm90.tiles import kernel_of
@@ -148,10 +147,7 @@ def test_with_fewer_columns_it_ends_and_adds_in_the_plans_order(name: str, head_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed, some empty", "head groups"])
 @pytest.mark.parametrize("head_dim", [96, 72])
-def test_kernels_of_96_columns_end_and_add_in_the_plans_order(
-    name: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(untried, "_asked", lambda: frozenset({"head_dim_96"}))
+def test_kernels_of_96_columns_end_and_add_in_the_plans_order(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
     variant = "backward-d96-bf16" if head_dim == 96 else "backward-d96-bf16-padded"
     for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):

@@ -12,10 +12,9 @@ from emulator.backend import emulated
 from dash_attn import flash_attn_with_kvcache
 from dash_attn.backends.base import AuxTensors
 from dash_attn.backends.cached import CachedProblem, CachedTensors
-from dash_attn.backends.sm90 import untried
+from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.cached.launch import Cached, config_of
-from dash_attn.backends.sm90.spread import launch
 from dash_attn.backends.sm90.spread.config import SpreadConfig, spread_config
 from dash_attn.backends.sm90.spread.launch import Spread, spreads
 from dash_attn.ops import cached as calls
@@ -38,7 +37,7 @@ PLAIN = CachedProblem(1, 32, 8, 128, 128, "bfloat16", (-1, 0), 1, 1, 1, 8192, 1,
         {"most_pages": 64, "page_size": 16, "pages": 100},
         {"head_dim": 64, "head_dim_v": 64},
         {"seqlen_q": 16, "total_q": 16, "longest_q": 16, "page_size": 2048},
-        {"batch": 8, "total_q": 8, "page_size": 1024},
+        {"batch": 4, "total_q": 4, "page_size": 1024},
     ],
 )
 def test_few_sequences_of_many_keys_are_spread(more: dict[str, int]) -> None:
@@ -54,8 +53,8 @@ def test_few_sequences_of_many_keys_are_spread(more: dict[str, int]) -> None:
         {"seqlen_q": -1},
         {"seqlen_q": 17, "total_q": 17, "longest_q": 17},
         {"seqlen_q": 0, "total_q": 0, "longest_q": 0},
-        {"batch": 9, "total_q": 9},
-        {"page_size": 9 * 8192},
+        {"batch": 5, "total_q": 5},
+        {"page_size": 5 * 8192, "head_dim": 64, "head_dim_v": 64},
         {"page_size": 5 * 8192},
     ],
 )
@@ -65,15 +64,13 @@ def test_what_others_do_as_well_is_left_to_them(more: dict[str, int]) -> None:
 
 
 def test_a_smaller_gpu_has_enough_items_sooner() -> None:
-    assert spreads(PLAIN, 16)
-    assert not spreads(PLAIN, 15)
+    assert spreads(PLAIN, 32)
+    assert not spreads(PLAIN, 31)
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_no_call_is_spread_unless_the_environment_asks(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(untried, "_asked", lambda: frozenset({"spread"} if asked else ()))
-    assert type(BACKEND.prepare_cached(PLAIN, CPU)) is (Spread if asked else Cached)
+def test_what_a_call_runs_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "multiprocessors", lambda _: 132)
+    assert type(BACKEND.prepare_cached(PLAIN, CPU)) is Spread
     assert type(BACKEND.prepare_cached(PLAIN._replace(page_size=512), CPU)) is Cached
 
 
@@ -202,8 +199,7 @@ def test_other_decisions_have_other_bytes() -> None:
 
 @slow
 def test_a_call_over_two_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the public function, with the segments of the numerics; a call that is spread is one that was asked
-    for."""
+    """By the public function, with the segments of the numerics, on GPUs of few and of enough SMs."""
     made: list[SpreadConfig] = []
     init = Spread.__init__
 
@@ -215,10 +211,10 @@ def test_a_call_over_two_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, n, 1, 64, generator=generator).bfloat16() for n in (1, 8400, 8400))
     used, found = torch.tensor([8350], dtype=torch.int32), []
-    for names in ((), ("spread",)):
+    for blocks, spread_calls in ((7, 0), (8, 1)):
         calls._call.cache_clear()
-        with emulated(blocks=8, names=names):
+        with emulated(blocks=blocks):
             found.append(flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, backend="sm90"))
-        assert len(made) == len(names)
+        assert len(made) == spread_calls
     calls._call.cache_clear()
     assert_same_bytes(*found)

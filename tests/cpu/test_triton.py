@@ -113,7 +113,7 @@ def test_importing_it_loads_no_triton() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_shapes_divide_tiles(head_dim: int, dtype: str, roomy: bool) -> None:
-    tile_m, tile_n = BACKEND.tiles(head_dim)
+    tile_m, tile_n = BACKEND.tiles(head_dim, head_dim)
     assert (tile_m, tile_n) == TILES[padded(head_dim)]
     forward, dkdv, dq = shapes_of(head_dim, dtype, roomy)
     for shape in (dkdv, dq):
@@ -125,4 +125,4 @@ def test_shapes_divide_tiles(head_dim: int, dtype: str, roomy: bool) -> None:
 
 
 def test_tiles_of_other_head_dims_are_any() -> None:
-    assert BACKEND.tiles(12) == default_tiles(12)
+    assert BACKEND.tiles(12, 12) == default_tiles(12)

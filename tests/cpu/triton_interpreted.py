@@ -493,7 +493,7 @@ def test_public_functions() -> None:
     out, lse = dash_attn.flash_attn_varlen_func(*leaves, *ends, return_lse=True, **how)
     grads = torch.autograd.grad(out, leaves, dout)
     plan = dash_attn.plan_for(*leaves, *ends, causal=True, backend="triton")
-    assert (plan.problem.tile_m, plan.problem.tile_n) == BACKEND.tiles(40)
+    assert (plan.problem.tile_m, plan.problem.tile_n) == BACKEND.tiles(40, 40)
     found = run(plan, [x.detach() for x in (dout, q, k, v)])
     for name, got in zip(NAMES, (out, lse, *grads)):
         assert_same_bytes(got, found[name], name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ import dash_attn
 from dash_attn import attention, flash_attn_varlen_func
 from dash_attn.backends.base import backend_for
 from dash_attn.backends.cpu.oracle import Inputs, plain_attention
-from dash_attn.backends.sm90 import untried
-from dash_attn.backends.sm90.tiles import kernel_of
+from dash_attn.backends.sm90.tiles import TILES, kernel_of
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Mask
 from dash_attn.scores import Scores
@@ -24,40 +22,12 @@ from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import relative_error
 from kvcache_cases import History, random_history
 
-HEAD_DIMS = (40, 48, 72, 80, 96, 104, 120)
-OPEN = "head_dim_96"
-"""The kernels of 96 columns, which must make the bytes of those of 128."""
-
-
-def name_of(asked: int | tuple[int, str]) -> str:
-    return str(asked) if isinstance(asked, int) else "-".join(map(str, asked))
-
-
-ALL = [pytest.param(each, id=name_of(each)) for each in (*HEAD_DIMS, *((n, OPEN) for n in (72, 80, 96)))]
+ALL = pytest.mark.parametrize("head_dim", [40, 48, 72, 80, 96, 104, 120, 136, 160, 208])
 MASKS: dict[str, dict[str, Any]] = {
     "full": {"policy": "shift(ring=16, min_stride=2, max_stride=4)"},
     "causal": {"causal": True, "policy": "descending"},
     "window": {"causal": True, "window": (100, 0), "policy": "descending"},
 }
-
-
-@pytest.fixture
-def head_dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A head dim; with a name beside it, the kernels of that name run, though no GPU may have tried them."""
-    asked, *names = request.param if isinstance(request.param, tuple) else (request.param,)
-    with opened(monkeypatch, names):
-        assert (kernel_of(asked, asked).head_dim == 96) == (OPEN in names)
-        yield asked
-
-
-@contextmanager
-def opened(monkeypatch: pytest.MonkeyPatch, names: Iterable[str]) -> Iterator[None]:
-    """Kernels of these names run, and no others that no GPU has tried."""
-    with monkeypatch.context() as patch:
-        patch.setattr(untried, "_asked", lambda: frozenset(names))
-        forget()
-        yield
-    forget()
 
 
 def drawn(head_dim: int, *, rows: int = 500, keys: int = 700, kv_heads: int = 1) -> list[Tensor]:
@@ -68,8 +38,17 @@ def drawn(head_dim: int, *, rows: int = 500, keys: int = 700, kv_heads: int = 1)
     return [torch.randn(s, generator=generator, device="cuda").to(dtype) for s in sizes]
 
 
-def padded(x: Tensor) -> Tensor:
-    return F.pad(x, (0, (64 if x.shape[-1] <= 64 else 128) - x.shape[-1]))
+def whole_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Head dims with the same bytes. The kernels of 96 columns make those of 128."""
+    widest = max(head_dim, head_dim_v)
+    if widest > 128:
+        return (192, 128) if head_dim <= 192 and head_dim_v <= 128 else (256, 256)
+    return (64, 64) if widest <= 64 else (128, 128)
+
+
+def padded(x: Tensor, whole: int = 0) -> Tensor:
+    """With zeros behind its columns, by default as many as head dims have that are all equal."""
+    return F.pad(x, (0, (whole or whole_of(x.shape[-1], x.shape[-1])[0]) - x.shape[-1]))
 
 
 def run(tensors: list[Tensor], **how: Any) -> list[Tensor]:
@@ -90,7 +69,7 @@ def assert_like_padded(found: list[Tensor], tensors: list[Tensor], **how: Any) -
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", ALL, indirect=True)
+@ALL
 def test_the_bytes_are_those_of_padded_tensors(head_dim: int, mask: str) -> None:
     """Grouped heads, so that sums of head groups are added, too. And the values are those of Triton."""
     tensors, how = drawn(head_dim), MASKS[mask]
@@ -104,7 +83,7 @@ def test_the_bytes_are_those_of_padded_tensors(head_dim: int, mask: str) -> None
         assert relative_error(got, other.double()) < 0.01
 
 
-@pytest.mark.parametrize("head_dim", ALL, indirect=True)
+@ALL
 def test_rows_without_keys_and_keys_without_rows(head_dim: int) -> None:
     """Kernels write these zeros by other ways."""
     for rows, keys in ((500, 200), (100, 700)):
@@ -113,7 +92,7 @@ def test_rows_without_keys_and_keys_without_rows(head_dim: int) -> None:
         assert_like_padded(run(tensors, **how), tensors, **how)
 
 
-@pytest.mark.parametrize("head_dim", ALL, indirect=True)
+@ALL
 def test_packed_split_and_transposed(head_dim: int) -> None:
     q, k, v, dout = drawn(head_dim, kv_heads=2, keys=500)
     found = run([q, k, v, dout], causal=True)
@@ -131,7 +110,7 @@ def test_packed_split_and_transposed(head_dim: int) -> None:
     assert_same_bytes(one, whole[..., :head_dim].contiguous())
 
 
-@pytest.mark.parametrize("head_dim", [48, 96, (96, OPEN)], ids=name_of, indirect=True)
+@pytest.mark.parametrize("head_dim", [48, 96, 160])
 def test_with_a_sink_and_without_order(head_dim: int) -> None:
     q, k, v, dout = drawn(head_dim, kv_heads=2)
     sink = torch.tensor([-1.0, 0.5, 2.0, 4.0], device="cuda")
@@ -147,27 +126,25 @@ def test_with_a_sink_and_without_order(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(128, 64), (64, 128), (96, 48), (40, 16), (8, 120), (192, 128), (136, 40)]
+    ("head_dim", "head_dim_v"),
+    [
+        (128, 64),
+        (64, 128),
+        (96, 48),
+        (72, 96),
+        (8, 88),
+        (40, 16),
+        (8, 120),
+        (192, 128),
+        (136, 40),
+        (256, 96),
+        (24, 200),
+    ],
 )
 @pytest.mark.parametrize("mask", MASKS)
 def test_v_may_have_another_one(head_dim: int, head_dim_v: int, mask: str) -> None:
     """The bytes of padded tensors; rows without keys, too."""
-    assert_like_padded_v(head_dim, head_dim_v, mask)
-
-
-@pytest.mark.parametrize(("head_dim_qk", "head_dim_v"), [(96, 48), (72, 96), (8, 88)])
-@pytest.mark.parametrize("mask", MASKS)
-def test_v_may_have_another_one_beside_96_columns(
-    head_dim_qk: int, head_dim_v: int, mask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with opened(monkeypatch, [OPEN]):
-        assert kernel_of(head_dim_qk, head_dim_v).head_dim == 96
-        assert_like_padded_v(head_dim_qk, head_dim_v, mask)
-
-
-def assert_like_padded_v(head_dim: int, head_dim_v: int, mask: str) -> None:
-    of_v = 64 if max(head_dim, head_dim_v) <= 64 else 128
-    of_qk = 192 if head_dim > 128 else of_v
+    of_qk, of_v = whole_of(head_dim, head_dim_v)
     for rows, keys in ((500, 700), (300, 100)):
         q, k, _, _ = drawn(head_dim, rows=rows, keys=keys)
         _, _, v, dout = (x.to(q.dtype) for x in drawn(head_dim_v, rows=rows, keys=keys))
@@ -175,7 +152,7 @@ def assert_like_padded_v(head_dim: int, head_dim_v: int, mask: str) -> None:
         assert dash_attn.is_supported(q, k, v, **how).backend == "sm90"
         found = run([q, k, v, dout], **how)
         wholes = zip((q, k, v, dout), (of_qk, of_qk, of_v, of_v))
-        wanted = run([F.pad(x, (0, whole - x.shape[-1])) for x, whole in wholes], **how)
+        wanted = run([padded(x, whole) for x, whole in wholes], **how)
         for got, other in zip(found, wanted):
             columns = slice(None) if got is found[0] else slice(got.shape[-1])
             assert_same_bytes(got, other[..., columns].contiguous())
@@ -187,7 +164,7 @@ def assert_like_padded_v(head_dim: int, head_dim_v: int, mask: str) -> None:
     [{"softcap": 15.0}, {"q_segment": 256}, {"q_segment": 256, "softcap": 30.0}],
     ids=["softcap", "segments", "segments-softcap"],
 )
-@pytest.mark.parametrize("head_dim", [(72, OPEN), (96, OPEN)], ids=name_of, indirect=True)
+@pytest.mark.parametrize("head_dim", [72, 96])
 def test_softcap_and_segments(head_dim: int, how: dict[str, Any]) -> None:
     """Segments leave sums of dK and dV to another kernel."""
     tensors, common = drawn(head_dim, kv_heads=2, keys=500), {"causal": True, "policy": "descending"}
@@ -196,7 +173,7 @@ def test_softcap_and_segments(head_dim: int, how: dict[str, Any]) -> None:
     assert not same_bytes(found[3], run(tensors, **common)[3]), "the control: dK of a call without them"
 
 
-@pytest.mark.parametrize("head_dim", [(96, OPEN)], ids=name_of, indirect=True)
+@pytest.mark.parametrize("head_dim", [96, 160])
 def test_errors_are_those_of_the_dtype(head_dim: int) -> None:
     q, k, v, dout = (x[:1, :200, :1] for x in drawn(head_dim, keys=500))
     found = run([q, k, v, dout], causal=True)
@@ -209,24 +186,28 @@ def test_errors_are_those_of_the_dtype(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_histories_of_a_cache_of_96_columns(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_histories_of_a_cache_of_96_columns(number: int) -> None:
     """Every row of every call over a cache has the bytes of one forward, and of one by the kernels of 128."""
 
     def history() -> History:
-        dims = (96, 72, (96, 40))
+        dims = (96, 80, (96, 48))
         return random_history(number, "cuda", torch.bfloat16, 700, head_dims=dims, backend="sm90")
 
-    wanted = history().wanted
-    with opened(monkeypatch, [OPEN]):
-        narrow = history()
-        for found, other in zip(narrow.wanted, wanted):
-            for x, y in zip(found, other):
-                assert_same_bytes(x, y)
-        narrow.run()
+    with mock.patch.dict(TILES):
+        del TILES[96, 96]
+        forget()
+        assert kernel_of(96, 96).head_dim == 128
+        wanted = history().wanted
+    forget()
+    narrow = history()
+    for found, other in zip(narrow.wanted, wanted):
+        for x, y in zip(found, other):
+            assert_same_bytes(x, y)
+    narrow.run()
 
 
 def test_what_is_too_small_or_too_large_goes_to_triton() -> None:
-    for head_dim, name in ((32, "triton"), (40, "sm90"), (128, "sm90"), (136, "triton")):
+    for head_dim, name in ((32, "triton"), (40, "sm90"), (256, "sm90"), (264, "")):
         q, k, v, _ = drawn(head_dim)
         assert dash_attn.is_supported(q, k, v).backend == name
     assert backend_for(q.device).name == "sm90"

@@ -49,6 +49,13 @@ def test_histories_where_v_has_fewer_columns(backend: str, number: int) -> None:
     random_history(number, "cuda", dtype, 1000, head_dims=dims, backend=backend).run()
 
 
+@pytest.mark.parametrize("number", range(8))
+def test_histories_with_head_dims_to_256(number: int) -> None:
+    dtype = BF16 if number % 3 else torch.float16
+    dims = (256, 160, (200, 240), (256, 64))
+    random_history(number, "cuda", dtype, 9000, head_dims=dims, backend="sm90").run()
+
+
 @pytest.mark.parametrize("page_size", [0, 16, 64, 256])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_long_histories(head_dim: int, page_size: int) -> None:

@@ -301,8 +301,8 @@ def test_support_names_the_reason():
         dash_attn.attention(*3 * [q.double()])
     with pytest.raises(InputError, match="the cpu backend does not run on cuda:0"):
         dash_attn.attention(q, q, q, backend="cpu")
-    q = torch.zeros(1, 8, 4, 136, device="cuda", dtype=torch.bfloat16)
-    assert "head_dim 136 is not supported by sm90" in dash_attn.is_supported(q, q, q, backend="sm90").reason
+    q = torch.zeros(1, 8, 4, 264, device="cuda", dtype=torch.bfloat16)
+    assert "head_dim 264 is not supported by sm90" in dash_attn.is_supported(q, q, q, backend="sm90").reason
     q = torch.zeros(1, 8, 4, 64, device="cuda", dtype=torch.bfloat16)
     assert dash_attn.is_supported(q, q, q).backend == "sm90"
 

@@ -1,6 +1,6 @@
 """Keys of a cache that are spread over many blocks: the bytes of the kernels that do not, on a GPU.
 
-They have to be asked for, see sm90/untried.py. The emulator cannot show that a product of fewer columns has
+The emulator cannot show that a product of fewer columns has
 the same bits on a GPU, nor what one kernel does beside the next one.
 """
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_with_kvcache
-from dash_attn.backends.sm90 import untried
+from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.cached.launch import Cached
-from dash_attn.backends.sm90.spread.launch import Spread
+from dash_attn.backends.sm90.spread.launch import Spread, spreads
 from dash_attn.ops import cached as calls
 from dash_attn.testing import assert_same_bytes, same_bytes
 
@@ -31,8 +31,9 @@ def _new_calls() -> Iterator[None]:
     calls._call.cache_clear()
 
 
-def ask(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(untried, "_asked", lambda: frozenset(names))
+def ask(monkeypatch: pytest.MonkeyPatch, spread: bool) -> None:
+    """Spread keys where it is worth it, as always, or never."""
+    monkeypatch.setattr(backend, "spreads", lambda *given: spread and spreads(*given))
     calls._call.cache_clear()
 
 
@@ -85,12 +86,12 @@ def both(
 ) -> None:
     """Compare a call that is spread with one that is not, and with itself."""
     found: list[Result] = []
-    for names in ((), ("spread",), ("spread",)):
-        ask(monkeypatch, *names)
+    for spread in (False, True, True):
+        ask(monkeypatch, spread)
         MADE.clear()
         args = {"cache_seqlens": used, "backend": "sm90", "return_lse": True, **how}
         found.append(flash_attn_with_kvcache(q, k, v, **args))  # type: ignore[arg-type]
-        assert prepared() == {Spread if names else Cached}
+        assert prepared() == {Spread if spread else Cached}
     for other in found[1:]:
         for a, b in zip(found[0], other):
             assert_same_bytes(a, b)
@@ -134,14 +135,14 @@ def test_a_captured_graph_replays_other_lengths(monkeypatch: pytest.MonkeyPatch,
     k, v, table = cache(9216, 2, 2, 128, page, 1.0, BF16)
     q, new, at = draw(2, 1, 8, 128), draw(2, 1, 2, 128, seed=8), int32(5, 8180)
     how = {"causal": True, "backend": "sm90", "return_lse": True} | ({"page_table": table} if page else {})
-    ask(monkeypatch, "spread")
+    ask(monkeypatch, True)
     flash_attn_with_kvcache(q, k.clone(), v.clone(), new, new, cache_seqlens=at, **how)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=at, **how)
     assert Spread in prepared()
-    ask(monkeypatch)
+    ask(monkeypatch, False)
     lengths = [(5, 8180), (8191, 3), (8192, 9000), (0, 127), (9215, 128)] + [(i, 8170 + i) for i in range(30)]
     for step, values in enumerate(lengths):
         at.copy_(int32(*values))
@@ -156,7 +157,7 @@ def test_replays_one_behind_the_other(monkeypatch: pytest.MonkeyPatch, replays: 
     """No time between one call and the next: each uses the workspace of the one before."""
     k, v, _ = cache(8192, 1, 8, 128, 0, 1.0, BF16)
     q, used = draw(1, 1, 32, 128), int32(8000)
-    ask(monkeypatch, "spread")
+    ask(monkeypatch, True)
     how = {"cache_seqlens": used, "causal": True, "backend": "sm90"}
     first = flash_attn_with_kvcache(q, k, v, **how)
     found = [flash_attn_with_kvcache(q, k, v, **how) for _ in range(replays)]
@@ -175,7 +176,7 @@ def test_values_out_of_range_are_clamped(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_row_has_the_bytes_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v, _ = cache(8192, 1, 2, 128, 0, 6.0, BF16)
-    ask(monkeypatch, "spread")
+    ask(monkeypatch, True)
     q = draw(1, 4, 8, 128)
     found = flash_attn_with_kvcache(q, k, v, cache_seqlens=int32(8100), causal=True, backend="sm90")
     assert prepared() == {Spread}

@@ -463,7 +463,7 @@ def test_softcap(head_dim: int, dtype: str) -> None:
     if dtype == "float32":
         assert reason == "dtype float32 is not supported by sm90; supported: bfloat16, float16"
     elif head_dim == 256:
-        assert reason == ("head_dim 256 is not supported by sm90; supported: multiples of 8 from 40 to 128")
+        assert reason == "softcap 2.0 is not supported by sm90 at head_dim 256"
     else:
         assert not reason
     assert dash_attn.is_supported(*leaves, **how).backend == ("triton" if reason else "sm90")

@@ -1,4 +1,4 @@
-"""The kernel of head dim 192 with 128 of V."""
+"""The kernels of head dims above 128: of 192 with 128 of V, and of 256."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from gpu_cases import (
 )
 
 WIDE = {"head_dim": 192, "head_dim_v": 128}
+LARGE = {"head_dim": 256, "head_dim_v": 256, "tile_m": 64, "tile_n": 64}
+KERNELS = pytest.mark.parametrize("of", [WIDE, LARGE], ids=["192", "256"])
 DTYPES = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 MASKS = pytest.mark.parametrize("mask", [FULL, CAUSAL, WINDOW], ids=["full", "causal", "window"])
 EVERY_POLICY = pytest.mark.parametrize(("mask", "policy"), POLICIES, ids=lambda x: getattr(x, "name", str(x)))
@@ -59,8 +61,9 @@ def forward(
 @DTYPES
 @MASKS
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_values_and_replays(name, mask, dtype):
-    problem = PROBLEMS[name](mask, dtype=dtype, **WIDE)
+@KERNELS
+def test_values_and_replays(of, name, mask, dtype):
+    problem = PROBLEMS[name](mask, dtype=dtype, **of)
     case, plan = any_case(problem), auto_plan(problem)
     found = forward(problem, case.inputs)
     assert relative_error(found[0], case.exact["out"]) <= 4e-3
@@ -82,8 +85,9 @@ def test_values_and_replays(name, mask, dtype):
 
 
 @EVERY_POLICY
-def test_every_policy_and_few_workers(mask, policy):
-    problem = dense(mask, seqlen=1100, heads=8, kv_heads=4, **WIDE)
+@KERNELS
+def test_every_policy_and_few_workers(of, mask, policy):
+    problem = dense(mask, seqlen=1100, heads=8, kv_heads=4, **of)
     plan, case = build_plan(problem, policy), make_case(problem)
     launch(plan, case, debug=BOUNDED)
     first = launch(plan, case)
@@ -92,8 +96,9 @@ def test_every_policy_and_few_workers(mask, policy):
         assert not differing(first, launch(plan, case, workers=workers)), f"{workers} workers"
 
 
-def test_dq_is_what_the_plan_says():
-    problem = dense(FULL, batch=1, heads=2, kv_heads=2, seqlen=1000, **WIDE)
+@KERNELS
+def test_dq_is_what_the_plan_says(of):
+    problem = dense(FULL, batch=1, heads=2, kv_heads=2, seqlen=1000, **of)
     plan, case = build_plan(problem, Shift(ring=3)), make_case(problem)
     result = launch(plan, case, debug=Debug(contributions=True))
     for tile, by_ticket in enumerate(result.dq_contributions.cpu()):
@@ -102,17 +107,21 @@ def test_dq_is_what_the_plan_says():
     assert not differing(result, launch(plan, case))
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(136, 128), (160, 96), (192, 8)])
+@pytest.mark.parametrize(
+    ("of", "head_dim", "head_dim_v"),
+    [(WIDE, 136, 128), (WIDE, 160, 96), (WIDE, 192, 8), (LARGE, 200, 200), (LARGE, 256, 208)],
+)
 @MASKS
-def test_fewer_columns_have_the_bytes_of_padded_tensors(mask, head_dim, head_dim_v):
-    few = dense(mask, seqlen=700, head_dim=head_dim, head_dim_v=head_dim_v)
-    whole, case = dense(mask, seqlen=700, **WIDE), make_case(few)
+def test_fewer_columns_have_the_bytes_of_padded_tensors(mask, of, head_dim, head_dim_v):
+    few = dense(mask, seqlen=700, **of | {"head_dim": head_dim, "head_dim_v": head_dim_v})
+    whole, case = dense(mask, seqlen=700, **of), make_case(few)
+    of_qk, of_v = of["head_dim"], of["head_dim_v"]
 
     def pad(x: torch.Tensor, columns: int) -> torch.Tensor:
         return F.pad(x, (0, columns - x.shape[-1]))
 
     dout, q, k, v, out, lse = case.inputs
-    padded = Tensors(pad(dout, 128), pad(q, 192), pad(k, 192), pad(v, 128), pad(out, 128), lse)
+    padded = Tensors(pad(dout, of_v), pad(q, of_qk), pad(k, of_qk), pad(v, of_v), pad(out, of_v), lse)
     found = forward(few, case.inputs)
     wanted = Forward(whole, q.device)(*padded[1:4], few.head_dim**-0.5)
     assert_same_bytes(found[0], wanted[0][..., :head_dim_v].contiguous())
@@ -123,13 +132,14 @@ def test_fewer_columns_have_the_bytes_of_padded_tensors(mask, head_dim, head_dim
         assert_same_bytes(getattr(grads, name), getattr(of_padded, name)[..., :columns].contiguous(), name)
 
 
-def test_several_segments_of_keys():
+@KERNELS
+def test_several_segments_of_keys(of):
     keys = 2 * FORWARD_SEGMENT + 300
-    problem = dense(CAUSAL, batch=1, seqlen=None, seqlen_q=1000, seqlen_k=keys, **WIDE)
+    problem = dense(CAUSAL, batch=1, seqlen=None, seqlen_q=1000, seqlen_k=keys, **of)
     case = make_case(problem)
     out, lse = forward(problem, case.inputs)
     assert relative_error(out, case.exact["out"]) <= 4e-3
-    last = dense(CAUSAL, batch=1, seqlen=None, seqlen_q=3, seqlen_k=keys, **WIDE)
+    last = dense(CAUSAL, batch=1, seqlen=None, seqlen_q=3, seqlen_k=keys, **of)
     few = case.inputs._replace(q=case.inputs.q[:, -3:])
     of_few = forward(last, few)  # split among blocks, and folded
     assert_same_bytes(of_few[0], out[:, -3:].contiguous())
@@ -138,10 +148,12 @@ def test_several_segments_of_keys():
 
 @DTYPES
 @pytest.mark.parametrize("window", [None, (300, 0)], ids=["causal", "window"])
-def test_sequences_are_cut_into_segments_of_rows(window, dtype):
+@KERNELS
+def test_sequences_are_cut_into_segments_of_rows(of, window, dtype):
     """Errors are those of whole sequences, and the same bytes come again."""
     generator = torch.Generator("cuda").manual_seed(7)
-    shapes = [(2, 900, 4, 192), (2, 900, 2, 192), (2, 900, 2, 128), (2, 900, 4, 128)]
+    of_qk, of_v = of["head_dim"], of["head_dim_v"]
+    shapes = [(2, 900, 4, of_qk), (2, 900, 2, of_qk), (2, 900, 2, of_v), (2, 900, 4, of_v)]
     drawn = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
     q, k, v, dout = (x.to(getattr(torch, dtype)) for x in drawn)
     leaves = [x.requires_grad_() for x in (q, k, v)]

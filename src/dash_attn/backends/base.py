@@ -266,11 +266,8 @@ class Backend(ABC):
         """Why it cannot run a problem, given as packed or dense tensors; empty if it can."""
 
     @abstractmethod
-    def tiles(self, head_dim: int) -> tuple[int, int]:
-        """(tile_m, tile_n) of its backward; any for a head dim that it does not cover.
-
-        ``head_dim``: the larger one, where V has another.
-        """
+    def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+        """(tile_m, tile_n) of its backward; any for head dims that it does not cover."""
 
     @abstractmethod
     def prepare(

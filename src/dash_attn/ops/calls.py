@@ -307,7 +307,7 @@ def _check_longest(side: str, max_seqlen: int, longest: int) -> None:
 def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:
     """The problem of a call, with the tiles of a backend."""
     heads, kv_heads, head_dim, of_v = shapes.sizes
-    tiles = backend.tiles(max(head_dim, of_v))
+    tiles = backend.tiles(head_dim, of_v)
     rest = spec.mask, DTYPE_NAMES[shapes.dtype], *tiles
     try:
         return Problem(shapes.sequences, heads, kv_heads, head_dim, *rest, head_dim_v=of_v)

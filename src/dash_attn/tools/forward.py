@@ -124,7 +124,7 @@ def _rows(problem: Problem) -> int:
 
     if covers(problem.head_dim, problem.head_dim_v) and problem.dtype in DTYPES:
         return config_of(problem).tile_m
-    return default_tiles(problem.head_dim)[0]
+    return default_tiles(problem.head_dim, problem.head_dim_v)[0]
 
 
 def _described(plan: ForwardPlan) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 from ..backends.base import Tensors, backend_for
 from ..backends.sm90 import launch
 from ..backends.sm90.forward.traced import traced_forward
-from ..backends.sm90.tiles import kernel_of
+from ..backends.sm90.tiles import forward_kernel_of
 from ..errors import InputError
 from ..model import H200, H200_WORKERS, ForwardCosts, ForwardTimeline, Timeline, simulate, simulate_forward
 from ..model.roofline import CLOCK_GHZ
@@ -51,7 +51,7 @@ def simulated_and_measured_forward(problem: Problem) -> tuple[ForwardTimeline, F
     device = torch.device("cuda", torch.cuda.current_device())
     if reason := backend_for(device).why_not(problem, device, packed=False):
         raise InputError(reason)
-    costs = ForwardCosts.h200(kernel_of(problem.head_dim, problem.head_dim_v)[0])
+    costs = ForwardCosts.h200(forward_kernel_of(problem.head_dim, problem.head_dim_v)[0])
     traced = traced_forward(problem, _random_inputs(problem), runs=RUNS)
     measured = measured_forward(traced.plan, traced.trace.cpu().numpy(), CLOCK_GHZ)
     return simulate_forward(traced.plan, costs, H200_WORKERS), measured

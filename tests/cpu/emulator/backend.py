@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
 
-from dash_attn.backends.sm90 import backend, launch, resident, segments, untried
+from dash_attn.backends.sm90 import backend, launch, resident, segments
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
-from dash_attn.backends.sm90.spread import launch as spread
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
@@ -31,9 +30,7 @@ class _Upload:
 
 
 @contextmanager
-def emulated(
-    blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False, names: Iterable[str] = ()
-) -> Iterator[None]:
+def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False) -> Iterator[None]:
     """All functions with ``backend="sm90"`` take CPU tensors. Nothing is kept of calls before, nor for later
     ones: what a call has made would run again as it was made.
 
@@ -41,7 +38,6 @@ def emulated(
         blocks: SMs of the GPU, each of which has one block.
         seed: of the order in which warps run and copies end.
         late, races: see :class:`~emulator.machine.Machine`.
-        names: of kernels that run although no GPU has tried them, see sm90/untried.py.
     """
 
     def program(config: Config) -> Emulated:
@@ -53,13 +49,13 @@ def emulated(
     def nothing(_device: torch.device) -> nullcontext[None]:
         return nullcontext()
 
-    why_not, asked = backend.BACKEND.why_not, frozenset(names)
+    why_not = backend.BACKEND.why_not
 
     def why_not_here(problem: Problem, _device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         return why_not(problem, torch.device("cuda"), packed, scores)
 
     patches: dict[object, dict[str, object]] = {
-        backend: {"_capability": lambda _: (9, 0)},
+        backend: {"_capability": lambda _: (9, 0), "multiprocessors": count},
         backend.BACKEND: {"why_not": why_not_here},
         launch: {
             "program": program, "multiprocessors": count, "usable_multiprocessors": count,
@@ -68,9 +64,7 @@ def emulated(
         resident: {"Upload": _Upload},
         segments: {"program": program, "as_current": nothing},
         forward: {"program": program, "multiprocessors": count, "Upload": _Upload},
-        untried: {"_asked": lambda: asked},
         cached: {"program": program, "multiprocessors": count},
-        spread: {"multiprocessors": count},
     }  # fmt: skip
     with ExitStack() as stack:
         for module, values in patches.items():

@@ -128,8 +128,8 @@ class _CPU(Backend):
     def why_not(self, problem: Problem, device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
         return "" if device.type == "cpu" else f"the cpu backend does not run on {device}"
 
-    def tiles(self, head_dim: int) -> tuple[int, int]:
-        return default_tiles(head_dim)
+    def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+        return default_tiles(head_dim, head_dim_v)
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

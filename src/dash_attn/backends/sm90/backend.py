@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
-from ...schedule import ForwardNumerics, Plan
+from ...schedule import Plan
 from ...scores import PLAIN, Scores
 from ..base import (
     NO_AUX,
@@ -27,14 +27,14 @@ from ..base import (
     refuse_backward,
 )
 from ..cached import CachedProblem, PreparedCached
+from ..cuda.multiprocessors import multiprocessors
 from .cached.launch import Cached
-from .forward.launch import Forward, config_of, why_no_scale
+from .forward.launch import Forward, config_of, numerics_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment
 from .softcap import cap_of, why_no_cap
-from .spread.launch import prepared
-from .tiles import HEAD_DIMS, WIDE, covers, has_softcap, kernel_of, tiles_of
-from .untried import runs
+from .spread.launch import Spread, spreads
+from .tiles import HEAD_DIMS, covers, has_softcap, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -49,7 +49,7 @@ class _Prepared(Prepared):
 
     @property
     def forward_fingerprint(self) -> str:
-        return ForwardNumerics.of(self.problem).fingerprint
+        return numerics_of(self.problem).fingerprint
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
@@ -132,10 +132,10 @@ def _why_no_head_dim(problem: Problem) -> str:
     if covers(of_qk, of_v):
         return ""
     given = f"head_dim {of_qk}" if of_v == of_qk else f"head_dim_v {of_v} beside head_dim {of_qk}"
-    others = f", and less for one of them; head_dim to {WIDE[-1]} if head_dim_v is at most {HEAD_DIMS[-1]}"
+    less = "" if of_v == of_qk else f", and less for one of them (multiples of {HEAD_DIMS.step})"
     return (
         f"{given} is not supported by sm90; supported: multiples of {HEAD_DIMS.step} from {HEAD_DIMS[0]} to "
-        f"{HEAD_DIMS[-1]}{'' if of_v == of_qk else others}"
+        f"{HEAD_DIMS[-1]}{less}"
     )
 
 
@@ -188,10 +188,10 @@ class _SM90(Backend):
             )
         return ""
 
-    def tiles(self, head_dim: int) -> tuple[int, int]:
-        if head_dim not in HEAD_DIMS:
-            return default_tiles(head_dim)
-        kernel = kernel_of(head_dim, head_dim)
+    def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+        if max(head_dim, head_dim_v) not in HEAD_DIMS:
+            return default_tiles(head_dim, head_dim_v)
+        kernel = kernel_of(head_dim, head_dim_v)
         return tiles_of(kernel.head_dim, kernel.head_dim_v)[:2]
 
     def prepare(
@@ -210,9 +210,8 @@ class _SM90(Backend):
         finish_keys(sums, scores.softmax_scale, dk, dv)
 
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
-        if runs("spread") and (spread := prepared(problem, device)):
-            return spread
-        return Cached(problem, device)
+        kind = Spread if spreads(problem, multiprocessors(device)) else Cached
+        return kind(problem, device)
 
 
 BACKEND = _SM90()

@@ -114,9 +114,10 @@ def cached_variants() -> dict[str, CachedConfig]:
             for piece in PIECES:
                 rows = "few" if few else "many"
                 base = cached_config(head_dim, dtype, few, piece, head_dim_v)
-                found[f"{name}-{rows}-{piece}"] = base
+                name_of_piece = f"{name}-{rows}-{base.piece}"
+                found[name_of_piece] = base
                 if has_softcap(head_dim, head_dim_v):
-                    found[f"{name}-{rows}-{piece}-softcap"] = replace(base, softcap=True)
+                    found[f"{name_of_piece}-softcap"] = replace(base, softcap=True)
     return found
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .untried import runs
-
 __all__ = [
     "HEAD_DIMS",
     "TILES",
-    "WIDE",
     "Kernel",
     "Registers",
     "Tiles",
     "covers",
+    "forward_kernel_of",
     "has_softcap",
     "kernel_of",
     "name_of",
@@ -59,24 +57,26 @@ TILES = {
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
+    # All of shared memory but 1 KB. The warpgroups share the columns of dK and dV: backward/split_columns.py.
+    # The second buffer of dS holds P, a buffer of dQ a quarter of the tile.
+    (256, 256): Tiles(64, 64, q_stages=2, do_stages=1, ds_stages=2, dq_stages=3, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
 
 
-HEAD_DIMS, WIDE = range(40, 129, 8), range(136, 193, 8)
+HEAD_DIMS = range(40, 257, 8)
 """Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
-With less, more than half of every product would be zeros. WIDE: of Q, beside a V of at most 128."""
+With less, more than half of every product would be zeros."""
 
 
 def covers(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernels take tensors of these head dims.
 
-    >>> covers(96, 96), covers(8, 120), covers(192, 128), covers(100, 100), covers(192, 136)
+    >>> covers(96, 96), covers(8, 120), covers(192, 128), covers(100, 100), covers(32, 32)
     (True, True, True, False, False)
     """
-    both = (head_dim, head_dim_v)
-    fits = max(both) in HEAD_DIMS or (head_dim in WIDE and head_dim_v <= HEAD_DIMS[-1])
-    return fits and all(x % HEAD_DIMS.step == 0 for x in both)
+    both = head_dim, head_dim_v
+    return max(both) in HEAD_DIMS and min(both) % HEAD_DIMS.step == 0
 
 
 class Kernel(NamedTuple):
@@ -97,11 +97,24 @@ def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
     (Kernel(head_dim=64, head_dim_v=64, padded=False), Kernel(head_dim=128, head_dim_v=128, padded=True))
     """
     for kernel in TILES:
-        if head_dim <= kernel[0] and head_dim_v <= kernel[1] and runs(f"head_dim_{kernel[0]}"):
+        if head_dim <= kernel[0] and head_dim_v <= kernel[1]:
             return Kernel(*kernel, padded=(head_dim, head_dim_v) != kernel)
     raise ValueError(
         f"no kernel holds head_dim {name_of(head_dim, head_dim_v)}; the largest has {name_of(*kernel)}"
     )
+
+
+def forward_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Head dims of the forward kernel for tensors, in training and over a cache.
+
+    Rows of 72 or 88 columns begin at odd multiples of 16 bytes. In the narrow boxes of the kernel of 96
+    columns that costs more than its products save (docs/experiments/head-dims.md); 128 makes the same bytes.
+
+    >>> forward_kernel_of(80, 80), forward_kernel_of(72, 72)
+    ((96, 96), (128, 128))
+    """
+    kernel = kernel_of(head_dim, head_dim_v)[:2]
+    return (128, 128) if kernel == (96, 96) and (head_dim % 16 or head_dim_v % 16) else kernel
 
 
 def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
@@ -133,11 +146,10 @@ def row_bytes_of(columns: int) -> int:
 def has_softcap(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernel for tensors of these head dims has variants with a softcap.
 
-    >>> has_softcap(128, 64), has_softcap(192, 128)
-    (True, False)
+    >>> has_softcap(128, 64), has_softcap(192, 128), has_softcap(256, 256)
+    (True, False, False)
     """
-    kernel = kernel_of(head_dim, head_dim_v)
-    return kernel.head_dim == kernel.head_dim_v
+    return max(head_dim, head_dim_v) <= 128
 
 
 def name_of(head_dim: int, head_dim_v: int) -> str:

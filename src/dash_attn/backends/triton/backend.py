@@ -79,10 +79,8 @@ class _Prepared(Prepared):
         refuse_backward(self._keys)
         assert self._backward is not None
         tiles = plan.problem.tile_m, plan.problem.tile_n
-        if tiles != BACKEND.tiles(plan.problem.widest):
-            raise PlanMismatchError(
-                f"the plan has tiles {tiles}, the kernels have {BACKEND.tiles(plan.problem.widest)}"
-            )
+        if tiles != (known := BACKEND.tiles(plan.problem.head_dim, plan.problem.head_dim_v)):
+            raise PlanMismatchError(f"the plan has tiles {tiles}, the kernels have {known}")
         if plan.problem != self.problem:
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         _ = plan.min_workers  # an error unless it was proven; how many there are is no matter here
@@ -166,8 +164,9 @@ class _Triton(Backend):
                 )
         return ""
 
-    def tiles(self, head_dim: int) -> tuple[int, int]:
-        return TILES[padded(head_dim)] if head_dim in HEAD_DIMS else default_tiles(head_dim)
+    def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+        widest = max(head_dim, head_dim_v)
+        return TILES[padded(widest)] if widest in HEAD_DIMS else default_tiles(head_dim, head_dim_v)
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

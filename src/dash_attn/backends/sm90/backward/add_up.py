@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int64, const_expr
 
 from ..device import registers
 
@@ -51,9 +51,14 @@ def add_up(config: cutlass.Constexpr, sums, of: GroupsOf, to: RowsOf) -> None:
         for half in cutlass.range_constexpr(2):
             values = cute.make_rmem_tensor((2, 4), target.element_type)
             values.store((pairs[None, half, None].load() * of.scale).to(target.element_type))
-            row = to.kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
-            line = cute.local_tile(target[to.batch, to.first_row + row, to.kv_head, None], (32,), (chunk,))
-            there = registers.columns_from(c, target, 32 * chunk)
+            columns = chunk
+            if const_expr(c.tile_n == 64):  # the warpgroups share the columns, otherwise the rows
+                columns = chunk + group * (vectors // 4)
+                row = to.kv_tile * c.tile_n + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
+            else:
+                row = to.kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
+            line = cute.local_tile(target[to.batch, to.first_row + row, to.kv_head, None], (32,), (columns,))
+            there = registers.columns_from(c, target, 32 * columns)
             registers.store_rows(values, line, lane, row < to.rows, there)
 
 

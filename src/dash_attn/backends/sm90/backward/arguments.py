@@ -145,8 +145,8 @@ class Shared(NamedTuple):
     Attributes:
         q, dout, k, v, ds: tiles of 16-bit values, (rows, columns, stages).
         lse2, delta: (tile_m, stages), beside Q and dO.
-        dq: fp32 dQ tiles, (values, stages), in accumulator order.
-        dk: dK on its way out, (rows, columns, stages), where dS or dQ is.
+        dq: fp32 dQ tiles, or pieces of them, (values, stages), in accumulator order.
+        dk: dK on its way out, (rows, columns, stages), where dS or dQ is, or K.
         complete: complete dQ tiles to be converted, (values, stages), from Q on.
         mailbox: items, (words, 2), see `plan_view.Item`.
         slots: granted contributions, (words, SLOTS), see reduce.py.

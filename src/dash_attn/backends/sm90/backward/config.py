@@ -80,8 +80,9 @@ class BackwardConfig:
                 object.__setattr__(self, name, value)
         if self.dtype not in ("bf16", "fp16"):
             raise ValueError(f"dtype must be 'bf16' or 'fp16', got {self.dtype!r}")
-        if self.tile_n != 128:
-            raise ValueError(f"tile_n must be 128 (64 rows per warpgroup), got {self.tile_n}")
+        rows = tiles_of(self.head_dim, self.head_dim_v).tile_n
+        if self.tile_n != rows:
+            raise ValueError(f"tile_n must be {rows} (64 rows per warpgroup), got {self.tile_n}")
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
         self._check_buffers()
@@ -91,16 +92,18 @@ class BackwardConfig:
             raise ValueError(
                 f"{self} needs {self.shared_bytes} bytes of shared memory, limit {SHARED_MEMORY_LIMIT}"
             )
-        if min(self.q_stages, self.do_stages) < 2:
+        if self.q_stages < 2 or self.do_stages < (1 if self.split else 2):
             raise ValueError(f"{self} has one stage of Q or dO; the load warp must be a task ahead")
-        if self.leaving_stages != (1 if self.tight else 2):
+        if self.leaving_stages != (1 if self.tight or self.split else 2):
             raise ValueError(f"{self} needs two stages of the buffer that dK leaves through, or one if tight")
+        if self.split and (self.ds_stages, self.tile_m) != (2, 64):
+            raise ValueError(f"{self}: P and dS have a buffer each, for 64 rows of Q")
         if self.head_dim_v != self.head_dim and not self.tight:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
-        if self.softcap and self.tight:
+        if self.softcap and (self.tight or self.split):
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
         tile, (alone, behind) = 4 * self.dq_elements, self.finish_stages
-        least = max(alone * tile, behind * tile + self.dq_stages * tile)
+        least = max(alone * tile, behind * tile + 4 * self.dq_stage * self.dq_stages)
         if self.tiles_bytes < least:
             raise ValueError(f"{self} keeps tiles in {self.tiles_bytes} bytes, finishing needs {least}")
 
@@ -123,7 +126,23 @@ class BackwardConfig:
     def tight(self) -> bool:
         """Whether dK and dV take so many registers that one tile of scores has room beside them, and not two:
         see `MmaRole.tight_task`."""
-        return self.head_dim + self.head_dim_v > 256
+        return self.head_dim + self.head_dim_v > 256 and not self.split
+
+    @property
+    def split(self) -> bool:
+        """Whether a kv tile has 64 rows, and each warpgroup half the columns of dK and dV: `SplitColumns`."""
+        return self.tile_n == 64
+
+    @property
+    def dq_pieces(self) -> int:
+        """A contribution to dQ leaves in so many pieces, each through a buffer of its own: columns of both
+        warpgroups' halves."""
+        return 4 if self.split else 1
+
+    @property
+    def dq_stage(self) -> int:
+        """fp32 values of one buffer of dQ."""
+        return self.dq_elements // self.dq_pieces
 
     @property
     def k_row_bytes(self) -> int:
@@ -135,16 +154,23 @@ class BackwardConfig:
     def finish_stages(self) -> tuple[int, int]:
         """Complete dQ tiles that a block brings into shared memory at a time: if it got no items, and if it
         had some, whose last dQ may still be leaving. Even, see finish.py."""
+        if self.split:
+            return 2, 2
         return (4, 2) if self.tight else (6, 4)
 
     @property
     def leaving_stages(self) -> int:
-        """Stages of the buffer that dK leaves through: of dS if dQ is computed a task later, else of dQ."""
+        """Stages of the buffer that dK leaves through: of dS if dQ is computed a task later, else of dQ; K
+        where the columns are split."""
+        if self.split:
+            return 1
         return self.ds_stages if self.delayed_dq else self.dq_stages
 
     @property
     def dk_stages(self) -> int:
         """Tiles of dK that fit one stage of the buffer that dK leaves through."""
+        if self.split:
+            return 1
         stage = 2 * self.tile_m * self.tile_n if self.delayed_dq else 4 * self.dq_elements
         return stage // (2 * self.tile_n * self.head_dim)
 
@@ -166,4 +192,4 @@ class BackwardConfig:
         q = 2 * self.tile_m * (self.head_dim * self.q_stages + self.head_dim_v * self.do_stages)
         kv = 2 * self.tile_n * (self.head_dim + self.head_dim_v)
         ds = 2 * self.tile_m * self.tile_n * self.ds_stages
-        return q + kv + ds + 4 * self.dq_elements * self.dq_stages
+        return q + kv + ds + 4 * self.dq_stage * self.dq_stages

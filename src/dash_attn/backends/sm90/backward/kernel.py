@@ -20,7 +20,7 @@ from ..device import plan_view
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from . import capped, finish, load, mma, reduce
+from . import capped, finish, load, mma, reduce, split_columns
 from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
@@ -39,6 +39,7 @@ class Backward:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         kind = capped.CappedMma if config.softcap else mma.MmaRole
+        kind = split_columns.SplitColumns if config.split else kind
         self.load_role, self.mma_role = load.LoadRole(config), kind(config, self.dtype)
 
     def _tiled_mmas(self) -> Products:
@@ -51,6 +52,11 @@ class Backward:
                 self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (64, columns), a_source
             )
 
+        if c.split:
+            halves = (1, 2, 1)
+            scores = make(major.K, major.K, halves, c.tile_m // 2)
+            grads = make(major.MN, major.MN, halves, c.head_dim // 2)
+            return Products(scores, grads, make(major.K, major.MN, halves, c.head_dim // 2), None)
         scores = make(major.K, major.K, (2, 1, 1), c.tile_m)
         grads = make(major.K, major.MN, (2, 1, 1), c.head_dim_v, source.RMEM)
         dq_split = (1, 2, 1) if c.tile_m == 64 else (2, 1, 1)
@@ -102,7 +108,7 @@ class Backward:
             k: tile(c.tile_n, c.head_dim, 1)
             v: tile(c.tile_n, c.head_dim_v, 1)
             ds: tile(c.tile_m, c.tile_n, c.ds_stages)
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_elements * c.dq_stages], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, c.dq_stage * c.dq_stages], 1024]
 
         return Storage
 
@@ -181,7 +187,7 @@ class Backward:
 
     def _shared(self, storage, layouts: Layouts) -> Shared:
         c = self.config
-        leaving = storage.ds if c.delayed_dq else storage.dq
+        leaving = storage.ds if c.delayed_dq else storage.k if c.split else storage.dq
         # Finishing needs what items no longer need, from Q on.
         complete = cute.recast_ptr(storage.q.data_ptr(), dtype=Float32)
         words = (
@@ -202,7 +208,7 @@ class Backward:
             ds=storage.ds.get_tensor(layouts.ds.outer, swizzle=layouts.ds.inner),
             lse2=storage.lse2.get_tensor(cute.make_layout((c.tile_m, c.q_stages))),
             delta=storage.delta.get_tensor(cute.make_layout((c.tile_m, c.do_stages))),
-            dq=storage.dq.get_tensor(cute.make_layout((c.dq_elements, c.dq_stages))),
+            dq=storage.dq.get_tensor(cute.make_layout((c.dq_stage, c.dq_stages))),
             dk=leaving.get_tensor(layouts.dk.outer, swizzle=layouts.dk.inner, dtype=self.dtype),
             complete=cute.make_tensor(complete, cute.make_layout((c.dq_elements, c.finish_stages[0]))),
             mailbox=mailbox,

@@ -113,6 +113,10 @@ class LoadRole:
         self._store(copies.dv, shared.v[None, None, 0], shared)
         place = (item.k_tma_row, item.tma_batch, item.k_tma_shift)
         rings.k.wait_empty(n_kv)
+        if const_expr(c.split):  # dK is where K comes
+            self._store_dk(copies.dk, shared, rings, n_task, n_kv)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(rings.k.full, k_bytes)
         tile = shared.k[None, None, 0]
@@ -123,7 +127,8 @@ class LoadRole:
             cute.arch.mbarrier_arrive_and_expect_tx(rings.v.full, v_bytes)
         tile = shared.v[None, None, 0]
         load_tile(copies.v, tile, place, item.record.kv_tile, item.record.kv_head, rings.v.full)
-        self._store_dk(copies.dk, shared, rings, n_task, n_kv)
+        if const_expr(not c.split):
+            self._store_dk(copies.dk, shared, rings, n_task, n_kv)
         cute.arch.sync_warp()  # every lane has read where that dK belongs
         with cute.arch.elect_one():
             self._put_grads_place(shared.grads_place, item)
@@ -152,9 +157,11 @@ class LoadRole:
 
     @cute.jit
     def _release_dk(self, rings):
-        """Let the MMA warps have the buffer of the dK that was stored last."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        arrive_together(rings.dk.empty)
+        """Let the MMA warps have the buffer of the dK that was stored last. Where that was K's, it holds K by
+        now."""
+        if const_expr(not self.config.split):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            arrive_together(rings.dk.empty)
 
     @cute.jit
     def _store(self, copy, tile, shared):

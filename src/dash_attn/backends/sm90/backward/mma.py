@@ -58,7 +58,8 @@ class MmaRole:
                 if const_expr(c.delayed_dq):
                     self.begin_p(t, rings.q.stage(n_task))
                 rings.v.wait_full(n_kv)
-                rings.dk.wait_empty(n_kv)
+                if const_expr(not c.split):
+                    rings.dk.wait_empty(n_kv)
                 if const_expr(c.delayed_dq):
                     first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
@@ -134,9 +135,9 @@ class MmaRole:
     def _dq_view(self, sdQ, tidx):
         """This thread's values of the dQ buffers, (4, vectors, stage): vectors of four fp32, 2 KB apart."""
         c = self.config
-        vectors = c.dq_elements // 1024
+        vectors = c.dq_stage // 1024
         layout = cute.make_layout(
-            (4, 128, vectors, MMA_WARPGROUPS, c.dq_stages), stride=(1, 4, 512, 512 * vectors, c.dq_elements)
+            (4, 128, vectors, MMA_WARPGROUPS, c.dq_stages), stride=(1, 4, 512, 512 * vectors, c.dq_stage)
         )
         return cute.make_tensor(sdQ.iterator, layout)[None, tidx % 128, None, tidx // 128, None]
 
@@ -444,6 +445,10 @@ class MmaRole:
         tidx = self._mma_thread()
         return tidx // 32 * 16 + tidx % 32 // 4
 
+    def _first_column(self):
+        """Query column of this thread's first accumulator value."""
+        return ptx.thread_index() % 4 * 2
+
     @cute.jit
     def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, value: cutlass.Constexpr[float]):
         """`_mask` where the mask cuts the task's tile; of its 64 query columns h."""
@@ -453,7 +458,7 @@ class MmaRole:
     @cute.jit
     def _mask(self, acc, info, first_column: cutlass.Constexpr[int], value: cutlass.Constexpr[float]):
         """Set what the mask hides to `value`; `acc` begins at query column `first_column`."""
-        row, column = self._first_row(), ptx.thread_index() % 4 * 2 + first_column
+        row, column = self._first_row(), self._first_column() + first_column
         for half in cutlass.range_constexpr(2):
             first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
             if info[3] <= row + 8 * half:

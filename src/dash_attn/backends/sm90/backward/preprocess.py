@@ -115,8 +115,12 @@ class Preprocess:
             acc = cute.make_tensor(
                 memory.dq_acc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
             )
-            for n in cutlass.range_constexpr(c.dq_elements // THREADS):
-                acc[n * THREADS + tidx] = Float32(0.0)
+            if const_expr(c.dq_elements < 64 * THREADS):
+                for n in cutlass.range_constexpr(c.dq_elements // THREADS):
+                    acc[n * THREADS + tidx] = Float32(0.0)
+            else:  # the compiler warns of so long a text
+                for n in cutlass.range(c.dq_elements // THREADS, unroll=8):
+                    acc[n * THREADS + tidx] = Float32(0.0)
 
     @cute.jit
     def _store_zeros(self, mdQ, where, q_head, local, chunk) -> None:

@@ -219,18 +219,21 @@ def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
             granted_at, ready_at = Int64(0), Int64(0)
             if const_expr(config.trace):
                 granted_at = ptx.nanoseconds()
-            rings.dq.wait_full(n_task)
-            if const_expr(config.trace):
-                ready_at = ptx.nanoseconds()
-            source = shared.dq[None, rings.dq.stage(n_task)].iterator
-            add_contribution(config, memory.dq_acc, source, tile, ticket)
-            if const_expr(config.dump_contributions):
-                place = Int64(tile) * (dumped.shape[1] // config.dq_elements) + ticket
-                target = dumped.iterator + place * config.dq_elements
-                ptx.bulk_store(source, target, 4 * config.dq_elements)
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.mbarrier_arrive(rings.dq.empty_of(n_task))
+            for piece in cutlass.range_constexpr(config.dq_pieces):
+                n_dq = use_of_dq(config, n_task, piece)
+                rings.dq.wait_full(n_dq)
+                if const_expr(config.trace):
+                    ready_at = ptx.nanoseconds()
+                source = shared.dq[None, rings.dq.stage(n_dq)].iterator
+                add_contribution(config, memory.dq_acc, source, tile, ticket, piece)
+                if const_expr(config.dump_contributions):
+                    place = Int64(tile) * (dumped.shape[1] // config.dq_elements) + ticket
+                    target = dumped.iterator + place * config.dq_elements
+                    for here, there, size in parts_of(config, source, target, piece):
+                        ptx.bulk_store(here, there, size)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.mbarrier_arrive(rings.dq.empty_of(n_dq))
             if const_expr(config.ordered):
                 cute.arch.cp_async_bulk_wait_group(0)
             if const_expr(config.trace):
@@ -249,20 +252,39 @@ def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
         cute.arch.cp_async_bulk_wait_group(0)
 
 
+def use_of_dq(config, n_task, piece: int):
+    """Which use of the dQ buffers has a piece of a task's contribution."""
+    return n_task if config.dq_pieces == 1 else n_task * config.dq_pieces + piece
+
+
+def parts_of(config, source, target, piece: int):
+    """What of a dQ tile at `target` a buffer at `source` holds: (from, to, bytes). Of several pieces each
+    has a part of both warpgroups' halves."""
+    if config.dq_pieces == 1:
+        return [(source, target, 4 * config.dq_elements)]
+    size, half = config.dq_stage // 2, config.dq_elements // 2
+    return [(source + group * size, target + (group * half + piece * size), 4 * size) for group in range(2)]
+
+
 @cute.jit
-def add_contribution(config: cutlass.Constexpr, dq_acc, source, tile: Int32, ticket: Int32) -> None:
-    """Start the bulk operation of one contribution: the first one is stored, so nobody zeroes the tile."""
-    size = 4 * config.dq_elements
+def add_contribution(
+    config: cutlass.Constexpr, dq_acc, source, tile: Int32, ticket: Int32, piece: cutlass.Constexpr[int]
+) -> None:
+    """Start the bulk operations of a piece of a contribution: the first contribution is stored, so nobody
+    zeroes the tile."""
     target = dq_acc.iterator + Int64(tile) * config.dq_elements
     if const_expr(config.ordered):
         # The ticket was read through the generic proxy, the reduction goes through the async proxy.
         ptx.fence_proxy_async()
         if ticket == 0:
-            ptx.bulk_store(source, target, size)
+            for here, there, size in parts_of(config, source, target, piece):
+                ptx.bulk_store(here, there, size)
         else:
-            ptx.bulk_add_f32(source, target, size)
+            for here, there, size in parts_of(config, source, target, piece):
+                ptx.bulk_add_f32(here, there, size)
     else:
-        ptx.bulk_add_f32(source, target, size)
+        for here, there, size in parts_of(config, source, target, piece):
+            ptx.bulk_add_f32(here, there, size)
 
 
 @cute.jit

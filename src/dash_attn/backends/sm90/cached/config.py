@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import ClassVar
 
-from ..forward.config import ForwardConfig
+from ..forward.config import ForwardConfig, forward_config
 from ..tiles import name_of
 
 PIECES = (128, 16)
-"""Rows of K or V per copy: all of a kv tile, or of the smallest page."""
+"""Rows of K or V per copy: all of a kv tile (64 where it has no more), or of the smallest page."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,22 @@ def cached_config(head_dim: int, dtype: str, few: bool, piece: int, head_dim_v: 
     """What a head dim runs with. ``few``: where sequences have at most 64 rows per kv head, one warpgroup
     does all, and more tiles of keys are on their way."""
     head_dims = head_dim, head_dim_v or head_dim
-    stages = {(64, 64): (6, 4), (96, 96): (4, 3), (128, 128): (3, 2), (192, 128): (2, 2)}.get(head_dims)
+    stages = {
+        (64, 64): (6, 4),
+        (96, 96): (4, 3),
+        (128, 128): (3, 2),
+        (192, 128): (2, 2),
+        (256, 256): (2, 2),
+    }.get(head_dims)
     if stages is None:
-        name = name_of(*head_dims)
-        raise ValueError(f"no forward over a cache has head dim {name}; known: 64, 96, 128, 192 (V: 128)")
+        known = "64, 96, 128, 192 (V: 128), 256"
+        raise ValueError(f"no forward over a cache has head dim {name_of(*head_dims)}; known: {known}")
+    tile_n = forward_config(*head_dims[:1], dtype, head_dims[1]).tile_n
     common = partial(
-        CachedConfig, head_dim, dtype, kv_stages=stages[not few], piece=piece, head_dim_v=head_dim_v
-    )
+        CachedConfig, head_dim, dtype, kv_stages=stages[not few], tile_n=tile_n, piece=min(piece, tile_n),
+        head_dim_v=head_dim_v,
+    )  # fmt: skip
     if few:
         return common(warpgroups=1, overlap="softmax")
-    early, q_stages = head_dim == 64, 1 if head_dim == 192 else 2
+    early, q_stages = head_dim == 64, 1 if head_dim >= 192 else 2
     return common(warpgroups=3 if early else 2, q_stages=q_stages, early=early)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ....errors import InputError
-from ....schedule import ForwardNumerics
 from ....schedule.forward_plan import MOST_PARTS
 from ....scores import Scores
 from ...base import NO_AUX, AuxTensors
@@ -19,10 +18,10 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import loadable
 from ..compile import program
 from ..forward.config import ROWS
-from ..forward.launch import allocate, why_no_scale
+from ..forward.launch import allocate, numerics_of, why_no_scale
 from ..launch import DTYPES
 from ..softcap import cap_of, why_no_cap
-from ..tiles import kernel_of
+from ..tiles import forward_kernel_of
 from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
 from .config import CachedConfig, cached_config
 
@@ -34,7 +33,7 @@ EAGER = {True: 4, False: 1}
 
 def config_of(problem: CachedProblem) -> CachedConfig:
     """What a problem runs with. Which one decides no bit."""
-    head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+    head_dim, head_dim_v = forward_kernel_of(problem.head_dim, problem.head_dim_v)
     rows = problem.longest_q
     if problem.packed and rows == problem.total_q:  # nobody said how many rows the longest one has
         rows = -(-problem.total_q // max(problem.batch, 1))
@@ -68,7 +67,7 @@ class Cached(PreparedCached):
 
     @cached_property
     def fingerprint(self) -> str:
-        return ForwardNumerics.of(self.problem.problem()).fingerprint
+        return numerics_of(self.problem.problem()).fingerprint
 
     @cached_property
     def _numbers(self) -> tuple[list[int], tuple[int, ...]]:

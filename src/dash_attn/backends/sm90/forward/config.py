@@ -118,8 +118,8 @@ class ForwardConfig:
 
 @cache
 def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardConfig:
-    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md). Those of 96
-    and 192 were not measured."""
+    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md). Those of 96,
+    192 and 256 were not measured."""
     head_dims = head_dim, head_dim_v or head_dim
     if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
@@ -129,6 +129,8 @@ def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardCon
         return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)
     if head_dims == (192, 128):
         return ForwardConfig(head_dim, dtype, warpgroups=2, q_stages=1, kv_stages=2, head_dim_v=head_dim_v)
-    raise ValueError(
-        f"no forward kernel has head dim {name_of(*head_dims)}; known: 64, 96, 128, 192 (V: 128)"
-    )
+    if head_dims == (256, 256):
+        # O takes 128 registers, and K and V take 32 KB per 64 keys.
+        return ForwardConfig(head_dim, dtype, warpgroups=2, q_stages=1, kv_stages=2, tile_n=64)
+    known = "64, 96, 128, 192 (V: 128), 256"
+    raise ValueError(f"no forward kernel has head dim {name_of(*head_dims)}; known: {known}")

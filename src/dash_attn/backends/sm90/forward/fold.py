@@ -62,13 +62,21 @@ class Fold:
         after = cute.make_rmem_tensor((4, vectors), Float32)
         numbers, fresh = (cute.make_rmem_tensor(4, Float32) for _ in range(2))
         left, right = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
-        self._load(partial, first * heads + q_head, group, tidx, values, numbers)
+        source = self._source(partial, first * heads + q_head, group, tidx)
+        self._load(source, values, 0, vectors)
+        cute.autovec_copy(source[None, vectors], numbers)
         for s in cutlass.range(1, segments, unroll=1):
-            self._load(partial, (first + s) * heads + q_head, group, tidx, after, fresh)
+            source = self._source(partial, (first + s) * heads + q_head, group, tidx)
+            if const_expr(c.head_dim_v <= 128):
+                self._load(source, after, 0, vectors)
+            cute.autovec_copy(source[None, vectors], fresh)
             for half in cutlass.range_constexpr(2):
                 numbers[half], left[half], right[half] = weights(numbers[half], fresh[half])
                 numbers[2 + half] = folded(numbers[2 + half], left[half], fresh[2 + half], right[half])
             for v in cutlass.range_constexpr(vectors):
+                if const_expr(c.head_dim_v > 128 and v % 8 == 0):
+                    cute.arch.sync_warp()  # ptxas moves no load across: registers do not hold all of them
+                    self._load(source, after, v, v + 8)
                 for e in cutlass.range_constexpr(4):
                     values[e, v] = folded(values[e, v], left[e // 2], after[e, v], right[e // 2])
         lane = tidx % 32
@@ -95,12 +103,14 @@ class Fold:
         """The sink of one of a thread's two rows."""
         return sink[q_head]
 
-    @cute.jit
-    def _load(self, partial, place: Int32, group: Int32, tidx: Int32, values, numbers) -> None:
+    def _source(self, partial, place: Int32, group: Int32, tidx: Int32):
+        """What a segment has left of this thread's rows, (4, vectors): O, then maxima and sums."""
         c = self.config
         start = (Int64(place) * c.warpgroups + group) * c.partial_words + tidx * 4
         layout = cute.make_layout((4, ROWS * c.head_dim_v // 512 + 1), stride=(1, 512))
-        source = cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
-        for v in cutlass.range_constexpr(ROWS * c.head_dim_v // 512):
+        return cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
+
+    @cute.jit
+    def _load(self, source, values, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]) -> None:
+        for v in cutlass.range_constexpr(begin, end):
             cute.autovec_copy(source[None, v], cute.make_tensor(values.iterator + 4 * v, 4))
-        cute.autovec_copy(source[None, ROWS * c.head_dim_v // 512], numbers)

@@ -19,12 +19,12 @@ from ...cuda.upload import Upload, loadable
 from ..compile import program
 from ..launch import DTYPES
 from ..softcap import Cap
-from ..tiles import kernel_of
+from ..tiles import forward_kernel_of
 from .arguments import Launch, Workspace
 from .config import ForwardConfig, forward_config
 from .table import forward_table
 
-__all__ = ["Forward", "config_of", "why_no_scale"]
+__all__ = ["Forward", "config_of", "numerics_of", "why_no_scale"]
 
 
 def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
@@ -48,8 +48,18 @@ def why_no_scale(softmax_scale: float) -> str:
 
 def config_of(problem: Problem) -> ForwardConfig:
     """What a problem runs with."""
-    head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+    head_dim, head_dim_v = forward_kernel_of(problem.head_dim, problem.head_dim_v)
     return forward_config(head_dim, DTYPES[problem.dtype], head_dim_v)
+
+
+def numerics_of(problem: Problem) -> ForwardNumerics:
+    """What decides the bits of out and lse. At head dims above 192 kv tiles have 64 keys."""
+    return _numerics(problem, config_of(problem))
+
+
+def _numerics(problem: Problem, config: ForwardConfig) -> ForwardNumerics:
+    numbers = config.tile_n, config.segment, config.keep, config.room
+    return ForwardNumerics(problem.head_dim, problem.dtype, *numbers, head_dim_v=problem.head_dim_v)
 
 
 class Forward:
@@ -80,9 +90,7 @@ class Forward:
     def plan(self) -> ForwardPlan:
         """What the device will do."""
         problem, config = self._problem, self.config
-        numbers = config.tile_n, config.segment, config.keep, config.room
-        numerics = ForwardNumerics(problem.head_dim, problem.dtype, *numbers, head_dim_v=problem.head_dim_v)
-        return build_forward_plan(problem, config.tile_m, self._available(), numerics)
+        return build_forward_plan(problem, config.tile_m, self._available(), _numerics(problem, config))
 
     def _available(self) -> int:
         return multiprocessors(self._device) if self._blocks is None else self._blocks

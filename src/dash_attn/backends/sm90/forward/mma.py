@@ -79,7 +79,7 @@ class MmaRole:
                     arrive(rings.v.empty_of(n - 1))
                     self._skip(t, rings, n, n_end - n)
                     if kept == 1:
-                        self._fold(t, memory.state, before_m, before_l)
+                        self._fold(t, words, memory.state, before_m, before_l)
                     if end < info.last:
                         # What the segments so far have left makes room for a fresh one.
                         self._keep(t, memory.state)
@@ -265,13 +265,27 @@ class MmaRole:
         cute.autovec_copy(numbers, target[None, cute.size(t.acc_O) // 4])
 
     @cute.jit
-    def _fold(self, t, state, before_m, before_l) -> None:
+    def _fold(self, t, words, state, before_m, before_l) -> None:
         left, right = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         for half in cutlass.range_constexpr(2):
             t.maximum[half], left[half], right[half] = weights(before_m[half], t.maximum[half])
             t.total[half] = folded(before_l[half], left[half], t.total[half], right[half])
-        place = self._place(t, state)
-        for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):
+        place, vectors = self._place(t, state), cute.size(t.acc_O) // 4
+        if const_expr(self.config.head_dim_v <= 128):
+            self._fold_vectors(t, place, left, right, 0, vectors)
+        else:
+            for v in cutlass.range_constexpr(0, vectors, 8):
+                # Registers do not hold all that is loaded, and ptxas moves no load across this branch.
+                cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + t.group, number_of_threads=128)
+                if words[Info.valid] == 1:
+                    self._fold_vectors(t, place, left, right, v, v + 8)
+
+    @cute.jit
+    def _fold_vectors(
+        self, t, place, left, right, begin: cutlass.Constexpr[int], end: cutlass.Constexpr[int]
+    ):
+        """Fold some of this thread's values of O, four at a time, with those at `place`."""
+        for v in cutlass.range_constexpr(begin, end):
             before = cute.make_rmem_tensor(4, Float32)
             cute.autovec_copy(place[None, v], before)
             for e in cutlass.range_constexpr(4):

@@ -11,14 +11,13 @@ import torch
 from ....machine import L2_BYTES
 from ....schedule.constants import FORWARD_SEGMENT, FORWARD_TILE
 from ...cached import CachedProblem
-from ...cuda.multiprocessors import multiprocessors
 from ..cached.launch import Cached, config_of
 from ..forward.config import ROWS
 from ..forward.launch import allocate
 from .arguments import Launch, Workspace
 from .config import HEAD_DIMS, WARP_ROWS, SpreadConfig, spread_config
 
-__all__ = ["LEAST_KEYS", "Spread", "prepared", "spreads"]
+__all__ = ["LEAST_KEYS", "Spread", "spreads"]
 
 LEAST_KEYS = 1024
 """With fewer, three kernels more take longer than the keys."""
@@ -26,16 +25,11 @@ LEAST_KEYS = 1024
 MOST_GRID = 65_535
 
 
-def prepared(problem: CachedProblem, device: torch.device) -> Spread | None:
-    """The forward of a problem whose keys are worth spreading; None: leave it to ``Cached``."""
-    return Spread(problem, device) if spreads(problem, multiprocessors(device)) else None
-
-
 def spreads(problem: CachedProblem, sms: int) -> bool:
     """Whether keys are spread. It looks at what there may be, never at lengths, so a CUDA graph may keep it.
 
-    Segments that have a block each must leave half of the SMs idle, and what the kernels hand on must fit
-    half of L2. It decides no bit.
+    Segments that have a block each must leave three quarters of the SMs idle (docs/experiments/spread.md),
+    and what the kernels hand on must fit half of L2. It decides no bit.
     """
     p = problem
     if p.packed or p.head_dim != p.head_dim_v or p.head_dim not in HEAD_DIMS:
@@ -46,7 +40,7 @@ def spreads(problem: CachedProblem, sms: int) -> bool:
     tiles, warps = -(-p.keys // FORWARD_TILE), -(-rows // WARP_ROWS)
     c = spread_config(p.head_dim, "bf16", 128)
     handed_on = 4 * sequences * tiles * warps * (c.scores_words + c.weighed_words)
-    return 2 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * handed_on <= L2_BYTES
+    return 4 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * handed_on <= L2_BYTES
 
 
 class Spread(Cached):
