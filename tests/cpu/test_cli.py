@@ -344,9 +344,9 @@ def test_a_trace_needs_a_gpu(
     ("flags", "capability", "message"),
     [
         (
-            "--seqlen 512 --head-dim 136",
+            "--seqlen 512 --head-dim 264",
             (9, 0),
-            "head_dim 136 is not supported by sm90; supported: multiples of 8 from 40 to 256",
+            "head_dim 264 is not supported by sm90; supported: multiples of 8 from 40 to 256",
         ),
         (
             "--seqlen 512 --dtype float32",
@@ -381,7 +381,7 @@ def test_as_a_module() -> None:
 # --pass forward
 
 
-@pytest.mark.parametrize(("head_dim", "tile_m"), [(64, 192), (96, 128), (128, 128), (192, 64)])
+@pytest.mark.parametrize(("head_dim", "tile_m"), [(64, 192), (96, 128), (128, 128), (192, 128), (264, 64)])
 def test_a_forward_has_the_rows_of_the_kernel_that_runs_it(capsys: Run, head_dim: int, tile_m: int) -> None:
     """Of a kernel that pads tensors, too; where there is none, those of the backward."""
     found = as_json(capsys, f"plan --pass forward --seqlen 512 --head-dim {head_dim} --json")

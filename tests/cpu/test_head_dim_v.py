@@ -342,7 +342,7 @@ def test_plans_of_the_hopper_forward_have_the_numerics_of_the_problem() -> None:
 
 def test_sm90_refuses_with_a_reason() -> None:
     sm90 = backend_named("sm90")
-    for pair in ((192, 136), (200, 128), (192, 100)):
+    for pair in ((264, 136), (200, 20), (16, 32)):
         problem = Problem.dense(seqlen=10, head_dim=pair[0], head_dim_v=pair[1])
         with pytest.raises(InputError, match=f"head_dim_v {pair[1]} beside head_dim {pair[0]} is not supp"):
             sm90.prepare(problem, torch.device("cuda", 0), packed=False)
