@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -95,6 +96,21 @@ def test_machine_code_is_what_is_on_record(name: str) -> None:
     if code.compiler != KNOWN["compiler"]:
         pytest.skip(f"the record is of {KNOWN['compiler']}, installed is {code.compiler}")
     assert code.hashes == KNOWN["variants"][name]
+
+
+@pytest.mark.filterwarnings("default")
+def test_memory_is_touched_when_the_kernel_before_is_done(name: str) -> None:
+    """A kernel may start before the one before it ends. What it read too early could be an old value, which
+    the emulator does not see: there one kernel runs after the other."""
+    for ptx in compiled(variants()[name]).ptx.split(".entry")[1:]:
+        assert touching(ptx), "the control: behind the wait something is found"
+        if name != "add-sums":  # which is launched when the kernel before has ended
+            assert not touching(ptx.partition("griddepcontrol.wait")[0])
+
+
+def touching(ptx: str) -> list[str]:
+    """Instructions on global memory."""
+    return re.findall(r"^.*(?:\.global\b|cp\.async\.bulk).*$", ptx, re.MULTILINE)
 
 
 def test_every_variant_is_on_record() -> None:
