@@ -207,7 +207,7 @@ def test_histories_of_a_cache_of_96_columns(number: int) -> None:
 
 
 def test_what_is_too_small_or_too_large_goes_to_triton() -> None:
-    for head_dim, name in ((32, "triton"), (40, "sm90"), (256, "sm90"), (264, "")):
+    for head_dim, name in ((32, "triton"), (40, "sm90"), (256, "sm90"), (264, None)):
         q, k, v, _ = drawn(head_dim)
         assert dash_attn.is_supported(q, k, v).backend == name
     assert backend_for(q.device).name == "sm90"

@@ -404,7 +404,7 @@ def trained(leaves: list[Tensor], dout: Tensor, **how: Any) -> dict[str, Tensor]
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
-    [(136, torch.bfloat16), (24, torch.float16), (256, torch.bfloat16), (64, torch.float32)],
+    [(32, torch.bfloat16), (24, torch.float16), (64, torch.float32)],
 )
 def test_auto_takes_triton_where_sm90_does_not_cover_a_call(head_dim: int, dtype: torch.dtype) -> None:
     leaves, dout = leaves_of(500, head_dim, dtype)
