@@ -24,6 +24,7 @@ from dash_attn.backends.triton.backward_kernels import (
     sinks_kernel,
 )
 from dash_attn.backends.triton.forward_kernel import forward_kernel
+from dash_attn.backends.triton.launch import copies_of
 from dash_attn.backends.triton.tiles import ROOMY, TILES, padded, shapes_of
 from dash_attn.schedule.constants import SINK_ROWS
 
@@ -87,16 +88,19 @@ def sources(
     numbers = {
         "CACHED": False,
         **of_scores,
+        "SCALED": of_scores["SOFTCAP"] or of_scores["ALIBI"],
         "ROWS": forward.rows,
         "TILE": forward.keys,
         "SEGMENT": 8192,
         "KEEP": 5.0,
         "ROOM": 5,
     }
+    steps = {"STAGES": dkdv.stages, "COPIES": copies_of(dkdv)}
+    late = {"LATE": dq.keys == tile_n}
     return {
         "forward": (forward_kernel, head | numbers, *forward[2:]),
-        "dkdv": (dkdv_kernel, head | tile | {"ROWS": dkdv.rows, "KEYS": dkdv.keys}, *dkdv[2:]),
-        "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
+        "dkdv": (dkdv_kernel, head | tile | steps | {"ROWS": dkdv.rows, "KEYS": dkdv.keys}, *dkdv[2:]),
+        "dq": (dq_kernel, head | tile | late | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
         "fold": (fold_kernel, head | {"KEYS": dkdv.keys, "TILE_N": tile_n}, 4, 3),
         "prepare": (prepare_kernel, of_v | {"ROWS": tile_m}, 4, 3),
         "sink": (sink_kernel, {"ROWS": SINK_ROWS}, 4, 3),
@@ -123,7 +127,7 @@ def _type_of(argument: str, dtype: str) -> str:
         return "*i64"
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
-    if argument in ("lse", "lse2", "delta", "sums", "sink", "dsink", "slopes"):
+    if argument in ("lse", "stats", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
     if argument in ("table", "visits", "stretches", "row_starts", "row_ends", "lengths", "bounds"):
         return "*i32"

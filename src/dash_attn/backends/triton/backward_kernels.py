@@ -20,6 +20,7 @@ from .parts import (
     kept,
     keys_within,
     load_rows,
+    load_stats,
     places,
     row_interval,
     sequence_of,
@@ -41,7 +42,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
     ]
 )  # fmt: skip
 def prepare_kernel(
-    out, dout, lse, delta, lse2, table,
+    out, dout, lse, stats, table,
     out_batch, out_row, out_head, do_batch, do_row, do_head, lse_batch, lse_head, tiles,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -58,14 +59,14 @@ def prepare_kernel(
     o_tile = load_rows(out_base, out_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
     do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
-    tl.store(delta + at, tl.sum(o_tile * do_tile, 1), mask=there)
     natural = tl.load(lse + at, mask=there, other=0.0)
-    tl.store(lse2 + at, tl.where(natural == float("-inf"), 0.0, natural * LOG2E), mask=there)
+    tl.store(stats + at * 2, tl.where(natural == float("-inf"), 0.0, natural * LOG2E), mask=there)
+    tl.store(stats + at * 2 + 1, tl.sum(o_tile * do_tile, 1), mask=there)
 
 
 @triton.jit(do_not_specialize=["lse_batch", "lse_head", "heads"])
 def sink_kernel(
-    lse, delta, sink, sums, table, lse_batch, lse_head, heads, ROWS: tl.constexpr
+    lse, stats, sink, sums, table, lse_batch, lse_head, heads, ROWS: tl.constexpr
 ):  # fmt: skip
     """Sums of exp(sink - lse) * delta over tiles of ROWS rows, one after the other; ``sink``: (heads,)."""
     pid = tl.program_id(0)
@@ -80,7 +81,7 @@ def sink_kernel(
         there = rows < seqlen_q
         natural = tl.load(lse + first + rows, mask=there, other=0.0)
         p = tl.where(natural == float("-inf"), 0.0, tl.exp2((score - natural) * LOG2E))
-        total += tl.sum(p * tl.load(delta + first + rows, mask=there, other=0.0), 0)
+        total += tl.sum(p * tl.load(stats + (first + rows) * 2 + 1, mask=there, other=0.0), 0)
     tl.store(sums + pid, total)
 
 
@@ -98,13 +99,14 @@ def sinks_kernel(sums, dsink, sequences, heads):
 
 @triton.jit
 def add_rows(
-    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2, delta, slopes, slope_batch, seed, threshold,
+    dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, stats, slopes, slope_batch, seed, threshold,
     rescale, origin, record, q_row, q_head, do_row, do_head, lse_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
     cap2, starts, ends, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     INTERVALS: tl.constexpr, CUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores.
     ``starts`` and ``ends``: with INTERVALS the rows that see each key."""
@@ -112,27 +114,28 @@ def add_rows(
     task = task + 0 * end  # a number that the compiler knows could not change in the loop
     head = head_first
     step = 0 * end
-    for _ in range((end - task) * heads * STEPS):
+    for _ in tl.range((end - task) * heads * STEPS, num_stages=STAGES):
         top = (q_first + q_step * task) * TILE_M + step * ROWS
         q_here = q_base + head.to(tl.int64) * q_head * 8
         do_here = do_base + head.to(tl.int64) * do_head * 8
         q_tile = load_rows(q_here, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
         do_tile = load_rows(do_here, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
         rows = top + tl.arange(0, ROWS)
-        at = head.to(tl.int64) * lse_head + rows
-        lse_here = tl.load(lse2 + at, mask=rows < seqlen_q, other=0.0)
-        delta_here = tl.load(delta + at, mask=rows < seqlen_q, other=0.0)
+        lse_here, delta_here = load_stats(stats + head.to(tl.int64) * lse_head * 2, rows, seqlen_q, COPIES)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         if SOFTCAP:
             tanh = capped(s, scale2)
             s = tanh * cap2
-        else:
+        elif ALIBI:
             s = s * scale2
         if ALIBI:
             positions = (rows + diagonal)[None, :]
             slope = slope_of(slopes, slope_batch, record, head)
             s -= slope * distance(positions, begin + tl.arange(0, KEYS)[:, None])
-        p = tl.exp2(s - lse_here[None, :])
+        if SOFTCAP or ALIBI:
+            p = tl.exp2(s - lse_here[None, :])
+        else:
+            p = tl.exp2(tl.fma(s, scale2, -lse_here[None, :]))
         if CUT:
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
@@ -144,8 +147,9 @@ def add_rows(
         if DROPOUT:
             keep = tl.trans(kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS))
             weights = tl.where(keep, p, 0.0)
-        dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        # Behind dp, so that it runs beside what makes ds.
+        dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
         if DROPOUT:
             dp = tl.where(keep, dp * rescale, 0.0)
         ds = p * (dp - delta_here[None, :])
@@ -170,7 +174,7 @@ def add_rows(
     ]
 )  # fmt: skip
 def dkdv_kernel(
-    q, k, v, dout, lse2, delta, slopes, seed, row_starts, row_ends, dk, dv, sums, table, visits,
+    q, k, v, dout, stats, slopes, seed, row_starts, row_ends, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, lse_batch, lse_head,
     group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
@@ -178,6 +182,7 @@ def dkdv_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    STAGES: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
     Tiles at their ends that INTERVALS empty are left out: they would add 0.
@@ -235,12 +240,12 @@ def dkdv_kernel(
         bounds = (skipped, whole, cut, count)
         for third in tl.static_range(LOOPS):
             dk_tile, dv_tile = add_rows(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, lse2 + row_base, delta + row_base,
+                dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, stats + row_base * 2,
                 slopes, slope_batch, seed, threshold, rescale, origin, record,
                 q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
                 bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
                 cap2, starts, ends, SOFTCAP, ALIBI, DROPOUT, INTERVALS, third != 1,
-                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M, STAGES, COPIES,
             )  # fmt: skip
 
     if DROPOUT:
@@ -298,7 +303,7 @@ def fold_kernel(
     ]
 )  # fmt: skip
 def dq_kernel(
-    q, k, v, dout, lse2, delta, slopes, seed, row_starts, row_ends, dq, table, stretches,
+    q, k, v, dout, stats, slopes, seed, row_starts, row_ends, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
     tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
@@ -306,6 +311,7 @@ def dq_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
@@ -335,8 +341,8 @@ def dq_kernel(
     q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
     do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
-    lse_here = tl.load(lse2 + at, mask=there, other=0.0)
-    delta_here = tl.load(delta + at, mask=there, other=0.0)
+    lse_here = tl.load(stats + at * 2, mask=there, other=0.0)
+    delta_here = tl.load(stats + at * 2 + 1, mask=there, other=0.0)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
     if INTERVALS:
@@ -354,6 +360,7 @@ def dq_kernel(
 
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     empty = tl.zeros((ROWS, BLOCK_D), tl.float32) + nothing
+    late = acc
     for stretch in range(stretch_first, stretch_first + stretch_count):
         kv_first = tl.load(stretches + stretch * 3)
         kv_step = tl.load(stretches + stretch * 3 + 1)
@@ -370,14 +377,19 @@ def dq_kernel(
                 k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
                 v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                if LATE:
+                    acc += late
                 if SOFTCAP:
                     tanh = capped(s, scale2)
                     s = tanh * cap2
-                else:
+                elif ALIBI:
                     s = s * scale2
                 if ALIBI:
                     s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
-                p = tl.exp2(s - lse_here[:, None])
+                if SOFTCAP or ALIBI:
+                    p = tl.exp2(s - lse_here[:, None])
+                else:
+                    p = tl.exp2(tl.fma(s, scale2, -lse_here[:, None]))
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
                 if DROPOUT:
                     keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS)
@@ -393,7 +405,12 @@ def dq_kernel(
                         seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
                     ds = tl.where(seen, ds, 0.0)
                 contribution = tl.dot(ds.to(k_tile.dtype), k_tile, contribution, input_precision="ieee")
-            acc += contribution
+            if LATE:
+                late = contribution
+            else:
+                acc += contribution
+    if LATE:
+        acc += late
 
     dq_base = dq + batch_q * dq_batch * 8 + start_q * dq_row * 8 + head * dq_head * 8
     store_rows(dq_base, dq_row, rows, there, acc * scale, HEAD_DIM, BLOCK_D)

@@ -16,6 +16,7 @@ from .launch import (
     aligned,
     head_of,
     is_roomy,
+    is_scaled,
     lse_strides,
     of_scores,
     options_of,
@@ -60,6 +61,7 @@ class Cached(PreparedCached):
             tiles, p.group, *p.sides, 0, 0, *of_scores(scores),
             p.batch, p.seqlen_q, p.total_q, p.most_pages, p.page_size, p.pages,
             **self._head, **variant_of(scores, NO_AUX), CACHED=True, SINK=aux.learnable_sink is not None,
+            SCALED=is_scaled(scores, NO_AUX),
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **options_of(shape),
         )  # fmt: skip

@@ -101,6 +101,7 @@ class Forward:
             self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), rows_batch,
             *of_scores(scores), 0, 0, 0, 0, 0, 0,
             **head_of(problem), **variant_of(scores, aux), CACHED=False, SINK=aux.learnable_sink is not None,
+            SCALED=is_scaled(scores, aux),
             ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **options_of(shape),
         )  # fmt: skip
@@ -143,7 +144,7 @@ class Backward:
         lse = tensors.lse.contiguous()
         if lse.data_ptr() % 16:  # the compiler would make another variant for it
             lse = lse.clone()
-        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+        stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
         problem = self.problem
         scales = scores.softmax_scale, *of_scores(scores)
         head = head_of(problem)
@@ -152,18 +153,18 @@ class Backward:
         shapes = self._shapes[scores.dropout_p > 0]
         *starts_ends, rows_batch = _intervals(aux, q_tiles)
         sides = (*problem.mask.sides, _slope_batch(aux), rows_batch)
-        read = (q, k, v, dout, lse2, delta, values_of(aux.alibi_slopes, lse2), _seed(aux, lse2), *starts_ends)
+        read = (q, k, v, dout, stats, values_of(aux.alibi_slopes, stats), _seed(aux, stats), *starts_ends)
         strides = [s for x in (q, k, v, dout) for s in strides_of(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
-                out, dout, lse, delta, lse2, q_tiles, *strides_of(out), *strides_of(dout), *lse_strides(lse),
+                out, dout, lse, stats, q_tiles, *strides_of(out), *strides_of(dout), *lse_strides(lse),
                 tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             shape = shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *strides_of(grads.dq), *lse_strides(lse),
                 tables.q_tiles, problem.group, *sides, *scales, 0.0,
-                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **options_of(shape),
+                ROWS=shape.rows, KEYS=shape.keys, LATE=problem.tile_n == shape.keys, **head, **tile, **options_of(shape),
             )  # fmt: skip
         if tables.items:
             shape = shapes.dkdv
@@ -173,7 +174,8 @@ class Backward:
                 *read, grads.dk, grads.dv, sums, items, visits,
                 *strides, *strides_of(grads.dk), *strides_of(grads.dv), *lse_strides(lse),
                 problem.group, *sides, *scales,
-                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **options_of(shape),
+                ROWS=shape.rows, KEYS=shape.keys, STAGES=shape.stages, COPIES=copies_of(shape),
+                **head, **tile, **options_of(shape),
             )  # fmt: skip
             if tables.folds:
                 fold_kernel[(tables.folds * parts,)](
@@ -182,7 +184,7 @@ class Backward:
                     KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
         if aux.learnable_sink is not None:
-            return grads._replace(dsink=_sink_gradient(aux.learnable_sink, lse, delta, sequences))
+            return grads._replace(dsink=_sink_gradient(aux.learnable_sink, lse, stats, sequences))
         return grads
 
     def _tables(self, plan: Plan, disorder: random.Random | None) -> _Tables:
@@ -196,14 +198,14 @@ class Backward:
         return made
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor, sequences: Tensor) -> Tensor:
+def _sink_gradient(sink: Tensor, lse: Tensor, stats: Tensor, sequences: Tensor) -> Tensor:
     """(heads,), in an order that only the lengths decide; ``sequences``: their records."""
     heads, count = sink.shape[0], len(sequences) // WORDS
     sums = torch.empty(count * heads, dtype=torch.float32, device=sink.device)
     dsink = torch.empty_like(sink, memory_format=torch.contiguous_format)
     if count:
         sink_kernel[(count * heads,)](
-            lse, delta, values_of(sink, lse), sums, sequences, *lse_strides(lse), heads,
+            lse, stats, values_of(sink, lse), sums, sequences, *lse_strides(lse), heads,
             ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     sinks_kernel[(heads,)](sums, dsink, count, heads, num_warps=1)
@@ -276,6 +278,19 @@ def of_scores(scores: Scores) -> tuple[float, ...]:
 def options_of(shape: Shape) -> dict[str, Any]:
     """Sums stay sums and products products: what one loop would fuse another might not."""
     return {"num_warps": shape.warps, "num_stages": shape.stages, "enable_fp_fusion": False}
+
+
+def is_scaled(scores: Scores, aux: AuxTensors) -> bool:
+    """Whether the forward scales scores where they are made, not where they become exponents.
+
+    The largest product is not the largest score where the scale is negative.
+    """
+    return scores.softcap > 0 or aux.alibi_slopes is not None or scores.softmax_scale <= 0
+
+
+def copies_of(shape: Shape) -> int:
+    """What ``load_stats`` takes: as many numbers as there are threads."""
+    return max(1, 16 * shape.warps // shape.rows)
 
 
 def aligned(x: Tensor) -> Tensor:

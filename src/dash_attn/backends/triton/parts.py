@@ -134,6 +134,20 @@ def load_rows(
 
 
 @triton.jit
+def load_stats(base, rows, end, COPIES: tl.constexpr):
+    """The log-sum-exp in base 2 and delta of some rows, 0 from row ``end`` on; ``base``: pairs of both.
+
+    ``COPIES``: how often each is read, so that every thread reads one number. Of fewer numbers each thread
+    would read all that it uses, one by one.
+    """
+    ROWS: tl.constexpr = rows.shape[0]
+    which = tl.arange(0, 2 * COPIES)
+    both = tl.load(base + rows[:, None] * 2 + (which % 2)[None, :], mask=(rows < end)[:, None], other=0.0)
+    lse, delta = tl.split(tl.reshape(both, (ROWS, COPIES, 2)))
+    return tl.max(lse, 1), tl.max(delta, 1)
+
+
+@triton.jit
 def store_rows(base, row_stride, rows, there, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows of one head, those that are ``there``, in the dtype of the tensor; ``row_stride`` as above."""
     dims = tl.arange(0, BLOCK_D)
