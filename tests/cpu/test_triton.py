@@ -115,10 +115,12 @@ def test_importing_it_loads_no_triton() -> None:
 def test_shapes_divide_tiles(head_dim: int, dtype: str, roomy: bool) -> None:
     tile_m, tile_n = BACKEND.tiles(head_dim, head_dim)
     assert (tile_m, tile_n) == TILES[padded(head_dim)]
-    forward, dkdv, dq = shapes_of(head_dim, dtype, roomy)
-    for shape in (dkdv, dq):
+    shapes = shapes_of(head_dim, dtype, roomy)
+    forward, dq = shapes.forward, shapes.dq
+    backward = [shape for shape, *_ in shapes.of_keys()] + [dq]
+    for shape in backward:
         assert tile_m % shape.rows == tile_n % shape.keys == 0
-    assert min(*forward[:2], *dkdv[:2], *dq[:2]) >= 16  # what a product takes at least
+    assert min(n for shape in (forward, *backward) for n in shape[:2]) >= 16  # what a product takes at least
     assert dtype == "float32" or (head_dim > 128 and not roomy) or dq.keys == tile_n
     numerics = forward_numerics(Problem.dense(seqlen=10, head_dim=head_dim, dtype=dtype), roomy)
     assert numerics.tile == forward.keys

@@ -24,7 +24,6 @@ from dash_attn.backends.triton.backward_kernels import (
     sinks_kernel,
 )
 from dash_attn.backends.triton.forward_kernel import forward_kernel
-from dash_attn.backends.triton.launch import copies_of
 from dash_attn.backends.triton.tiles import ROOMY, TILES, padded, shapes_of
 from dash_attn.schedule.constants import SINK_ROWS
 
@@ -79,7 +78,8 @@ def sources(
     """Kernel, constants, warps and stages by name, as ``launch.py`` has them; ``scores``: those of PLAIN."""
     head_dim, head_dim_v = head_dims if isinstance(head_dims, tuple) else (head_dims, head_dims)
     widest, of_scores = max(head_dim, head_dim_v), PLAIN | scores
-    forward, dkdv, dq = shapes_of(widest, dtype, divmod(arch, 10) in ROOMY, of_scores["DROPOUT"])
+    shapes = shapes_of(widest, dtype, divmod(arch, 10) in ROOMY, of_scores["DROPOUT"])
+    forward, dq = shapes.forward, shapes.dq
     tile_m, tile_n = TILES[padded(widest)]
     of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v)}
     head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
@@ -95,17 +95,22 @@ def sources(
         "KEEP": 5.0,
         "ROOM": 5,
     }
-    steps = {"STAGES": dkdv.stages, "COPIES": copies_of(dkdv)}
-    late = {"LATE": dq.keys == tile_n}
-    return {
+    of_keys = {}
+    for launch, (shape, of_k, of_v) in zip(("dkdv", "dv"), shapes.of_keys()):
+        sums = {"ROWS": shape.rows, "KEYS": shape.keys, "OF_K": of_k, "OF_V": of_v}
+        of_keys[launch] = (dkdv_kernel, head | tile | sums, *shape[2:])
+    return of_keys | {
         "forward": (forward_kernel, head | numbers, *forward[2:]),
-        "dkdv": (dkdv_kernel, head | tile | steps | {"ROWS": dkdv.rows, "KEYS": dkdv.keys}, *dkdv[2:]),
-        "dq": (dq_kernel, head | tile | late | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
-        "fold": (fold_kernel, head | {"KEYS": dkdv.keys, "TILE_N": tile_n}, 4, 3),
+        "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys}, *dq[2:]),
+        "fold": (fold_kernel, head | {"KEYS": shapes.dkdv.keys, "TILE_N": tile_n}, 4, 3),
         "prepare": (prepare_kernel, of_v | {"ROWS": tile_m}, 4, 3),
         "sink": (sink_kernel, {"ROWS": SINK_ROWS}, 4, 3),
         "sinks": (sinks_kernel, {}, 1, 3),
     }
+
+
+MAIN = ("forward", "dkdv", "dv", "dq")
+"""Kernels whose variants take what becomes of scores; those of heads up to 128 make dV beside dK."""
 
 
 @cache
@@ -113,7 +118,7 @@ def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int],
     kernel, constants, warps, stages = sources(head_dims, dtype, arch, **scores)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
-        kind = _type_of(argument, dtype)
+        kind = _type_of(argument, dtype, name)
         signature[argument] = "constexpr" if argument in constants else kind
         if kind.startswith("*"):
             aligned[(at,)] = [["tt.divisibility", 16]]
@@ -122,12 +127,14 @@ def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int],
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def _type_of(argument: str, dtype: str) -> str:
+def _type_of(argument: str, dtype: str, name: str) -> str:
     if argument == "seed":
         return "*i64"
+    if argument == "stats":
+        return "*fp32" if name in ("prepare", "sink") else "*i64"
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
-    if argument in ("lse", "stats", "sums", "sink", "dsink", "slopes"):
+    if argument in ("lse", "sums", "sink", "dsink", "slopes"):
         return "*fp32"
     if argument in ("table", "visits", "stretches", "row_starts", "row_ends", "lengths", "bounds"):
         return "*i32"
@@ -172,7 +179,7 @@ def test_kernels_with_another_head_dim_of_v_fit(head_dims: tuple[int, int], arch
 
 @pytest.mark.parametrize("head_dim", TILED)
 def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
-    for name in ("forward", "dkdv", "dq"):
+    for name in MAIN:
         _assert_fits(name, *QUICK, head_dim, SOFTCAP=True)
 
 
@@ -190,14 +197,14 @@ def test_the_forward_with_a_sink_fits(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", TILES)
 @pytest.mark.slow
 def test_kernels_with_alibi_fit(head_dim: int) -> None:
-    for name in ("forward", "dkdv", "dq"):
+    for name in MAIN:
         _assert_fits(name, *QUICK, head_dim, ALIBI=True)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
 @pytest.mark.slow
 def test_kernels_with_dropout_fit(head_dim: int) -> None:
-    for name in ("forward", "dkdv", "dq"):
+    for name in MAIN:
         _assert_fits(name, *QUICK, head_dim, DROPOUT=True)
 
 
@@ -205,18 +212,20 @@ def test_kernels_with_dropout_fit(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dims", [*TILES, (192, 128)], ids=str)
 @pytest.mark.slow
 def test_kernels_with_intervals_fit(head_dims: int | tuple[int, int], arch: int, dtype: str) -> None:
-    for name in ("forward", "dkdv", "dq"):
+    for name in MAIN:
         _assert_fits(name, arch, dtype, head_dims, INTERVALS=True)
 
 
 @pytest.mark.parametrize("head_dims", [64, (192, 128)], ids=str)
 def test_kernels_with_everything_fit(head_dims: int | tuple[int, int]) -> None:
     everything = dict.fromkeys(PLAIN, True)
-    for name in ("forward", "dkdv", "dq"):
+    for name in MAIN:
         _assert_fits(name, *QUICK, head_dims, **everything)
 
 
 def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> None:
+    if name not in sources(head_dims, dtype, arch, **scores):
+        return
     found = compiled(name, arch, dtype, head_dims, **scores)
     assert found.metadata.shared <= SHARED[arch], name
     (kernel,) = resources_of_cubin(found.asm["cubin"])
@@ -226,19 +235,20 @@ def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, i
     assert kernel.stack <= (MOST_LOCAL_WITH_EVERYTHING if all(scores.get(x) for x in PLAIN) else most), name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_every_contribution_to_dq_is_a_product_of_its_own(dtype: str) -> None:
-    """The compiler makes one product of a product and a sum, where the product begins with zeros."""
+@pytest.mark.parametrize(("dtype", "sums"), [("bfloat16", 2), ("float32", 1)])
+def test_every_contribution_to_dq_is_a_product_of_its_own(dtype: str, sums: int) -> None:
+    """The compiler makes one product of a product and a sum, where the product begins with zeros. A
+    contribution of one step is added a task later, the last one behind the loop."""
     shape = shapes_of(64, dtype).dq
     tile = f"tensor<{shape.rows}x64xf32>"
     text = compiled("dq", 80, dtype, 64).asm["ttir"]
     loop = text[text.index("scf.for") :]
-    assert len(re.findall(rf"arith\.addf .* : {tile}", loop)) == 1
+    assert len(re.findall(rf"arith\.addf .* : {tile}", loop)) == sums
     assert loop.count("tt.dot ") == 3
 
 
 def test_no_sum_is_fused_with_a_product() -> None:
-    """But in products of matrices, and in log2, which asks for it."""
+    """But in products of matrices, in exponents of scores, and in log2, which asks for it."""
     for name in ("forward", "dkdv", "dq"):
         text = compiled(name, 80, "bfloat16", 64).asm["ptx"]
         assert "mma.sync" in text, name
@@ -246,4 +256,7 @@ def test_no_sum_is_fused_with_a_product() -> None:
             log2 = text.rindex("mma.sync")
             assert "fma." in text[log2:]
             text = text[:log2]
-        assert "fma." not in text, name
+        fused = re.findall(r"fma\.\S+\s+(%\w+),", text)
+        exponents = set(re.findall(r"ex2\.\S+\s+%\w+, (%\w+);", text))
+        assert fused, name
+        assert set(fused) <= exponents, name

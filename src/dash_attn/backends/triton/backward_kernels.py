@@ -38,15 +38,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(
     do_not_specialize=[
-        "out_batch", "out_row", "out_head", "do_batch", "do_row", "do_head", "lse_batch", "lse_head", "tiles",
+        "out_batch", "out_row", "out_head", "do_batch", "do_row", "do_head", "lse_batch", "lse_head",
+        "stats_head", "tiles",
     ]
 )  # fmt: skip
 def prepare_kernel(
     out, dout, lse, stats, table,
-    out_batch, out_row, out_head, do_batch, do_row, do_head, lse_batch, lse_head, tiles,
+    out_batch, out_row, out_head, do_batch, do_row, do_head, lse_batch, lse_head, stats_head, tiles,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The log-sum-exp of rows that see nothing becomes 0, so that no infinity is subtracted."""
+    """``stats``: (heads, rows, 2), minus the log-sum-exp in base 2 and delta. Each sequence has rows up to the
+    end of its last tile. The log-sum-exp of rows that see nothing becomes 0, so that no infinity is added."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -56,17 +58,18 @@ def prepare_kernel(
     there = rows < seqlen_q
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
-    o_tile = load_rows(out_base, out_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
-    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    o_tile = load_rows(out_base, out_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    do_tile = load_rows(do_base, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
     natural = tl.load(lse + at, mask=there, other=0.0)
-    tl.store(stats + at * 2, tl.where(natural == float("-inf"), 0.0, natural * LOG2E), mask=there)
-    tl.store(stats + at * 2 + 1, tl.sum(o_tile * do_tile, 1), mask=there)
+    place = stats + (head * stats_head + tl.load(record + 15) + rows) * 2
+    tl.store(place, tl.where(natural == float("-inf"), 0.0, -natural * LOG2E))
+    tl.store(place + 1, tl.sum(o_tile * do_tile, 1))
 
 
-@triton.jit(do_not_specialize=["lse_batch", "lse_head", "heads"])
+@triton.jit(do_not_specialize=["lse_batch", "lse_head", "stats_head", "heads"])
 def sink_kernel(
-    lse, stats, sink, sums, table, lse_batch, lse_head, heads, ROWS: tl.constexpr
+    lse, stats, sink, sums, table, lse_batch, lse_head, stats_head, heads, ROWS: tl.constexpr
 ):  # fmt: skip
     """Sums of exp(sink - lse) * delta over tiles of ROWS rows, one after the other; ``sink``: (heads,)."""
     pid = tl.program_id(0)
@@ -74,6 +77,7 @@ def sink_kernel(
     record = table + (pid // heads).to(tl.int64) * 16
     batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
     first = batch_q * lse_batch + head * lse_head + start_q
+    place = stats + (head * stats_head + tl.load(record + 15)) * 2 + 1
     score = tl.load(sink + head)
     total = tl.full((), 0.0, tl.float32)
     for top in range(0, seqlen_q, ROWS):
@@ -81,7 +85,7 @@ def sink_kernel(
         there = rows < seqlen_q
         natural = tl.load(lse + first + rows, mask=there, other=0.0)
         p = tl.where(natural == float("-inf"), 0.0, tl.exp2((score - natural) * LOG2E))
-        total += tl.sum(p * tl.load(stats + (first + rows) * 2 + 1, mask=there, other=0.0), 0)
+        total += tl.sum(p * tl.load(place + rows * 2, mask=there, other=0.0), 0)
     tl.store(sums + pid, total)
 
 
@@ -100,13 +104,13 @@ def sinks_kernel(sums, dsink, sequences, heads):
 @triton.jit
 def add_rows(
     dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, stats, slopes, slope_batch, seed, threshold,
-    rescale, origin, record, q_row, q_head, do_row, do_head, lse_head,
+    rescale, origin, record, q_row, q_head, do_row, do_head, stats_head,
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
     cap2, starts, ends, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     INTERVALS: tl.constexpr, CUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr,
-    COPIES: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
+    OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
     """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores.
     ``starts`` and ``ends``: with INTERVALS the rows that see each key."""
@@ -114,14 +118,15 @@ def add_rows(
     task = task + 0 * end  # a number that the compiler knows could not change in the loop
     head = head_first
     step = 0 * end
-    for _ in tl.range((end - task) * heads * STEPS, num_stages=STAGES):
+    for _ in range((end - task) * heads * STEPS):
         top = (q_first + q_step * task) * TILE_M + step * ROWS
         q_here = q_base + head.to(tl.int64) * q_head * 8
         do_here = do_base + head.to(tl.int64) * do_head * 8
-        q_tile = load_rows(q_here, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-        do_tile = load_rows(do_here, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
+        q_tile = load_rows(q_here, q_row, top, None, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+        do_tile = load_rows(do_here, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
         rows = top + tl.arange(0, ROWS)
-        lse_here, delta_here = load_stats(stats + head.to(tl.int64) * lse_head * 2, rows, seqlen_q, COPIES)
+        at = tl.multiple_of(head.to(tl.int64) * stats_head + top, 16)
+        minus_lse, delta_here = load_stats(stats + at, ROWS)
         s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
         if SOFTCAP:
             tanh = capped(s, scale2)
@@ -133,9 +138,9 @@ def add_rows(
             slope = slope_of(slopes, slope_batch, record, head)
             s -= slope * distance(positions, begin + tl.arange(0, KEYS)[:, None])
         if SOFTCAP or ALIBI:
-            p = tl.exp2(s - lse_here[None, :])
+            p = tl.exp2(s + minus_lse[None, :])
         else:
-            p = tl.exp2(tl.fma(s, scale2, -lse_here[None, :]))
+            p = tl.exp2(tl.fma(s, scale2, minus_lse[None, :]))
         if CUT:
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
@@ -147,17 +152,19 @@ def add_rows(
         if DROPOUT:
             keep = tl.trans(kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS))
             weights = tl.where(keep, p, 0.0)
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-        # Behind dp, so that it runs beside what makes ds.
-        dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
-        if DROPOUT:
-            dp = tl.where(keep, dp * rescale, 0.0)
-        ds = p * (dp - delta_here[None, :])
-        if SOFTCAP:
-            ds = ds * (1.0 - tanh * tanh)
-        if CUT:
-            ds = tl.where(seen, ds, 0.0)
-        dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+        if OF_K:
+            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        if OF_V:  # behind dp, so that it runs beside what makes ds
+            dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+        if OF_K:
+            if DROPOUT:
+                dp = tl.where(keep, dp * rescale, 0.0)
+            ds = p * (dp - delta_here[None, :])
+            if SOFTCAP:
+                ds = ds * (1.0 - tanh * tanh)
+            if CUT:
+                ds = tl.where(seen, ds, 0.0)
+            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
         step = tl.where(step + 1 == STEPS, 0, step + 1)
         head += tl.where(step == 0, 1, 0)
         task += tl.where(head == head_first + heads, 1, 0)
@@ -169,20 +176,20 @@ def add_rows(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
         "do_batch", "do_row", "do_head", "dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head",
-        "lse_batch", "lse_head", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
+        "stats_head", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
         "origin_sequence", "origin_head", "origin_row", "origin_quarter",
     ]
 )  # fmt: skip
 def dkdv_kernel(
     q, k, v, dout, stats, slopes, seed, row_starts, row_ends, dk, dv, sums, table, visits,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    do_batch, do_row, do_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, lse_batch, lse_head,
+    do_batch, do_row, do_head, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, stats_head,
     group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
     origin_sequence, origin_head, origin_row, origin_quarter,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    STAGES: tl.constexpr, COPIES: tl.constexpr,
+    OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
     """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
     Tiles at their ends that INTERVALS empty are left out: they would add 0.
@@ -191,8 +198,9 @@ def dkdv_kernel(
     steps.
     """
     PARTS: tl.constexpr = TILE_N // KEYS
-    # Large heads have no registers for three loops; INTERVALS may cut any tile.
-    LOOPS: tl.constexpr = 3 if BLOCK_D <= 128 and BLOCK_DV <= 128 and not INTERVALS else 1
+    # Both sums of large heads leave no registers for three loops; INTERVALS may cut any tile.
+    FEW: tl.constexpr = (BLOCK_D <= 128 and BLOCK_DV <= 128) or not (OF_K and OF_V)
+    LOOPS: tl.constexpr = 3 if FEW and not INTERVALS else 1
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     part = pid % PARTS
@@ -209,11 +217,13 @@ def dkdv_kernel(
     key_there = keys < seqlen_k
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + kv_head * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + kv_head * v_head * 8
-    k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
-    v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
+    k_tile = load_rows(k_base, k_row, begin, None, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
+    v_tile = k_tile
+    if OF_K:
+        v_tile = load_rows(v_base, v_row, begin, None, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
     q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8
-    row_base = batch_q * lse_batch + start_q
+    stats += tl.multiple_of(tl.load(record + 15), 16)
 
     dk_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((KEYS, BLOCK_DV), tl.float32)
@@ -240,25 +250,29 @@ def dkdv_kernel(
         bounds = (skipped, whole, cut, count)
         for third in tl.static_range(LOOPS):
             dk_tile, dv_tile = add_rows(
-                dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, stats + row_base * 2,
+                dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, stats,
                 slopes, slope_batch, seed, threshold, rescale, origin, record,
-                q_row, q_head, do_row, do_head, lse_head, head_first, heads, q_first, q_step,
+                q_row, q_head, do_row, do_head, stats_head, head_first, heads, q_first, q_step,
                 bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
                 cap2, starts, ends, SOFTCAP, ALIBI, DROPOUT, INTERVALS, third != 1,
-                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M, STAGES, COPIES,
+                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M, OF_K, OF_V,
             )  # fmt: skip
 
     if DROPOUT:
         dv_tile = dv_tile * rescale
-    if slot < 0:
-        dk_base = dk + batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
-        dv_base = dv + batch_k * dv_batch * 8 + start_k * dv_row * 8 + kv_head * dv_head * 8
-        store_rows(dk_base, dk_row, keys, key_there, dk_tile * scale, HEAD_DIM, BLOCK_D)
-        store_rows(dv_base, dv_row, keys, key_there, dv_tile, HEAD_DIM_V, BLOCK_DV)
-    else:
-        place = sums + slot * (TILE_N * (BLOCK_D + BLOCK_DV))
-        tl.store(place + places(part * KEYS, KEYS, BLOCK_D), dk_tile)
-        tl.store(place + TILE_N * BLOCK_D + places(part * KEYS, KEYS, BLOCK_DV), dv_tile)
+    place = sums + slot * (TILE_N * (BLOCK_D + BLOCK_DV))
+    if OF_K:
+        if slot < 0:
+            dk_base = dk + batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
+            store_rows(dk_base, dk_row, keys, key_there, dk_tile * scale, HEAD_DIM, BLOCK_D)
+        else:
+            tl.store(place + places(part * KEYS, KEYS, BLOCK_D), dk_tile)
+    if OF_V:
+        if slot < 0:
+            dv_base = dv + batch_k * dv_batch * 8 + start_k * dv_row * 8 + kv_head * dv_head * 8
+            store_rows(dv_base, dv_row, keys, key_there, dv_tile, HEAD_DIM_V, BLOCK_DV)
+        else:
+            tl.store(place + TILE_N * BLOCK_D + places(part * KEYS, KEYS, BLOCK_DV), dv_tile)
 
 
 @triton.jit(do_not_specialize=["dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head"])
@@ -297,7 +311,7 @@ def fold_kernel(
 @triton.jit(
     do_not_specialize=[
         "q_batch", "q_row", "q_head", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
-        "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "lse_batch", "lse_head",
+        "do_batch", "do_row", "do_head", "dq_batch", "dq_row", "dq_head", "stats_head",
         "tiles", "group", "left", "right", "slope_batch", "rows_batch", "threshold",
         "origin_sequence", "origin_head", "origin_row", "origin_quarter",
     ]
@@ -305,13 +319,12 @@ def fold_kernel(
 def dq_kernel(
     q, k, v, dout, stats, slopes, seed, row_starts, row_ends, dq, table, stretches,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
-    do_batch, do_row, do_head, dq_batch, dq_row, dq_head, lse_batch, lse_head,
+    do_batch, do_row, do_head, dq_batch, dq_row, dq_head, stats_head,
     tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
     origin_sequence, origin_head, origin_row, origin_quarter, nothing,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
-    LATE: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
@@ -323,6 +336,8 @@ def dq_kernel(
     """
     PARTS: tl.constexpr = TILE_M // ROWS
     STEPS: tl.constexpr = TILE_N // KEYS
+    # A contribution is added in the task behind its own, so that its product runs beside the loads of that.
+    LATE: tl.constexpr = STEPS == 1 and BLOCK_D <= 128
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     part = pid % PARTS
@@ -338,11 +353,9 @@ def dq_kernel(
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
-    q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-    do_tile = load_rows(do_base, do_row, top, 0, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
-    at = batch_q * lse_batch + head * lse_head + start_q + rows
-    lse_here = tl.load(stats + at * 2, mask=there, other=0.0)
-    delta_here = tl.load(stats + at * 2 + 1, mask=there, other=0.0)
+    q_tile = load_rows(q_base, q_row, top, None, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+    do_tile = load_rows(do_base, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
+    minus_lse, delta_here = load_stats(stats + head * stats_head + tl.load(record + 15) + top, ROWS)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
     if INTERVALS:
@@ -374,8 +387,8 @@ def dq_kernel(
             contribution = empty
             for step in range(STEPS):
                 begin = (kv_first + kv_step * task) * TILE_N + step * KEYS
-                k_tile = load_rows(k_base, k_row, begin, 0, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
-                v_tile = load_rows(v_base, v_row, begin, 0, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
+                k_tile = load_rows(k_base, k_row, begin, None, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
+                v_tile = load_rows(v_base, v_row, begin, None, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
                 s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
                 if LATE:
                     acc += late
@@ -387,9 +400,9 @@ def dq_kernel(
                 if ALIBI:
                     s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
                 if SOFTCAP or ALIBI:
-                    p = tl.exp2(s - lse_here[:, None])
+                    p = tl.exp2(s + minus_lse[:, None])
                 else:
-                    p = tl.exp2(tl.fma(s, scale2, -lse_here[:, None]))
+                    p = tl.exp2(tl.fma(s, scale2, minus_lse[:, None]))
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
                 if DROPOUT:
                     keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS)

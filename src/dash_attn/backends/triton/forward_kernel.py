@@ -43,8 +43,7 @@ def forward_kernel(
     origin_sequence, origin_head, origin_row, origin_quarter,
     batch, seqlen_cached, total_q, most, size, number,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    INTERVALS: tl.constexpr, CACHED: tl.constexpr,
-    SCALED: tl.constexpr,
+    INTERVALS: tl.constexpr, CACHED: tl.constexpr, SCALED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
@@ -105,83 +104,74 @@ def forward_kernel(
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
-    first_segment = lowest // SEGMENT
-    end_segment = (highest + SEGMENT) // SEGMENT
-    second_segment = tl.minimum(first_segment + 1, end_segment)
-    # The first segment has code of its own: there is nothing to fold it with, and nothing else is kept.
-    for folds in tl.static_range(2):
-        segments = (first_segment, second_segment, end_segment)
-        for segment in range(segments[folds], segments[folds + 1]):
-            m = tl.full((ROWS,), float("-inf"), tl.float32)
-            total_here = tl.zeros((ROWS,), tl.float32)
-            here = tl.zeros((ROWS, BLOCK_DV), tl.float32)
-            low = tl.maximum(lowest, segment * SEGMENT) // TILE
-            high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
-            for back in range(high - low + 1):
-                begin = (high - back) * TILE
-                if CACHED:
-                    keys_here = (begin, lowest, highest + 1)
-                    k_tile = load_pages(
-                        k_base, k_batch, k_row, pages, size, number, keys_here, TILE, HEAD_DIM, BLOCK_D
-                    )
-                else:
-                    k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                if SOFTCAP:
-                    s = capped(s, scale2) * cap2
-                elif SCALED:
-                    s = s * scale2
-                if ALIBI:
-                    positions = (rows + diagonal)[:, None]
-                    s -= slope * distance(positions, begin + tl.arange(0, TILE)[None, :])
-                # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
-                room = tl.zeros((ROWS,), tl.float32)
-                if (not INTERVALS) & (begin >= all_first) & (begin + TILE - 1 <= all_last):
-                    for power in tl.static_range(1, ROOM + 1):
-                        if (1 << power) > TILE:
-                            room += 1.0
-                else:
-                    keys = begin + tl.arange(0, TILE)
-                    seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
-                    count = tl.minimum(last, begin + TILE - 1) - tl.maximum(first, begin) + 1
-                    if INTERVALS:
-                        starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
-                        seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
-                        count = tl.sum(seen.to(tl.int32), 1)
-                    s = tl.where(seen, s, float("-inf"))
-                    for power in tl.static_range(1, ROOM + 1):
-                        room += tl.where(count < (1 << power), 1.0, 0.0)
-                found = tl.max(s, 1) if SCALED else tl.max(s, 1) * scale2
-                raised = tl.where(m == float("-inf"), found + room, found)
-                new = tl.where(found > m + KEEP, raised, m)
-                shift = tl.where(new == float("-inf"), 0.0, new)
-                decay = tl.exp2(m - shift)
-                if SCALED:
-                    p = tl.exp2(s - shift[:, None])
-                else:
-                    p = tl.exp2(tl.fma(s, scale2, -shift[:, None]))
-                total_here = total_here * decay + tl.sum(p, 1)
-                if DROPOUT:
-                    keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, TILE)
-                    p = tl.where(keep, p, 0.0)
-                if CACHED:
-                    v_tile = load_pages(
-                        v_base, v_batch, v_row, pages, size, number, keys_here, TILE, HEAD_DIM_V, BLOCK_DV
-                    )
-                else:
-                    v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
-                here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
-                m = new
-            if folds == 0:
-                maximum, total, acc = m, total_here, here
+    for segment in range(lowest // SEGMENT, (highest + SEGMENT) // SEGMENT):
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        total_here = tl.zeros((ROWS,), tl.float32)
+        here = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+        low = tl.maximum(lowest, segment * SEGMENT) // TILE
+        high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
+        for back in range(high - low + 1):
+            begin = (high - back) * TILE
+            if CACHED:
+                keys_here = (begin, lowest, highest + 1)
+                k_tile = load_pages(
+                    k_base, k_batch, k_row, pages, size, number, keys_here, TILE, HEAD_DIM, BLOCK_D
+                )
             else:
-                both = tl.maximum(maximum, m)
-                shift = tl.where(both == float("-inf"), 0.0, both)
-                before = tl.exp2(maximum - shift)
-                after = tl.exp2(m - shift)
-                total = total * before + total_here * after
-                acc = acc * before[:, None] + here * after[:, None]
-                maximum = both
+                k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
+            s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if SOFTCAP:
+                s = capped(s, scale2) * cap2
+            elif SCALED:
+                s = s * scale2
+            if ALIBI:
+                positions = (rows + diagonal)[:, None]
+                s -= slope * distance(positions, begin + tl.arange(0, TILE)[None, :])
+            # room - floor(log2 n) of n keys, if positive: how many powers of two up to 2^room exceed n.
+            room = tl.zeros((ROWS,), tl.float32)
+            if (not INTERVALS) & (begin >= all_first) & (begin + TILE - 1 <= all_last):
+                for power in tl.static_range(1, ROOM + 1):
+                    if (1 << power) > TILE:
+                        room += 1.0
+            else:
+                keys = begin + tl.arange(0, TILE)
+                seen = (keys[None, :] >= first[:, None]) & (keys[None, :] <= last[:, None])
+                count = tl.minimum(last, begin + TILE - 1) - tl.maximum(first, begin) + 1
+                if INTERVALS:
+                    starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
+                    seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
+                    count = tl.sum(seen.to(tl.int32), 1)
+                s = tl.where(seen, s, float("-inf"))
+                for power in tl.static_range(1, ROOM + 1):
+                    room += tl.where(count < (1 << power), 1.0, 0.0)
+            found = tl.max(s, 1) if SCALED else tl.max(s, 1) * scale2
+            raised = tl.where(m == float("-inf"), found + room, found)
+            new = tl.where(found > m + KEEP, raised, m)
+            shift = tl.where(new == float("-inf"), 0.0, new)
+            decay = tl.exp2(m - shift)
+            if SCALED:
+                p = tl.exp2(s - shift[:, None])
+            else:
+                p = tl.exp2(tl.fma(s, scale2, -shift[:, None]))
+            total_here = total_here * decay + tl.sum(p, 1)
+            if DROPOUT:
+                keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, TILE)
+                p = tl.where(keep, p, 0.0)
+            if CACHED:
+                v_tile = load_pages(
+                    v_base, v_batch, v_row, pages, size, number, keys_here, TILE, HEAD_DIM_V, BLOCK_DV
+                )
+            else:
+                v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
+            here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
+            m = new
+        both = tl.maximum(maximum, m)
+        shift = tl.where(both == float("-inf"), 0.0, both)
+        before = tl.exp2(maximum - shift)
+        after = tl.exp2(m - shift)
+        total = total * before + total_here * after
+        acc = acc * before[:, None] + here * after[:, None]
+        maximum = both
     if SINK:  # a segment of one key without a value, behind all others
         m_sink = tl.load(sink + heads) * LOG2E
         both = tl.maximum(maximum, m_sink)

@@ -144,8 +144,10 @@ class Backward:
         lse = tensors.lse.contiguous()
         if lse.data_ptr() % 16:  # the compiler would make another variant for it
             lse = lse.clone()
-        stats = torch.empty((*lse.shape, 2), dtype=torch.float32, device=lse.device)
         problem = self.problem
+        rows = tables.q_tiles * problem.tile_m
+        stats = torch.empty((problem.heads, rows, 2), dtype=torch.float32, device=lse.device)
+        pairs = stats.view(torch.int64)
         scales = scores.softmax_scale, *of_scores(scores)
         head = head_of(problem)
         of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV")}
@@ -153,35 +155,36 @@ class Backward:
         shapes = self._shapes[scores.dropout_p > 0]
         *starts_ends, rows_batch = _intervals(aux, q_tiles)
         sides = (*problem.mask.sides, _slope_batch(aux), rows_batch)
-        read = (q, k, v, dout, stats, values_of(aux.alibi_slopes, stats), _seed(aux, stats), *starts_ends)
+        read = (q, k, v, dout, pairs, values_of(aux.alibi_slopes, stats), _seed(aux, stats), *starts_ends)
         strides = [s for x in (q, k, v, dout) for s in strides_of(x)]
         if tables.q_tiles:
             prepare_kernel[(tables.q_tiles * problem.heads,)](
                 out, dout, lse, stats, q_tiles, *strides_of(out), *strides_of(dout), *lse_strides(lse),
-                tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
+                rows, tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             shape = shapes.dq
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
-                *read, grads.dq, q_tiles, stretches, *strides, *strides_of(grads.dq), *lse_strides(lse),
+                *read, grads.dq, q_tiles, stretches, *strides, *strides_of(grads.dq), rows,
                 tables.q_tiles, problem.group, *sides, *scales, 0.0,
-                ROWS=shape.rows, KEYS=shape.keys, LATE=problem.tile_n == shape.keys, **head, **tile, **options_of(shape),
+                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **options_of(shape),
             )  # fmt: skip
         if tables.items:
-            shape = shapes.dkdv
-            parts, size = problem.tile_n // shape.keys, problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
+            parts = problem.tile_n // shapes.dkdv.keys
+            size = problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
             sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
-            dkdv_kernel[(tables.items * parts,)](
-                *read, grads.dk, grads.dv, sums, items, visits,
-                *strides, *strides_of(grads.dk), *strides_of(grads.dv), *lse_strides(lse),
-                problem.group, *sides, *scales,
-                ROWS=shape.rows, KEYS=shape.keys, STAGES=shape.stages, COPIES=copies_of(shape),
-                **head, **tile, **options_of(shape),
-            )  # fmt: skip
+            for shape, of_k, of_v in shapes.of_keys():
+                dkdv_kernel[(tables.items * (problem.tile_n // shape.keys),)](
+                    *read, grads.dk, grads.dv, sums, items, visits,
+                    *strides, *strides_of(grads.dk), *strides_of(grads.dv), rows,
+                    problem.group, *sides, *scales,
+                    ROWS=shape.rows, KEYS=shape.keys, OF_K=of_k, OF_V=of_v,
+                    **head, **tile, **options_of(shape),
+                )  # fmt: skip
             if tables.folds:
                 fold_kernel[(tables.folds * parts,)](
                     sums, grads.dk, grads.dv, folds, *strides_of(grads.dk), *strides_of(grads.dv),
                     scores.softmax_scale,
-                    KEYS=shape.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
+                    KEYS=shapes.dkdv.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
         if aux.learnable_sink is not None:
             return grads._replace(dsink=_sink_gradient(aux.learnable_sink, lse, stats, sequences))
@@ -205,8 +208,8 @@ def _sink_gradient(sink: Tensor, lse: Tensor, stats: Tensor, sequences: Tensor) 
     dsink = torch.empty_like(sink, memory_format=torch.contiguous_format)
     if count:
         sink_kernel[(count * heads,)](
-            lse, stats, values_of(sink, lse), sums, sequences, *lse_strides(lse), heads,
-            ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
+            lse, stats, values_of(sink, lse), sums, sequences, *lse_strides(lse),
+            stats.shape[1], heads, ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     sinks_kernel[(heads,)](sums, dsink, count, heads, num_warps=1)
     return dsink
@@ -286,11 +289,6 @@ def is_scaled(scores: Scores, aux: AuxTensors) -> bool:
     The largest product is not the largest score where the scale is negative.
     """
     return scores.softcap > 0 or aux.alibi_slopes is not None or scores.softmax_scale <= 0
-
-
-def copies_of(shape: Shape) -> int:
-    """What ``load_stats`` takes: as many numbers as there are threads."""
-    return max(1, 16 * shape.warps // shape.rows)
 
 
 def aligned(x: Tensor) -> Tensor:

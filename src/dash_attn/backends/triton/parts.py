@@ -118,8 +118,8 @@ def kept(seed, threshold, origin, record, head, rows, begin, KEYS: tl.constexpr)
 def load_rows(
     base, row_stride, top, first, end, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Rows from ``top`` on of one head, (ROWS, BLOCK_D): zeros before row ``first``, from row ``end`` on, and
-    behind the head's elements.
+    """Rows from ``top`` on of one head, (ROWS, BLOCK_D): zeros before row ``first`` if it is not None, from
+    row ``end`` on, and behind the head's elements.
 
     ``row_stride`` is in units of 8 elements, so that the compiler knows that rows are aligned. Only the first
     row's place takes 64 bits.
@@ -127,24 +127,24 @@ def load_rows(
     here = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     where = base + top.to(tl.int64) * row_stride * 8 + (here[:, None] * (row_stride * 8) + dims[None, :])
-    mask = ((here >= first - top) & (here < end - top))[:, None]
+    mask = (here < end - top)[:, None]
+    if first is not None:
+        mask = mask & (here >= first - top)[:, None]
     if HEAD_DIM != BLOCK_D:
         mask = mask & (dims < HEAD_DIM)[None, :]
     return tl.load(where, mask=mask, other=0.0)
 
 
 @triton.jit
-def load_stats(base, rows, end, COPIES: tl.constexpr):
-    """The log-sum-exp in base 2 and delta of some rows, 0 from row ``end`` on; ``base``: pairs of both.
+def load_stats(place, ROWS: tl.constexpr):
+    """Minus the log-sum-exp in base 2, and delta, of ROWS rows; ``place``: of the first one's pair of fp32.
 
-    ``COPIES``: how often each is read, so that every thread reads one number. Of fewer numbers each thread
-    would read all that it uses, one by one.
+    A pair is read as one number of 64 bits: each thread reads those that it uses, and so there are fewer.
     """
-    ROWS: tl.constexpr = rows.shape[0]
-    which = tl.arange(0, 2 * COPIES)
-    both = tl.load(base + rows[:, None] * 2 + (which % 2)[None, :], mask=(rows < end)[:, None], other=0.0)
-    lse, delta = tl.split(tl.reshape(both, (ROWS, COPIES, 2)))
-    return tl.max(lse, 1), tl.max(delta, 1)
+    both = tl.load(place + tl.arange(0, ROWS))
+    minus_lse = (both & 0xFFFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    delta = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return minus_lse, delta
 
 
 @triton.jit

@@ -3,7 +3,8 @@
 A record has WORDS words: batch and first row of q, batch and first row of k, both lengths, the column aligned
 with row 0; then the tile, where its stretches begin in their table and how many there are, the first q head
 (or the kv head) and how many (or how many head groups), its place among the sums of dK and dV (-1: none) and
-the distance to that of the next head group; then the number of the sequence.
+the distance to that of the next head group; then the number of the sequence, and of the backward's tables where
+its statistics of rows begin.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 WORDS = 16
-_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP, _SEQUENCE = range(7, 15)
+_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP, _SEQUENCE, _STATS = range(7, 16)
 
 Words = NDArray[np.int32]
 
@@ -89,6 +90,7 @@ def backward_tables(plan: Plan, packed: bool, disorder: random.Random | None = N
     """The tables of a plan. With ``disorder`` it draws in which order contributions to dQ are added."""
     batch, problem = plan.batch, plan.problem
     sequences = _sequences(problem, packed, None)
+    sequences[:, _STATS] = first_of_each(batch.q_tiles)[:-1] * problem.tile_m
     visits = _joined([visits_of(p) for p in batch.distinct], batch.pattern_of)
     stretches = _joined([stretches_of(p, disorder) for p in batch.distinct], batch.pattern_of)
     records, sequence = _of_tiles(sequences, batch.q_tiles)

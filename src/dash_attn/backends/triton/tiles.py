@@ -49,15 +49,27 @@ class Shape(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Of the kernels of a head dim and dtype."""
+    """Of the kernels of a head dim and dtype.
+
+    Attributes:
+        forward, dkdv, dq: of those kernels.
+        dv: of a launch for dV alone; then ``dkdv`` is of one for dK. None: one launch makes both.
+    """
 
     forward: Shape
     dkdv: Shape
     dq: Shape
+    dv: Shape | None = None
+
+    def of_keys(self) -> tuple[tuple[Shape, bool, bool], ...]:
+        """The launches that make dK and dV: (shape, whether it makes dK, whether it makes dV)."""
+        if self.dv is None:
+            return ((self.dkdv, True, True),)
+        return (self.dkdv, True, False), (self.dv, False, True)
 
 
 # By padded head dim. A change of a row changes bits.
-TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (64, 64)}
+TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 64), 256: (64, 128)}
 """(tile_m, tile_n) of plans. With 16 bits a contribution to dQ is one step where ``dq.keys`` is tile_n."""
 
 _SIXTEEN_BITS = {
@@ -67,7 +79,13 @@ _SIXTEEN_BITS = {
     128: Shapes(Shape(64, 64, 4, 2), Shape(32, 64, 4, 2), Shape(64, 64, 4, 2)),
     256: Shapes(Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 32, 8, 2)),
 }
-_ROOMY_256 = Shapes(Shape(128, 64, 8, 2), Shape(64, 64, 8, 1), Shape(64, 64, 8, 2))
+_ROOMY = {
+    64: Shapes(Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 4, 3)),
+    128: Shapes(Shape(128, 64, 8, 3), Shape(32, 64, 4, 3), Shape(128, 64, 8, 3)),
+    256: Shapes(Shape(128, 64, 8, 2), Shape(32, 128, 8, 2), Shape(64, 128, 8, 1), Shape(64, 128, 8, 2)),
+}
+"""On GPUs of ``ROOMY``, where there is a row."""
+
 _DROPOUT_64 = _SIXTEEN_BITS[64]._replace(dq=Shape(64, 64, 4, 2))
 """What dropout computes takes registers: with 128 keys the compiler for sm_80 spills nearly all of them."""
 
@@ -91,11 +109,12 @@ def padded(head_dim: int) -> int:
 
 def shapes_of(head_dim: int, dtype: str, roomy: bool = False, dropout: bool = False) -> Shapes:
     """Those of a head dim of ``HEAD_DIMS`` and a dtype of ``DTYPES``; ``roomy``: on a GPU of ``ROOMY``."""
-    if dropout and padded(head_dim) == 64 and dtype != "float32":
-        return _DROPOUT_64
-    if roomy and head_dim > 128 and dtype != "float32":
-        return _ROOMY_256
-    return (_FP32 if dtype == "float32" else _SIXTEEN_BITS)[padded(head_dim)]
+    row = padded(head_dim)
+    if dtype == "float32":
+        return _FP32[row]
+    if roomy and row in _ROOMY:
+        return _ROOMY[row]
+    return _DROPOUT_64 if dropout and row == 64 else _SIXTEEN_BITS[row]
 
 
 def forward_numerics(problem: Problem, roomy: bool = False) -> ForwardNumerics:
