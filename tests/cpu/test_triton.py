@@ -13,7 +13,15 @@ import torch
 
 from dash_attn.backends.triton import backend as backend_module
 from dash_attn.backends.triton.backend import BACKEND
-from dash_attn.backends.triton.tiles import DTYPES, HEAD_DIMS, TILES, forward_numerics, padded, shapes_of
+from dash_attn.backends.triton.tiles import (
+    DTYPES,
+    FOLDED_KEYS,
+    HEAD_DIMS,
+    TILES,
+    forward_numerics,
+    padded,
+    shapes_of,
+)
 from dash_attn.errors import UnavailableError
 from dash_attn.problem import Problem, default_tiles
 
@@ -122,6 +130,8 @@ def test_shapes_divide_tiles(head_dim: int, dtype: str, roomy: bool) -> None:
         assert tile_m % shape.rows == tile_n % shape.keys == 0
     assert min(n for shape in (forward, *backward) for n in shape[:2]) >= 16  # what a product takes at least
     assert dtype == "float32" or (head_dim > 128 and not roomy) or dq.keys == tile_n
+    assert dq.keys == tile_n or not shapes.late
+    assert tile_n % FOLDED_KEYS == 0
     numerics = forward_numerics(Problem.dense(seqlen=10, head_dim=head_dim, dtype=dtype), roomy)
     assert numerics.tile == forward.keys
 

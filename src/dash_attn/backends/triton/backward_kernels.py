@@ -47,8 +47,8 @@ def prepare_kernel(
     out_batch, out_row, out_head, do_batch, do_row, do_head, lse_batch, lse_head, stats_head, tiles,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``stats``: (heads, rows, 2), minus the log-sum-exp in base 2 and delta. Each sequence has rows up to the
-    end of its last tile. The log-sum-exp of rows that see nothing becomes 0, so that no infinity is added."""
+    """``stats``: (heads, rows, 2), minus the log-sum-exp in base 2, and delta. Each sequence has rows up to
+    the end of its last tile. The log-sum-exp of rows that see nothing becomes 0: no infinity is added."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -137,10 +137,8 @@ def add_rows(
             positions = (rows + diagonal)[None, :]
             slope = slope_of(slopes, slope_batch, record, head)
             s -= slope * distance(positions, begin + tl.arange(0, KEYS)[:, None])
-        if SOFTCAP or ALIBI:
-            p = tl.exp2(s + minus_lse[None, :])
-        else:
-            p = tl.exp2(tl.fma(s, scale2, minus_lse[None, :]))
+        scaled: tl.constexpr = SOFTCAP or ALIBI
+        p = tl.exp2(s + minus_lse[None, :] if scaled else tl.fma(s, scale2, minus_lse[None, :]))
         if CUT:
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
@@ -325,10 +323,12 @@ def dq_kernel(
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """Stretches are rows (kv_first, kv_step, count), in the order of the tickets.
 
     A q tile is shared by TILE_M / ROWS programs, and a contribution is one product in TILE_N / KEYS steps.
+    LATE, of contributions in one step: each is added in the next task, so that its product runs beside loads.
     Contributions at the ends of a stretch that INTERVALS empty are left out: they would add 0.
 
     ``nothing`` is 0, and the compiler must not know it: it would make one product of all contributions where
@@ -336,8 +336,6 @@ def dq_kernel(
     """
     PARTS: tl.constexpr = TILE_M // ROWS
     STEPS: tl.constexpr = TILE_N // KEYS
-    # A contribution is added in the task behind its own, so that its product runs beside the loads of that.
-    LATE: tl.constexpr = STEPS == 1 and BLOCK_D <= 128
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     part = pid % PARTS
@@ -399,10 +397,8 @@ def dq_kernel(
                     s = s * scale2
                 if ALIBI:
                     s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
-                if SOFTCAP or ALIBI:
-                    p = tl.exp2(s + minus_lse[:, None])
-                else:
-                    p = tl.exp2(tl.fma(s, scale2, minus_lse[:, None]))
+                scaled: tl.constexpr = SOFTCAP or ALIBI
+                p = tl.exp2(s + minus_lse[:, None] if scaled else tl.fma(s, scale2, minus_lse[:, None]))
                 dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
                 if DROPOUT:
                     keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS)

@@ -149,10 +149,7 @@ def forward_kernel(
             new = tl.where(found > m + KEEP, raised, m)
             shift = tl.where(new == float("-inf"), 0.0, new)
             decay = tl.exp2(m - shift)
-            if SCALED:
-                p = tl.exp2(s - shift[:, None])
-            else:
-                p = tl.exp2(tl.fma(s, scale2, -shift[:, None]))
+            p = tl.exp2(s - shift[:, None] if SCALED else tl.fma(s, scale2, -shift[:, None]))
             total_here = total_here * decay + tl.sum(p, 1)
             if DROPOUT:
                 keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, TILE)
@@ -184,9 +181,10 @@ def forward_kernel(
     lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2
     tl.store(lse + batch_q * lse_batch + heads * lse_head + start_q + rows, lse_tile, mask=there)
     # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
-    acc = tl.div_rn(acc, tl.where(total == 0.0, 1.0, total)[:, None])
+    inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
     if DROPOUT:
-        acc = acc * rescale
+        inverse = inverse * rescale
+    acc = acc * inverse[:, None]
     acc += 0.0
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8
     if CACHED:

@@ -30,7 +30,7 @@ from .backward_kernels import (
 )
 from .forward_kernel import forward_kernel
 from .tables import WORDS, backward_tables, forward_table
-from .tiles import ROOMY, Shape, forward_numerics, padded, shapes_of
+from .tiles import FOLDED_KEYS, ROOMY, Shape, forward_numerics, padded, shapes_of
 
 __all__ = ["Backward", "Forward"]
 
@@ -166,25 +166,24 @@ class Backward:
             dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
                 *read, grads.dq, q_tiles, stretches, *strides, *strides_of(grads.dq), rows,
                 tables.q_tiles, problem.group, *sides, *scales, 0.0,
-                ROWS=shape.rows, KEYS=shape.keys, **head, **tile, **options_of(shape),
+                ROWS=shape.rows, KEYS=shape.keys, LATE=shapes.late, **head, **tile, **options_of(shape),
             )  # fmt: skip
         if tables.items:
-            parts = problem.tile_n // shapes.dkdv.keys
             size = problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
             sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
-            for shape, of_k, of_v in shapes.of_keys():
+            for shape, makes_k, makes_v in shapes.of_keys():
                 dkdv_kernel[(tables.items * (problem.tile_n // shape.keys),)](
                     *read, grads.dk, grads.dv, sums, items, visits,
                     *strides, *strides_of(grads.dk), *strides_of(grads.dv), rows,
                     problem.group, *sides, *scales,
-                    ROWS=shape.rows, KEYS=shape.keys, OF_K=of_k, OF_V=of_v,
+                    ROWS=shape.rows, KEYS=shape.keys, OF_K=makes_k, OF_V=makes_v,
                     **head, **tile, **options_of(shape),
                 )  # fmt: skip
             if tables.folds:
-                fold_kernel[(tables.folds * parts,)](
+                fold_kernel[(tables.folds * (problem.tile_n // FOLDED_KEYS),)](
                     sums, grads.dk, grads.dv, folds, *strides_of(grads.dk), *strides_of(grads.dv),
                     scores.softmax_scale,
-                    KEYS=shapes.dkdv.keys, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
+                    KEYS=FOLDED_KEYS, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
         if aux.learnable_sink is not None:
             return grads._replace(dsink=_sink_gradient(aux.learnable_sink, lse, stats, sequences))

@@ -3,8 +3,8 @@
 A record has WORDS words: batch and first row of q, batch and first row of k, both lengths, the column aligned
 with row 0; then the tile, where its stretches begin in their table and how many there are, the first q head
 (or the kv head) and how many (or how many head groups), its place among the sums of dK and dV (-1: none) and
-the distance to that of the next head group; then the number of the sequence, and of the backward's tables where
-its statistics of rows begin.
+the distance to that of the next head group; then the number of the sequence and, in the backward, where the
+statistics of its rows begin.
 """
 
 from __future__ import annotations

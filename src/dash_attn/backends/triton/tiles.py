@@ -15,6 +15,7 @@ from ...schedule import ForwardNumerics
 
 __all__ = [
     "DTYPES",
+    "FOLDED_KEYS",
     "HEAD_DIMS",
     "ROOMY",
     "TILES",
@@ -24,6 +25,9 @@ __all__ = [
     "padded",
     "shapes_of",
 ]
+
+FOLDED_KEYS = 32
+"""Keys per program of the kernel that adds the sums of head groups."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -54,12 +58,14 @@ class Shapes(NamedTuple):
     Attributes:
         forward, dkdv, dq: of those kernels.
         dv: of a launch for dV alone; then ``dkdv`` is of one for dK. None: one launch makes both.
+        late: whether dQ's kernel adds a contribution in the next task, where it is one step.
     """
 
     forward: Shape
     dkdv: Shape
     dq: Shape
     dv: Shape | None = None
+    late: bool = False
 
     def of_keys(self) -> tuple[tuple[Shape, bool, bool], ...]:
         """The launches that make dK and dV: (shape, whether it makes dK, whether it makes dV)."""
@@ -80,8 +86,8 @@ _SIXTEEN_BITS = {
     256: Shapes(Shape(64, 32, 8, 2), Shape(32, 32, 8, 2), Shape(32, 32, 8, 2)),
 }
 _ROOMY = {
-    64: Shapes(Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 4, 3)),
-    128: Shapes(Shape(128, 64, 8, 3), Shape(32, 64, 4, 3), Shape(128, 64, 8, 3)),
+    64: Shapes(Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 4, 3), late=True),
+    128: Shapes(Shape(128, 64, 8, 3), Shape(32, 64, 4, 3), Shape(128, 64, 8, 3), late=True),
     256: Shapes(Shape(128, 64, 8, 2), Shape(32, 128, 8, 2), Shape(64, 128, 8, 1), Shape(64, 128, 8, 2)),
 }
 """On GPUs of ``ROOMY``, where there is a row."""
