@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -240,8 +241,29 @@ def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.Mo
         assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive(scale: float) -> None:
+    """The largest product is then not the largest score."""
+    problem = problem_of((40, 300), mask=Mask.causal(), head_dim=16, heads=1)
+    _, q, k, v = packed_tensors(problem)
+    wanted = reference(problem, q, k, v, scale, numerics=forward_numerics(problem))
+    found = BACKEND.prepare(problem, CPU, packed=True).forward(q, k, v, Scores(scale))
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-5)
+
+
 def test_the_order_of_tiles_is_that_of_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the byte, where no sum within a tile is rounded: one key per kv tile counts, scores are integers."""
+    """To the byte, where no sum within a tile is rounded: one key per kv tile counts, scores are integers.
+
+    The reference divides by a row's sum, Triton multiplies by its reciprocal.
+    """
+    module = sys.modules["dash_attn.backends.cpu.forward"]
+    results = module._results
+
+    def by_reciprocals(state: Any, rescale: float) -> tuple[Tensor, Tensor]:
+        return state.out * state.total.reciprocal(), results(state, rescale)[1]
+
+    monkeypatch.setattr(module, "_results", by_reciprocals)
     few_keys(monkeypatch, 256)
     problem = problem_of((48, 1024), head_dim=16, heads=1)
     numerics = replace(forward_numerics(problem), segment=256)

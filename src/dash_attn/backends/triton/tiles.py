@@ -75,7 +75,7 @@ class Shapes(NamedTuple):
 
 
 # By padded head dim. A change of a row changes bits.
-TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (128, 64), 256: (64, 128)}
+TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (64, 128)}
 """(tile_m, tile_n) of plans. With 16 bits a contribution to dQ is one step where ``dq.keys`` is tile_n."""
 
 _SIXTEEN_BITS = {
@@ -87,7 +87,7 @@ _SIXTEEN_BITS = {
 }
 _ROOMY = {
     64: Shapes(Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 4, 3), late=True),
-    128: Shapes(Shape(128, 64, 8, 3), Shape(32, 64, 4, 3), Shape(128, 64, 8, 3), late=True),
+    128: Shapes(Shape(128, 64, 8, 3), Shape(32, 64, 4, 3), Shape(64, 64, 4, 2), late=True),
     256: Shapes(Shape(128, 64, 8, 2), Shape(32, 128, 8, 2), Shape(64, 128, 8, 1), Shape(64, 128, 8, 2)),
 }
 """On GPUs of ``ROOMY``, where there is a row."""
