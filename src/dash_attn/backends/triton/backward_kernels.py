@@ -189,8 +189,8 @@ def dkdv_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
-    """Visits are rows (q_first, q_step, count); each of their q tiles is taken for all heads, ascending.
-    Tiles at their ends that INTERVALS empty are left out: they would add 0.
+    """dK if OF_K, dV if OF_V. Visits are rows (q_first, q_step, count); each of their q tiles is taken for
+    all heads, ascending. Tiles at their ends that INTERVALS empty are left out: they would add 0.
 
     An item is shared by TILE_N / KEYS programs, for its keys share no sum. A q tile is taken in TILE_M / ROWS
     steps.

@@ -2,6 +2,9 @@
 
 There is one variant per head dims and dtype. Masks, lengths, layouts and head counts are values, never
 constants of the compiler: with them it might round elsewhere, and a row's bits would follow its company.
+
+A score less its row's maximum is one fused operation of the product, scale and maximum, unless SCALED. The
+output is multiplied by the reciprocal of its row's sum: a division per element would be most of the code.
 """
 
 import triton

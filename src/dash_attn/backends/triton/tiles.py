@@ -92,7 +92,7 @@ _ROOMY = {
 }
 """On GPUs of ``ROOMY``, where there is a row."""
 
-_DROPOUT_64 = _SIXTEEN_BITS[64]._replace(dq=Shape(64, 64, 4, 2))
+_DQ_WITH_DROPOUT_64 = Shape(64, 64, 4, 2)
 """What dropout computes takes registers: with 128 keys the compiler for sm_80 spills nearly all of them."""
 
 _FP32 = {
@@ -118,9 +118,8 @@ def shapes_of(head_dim: int, dtype: str, roomy: bool = False, dropout: bool = Fa
     row = padded(head_dim)
     if dtype == "float32":
         return _FP32[row]
-    if roomy and row in _ROOMY:
-        return _ROOMY[row]
-    return _DROPOUT_64 if dropout and row == 64 else _SIXTEEN_BITS[row]
+    shapes = _ROOMY[row] if roomy and row in _ROOMY else _SIXTEEN_BITS[row]
+    return shapes._replace(dq=_DQ_WITH_DROPOUT_64, late=False) if dropout and row == 64 else shapes
 
 
 def forward_numerics(problem: Problem, roomy: bool = False) -> ForwardNumerics:
