@@ -24,13 +24,13 @@ from dash_attn.backends.triton.backward_kernels import (
     sinks_kernel,
 )
 from dash_attn.backends.triton.forward_kernel import forward_kernel
-from dash_attn.backends.triton.tiles import FOLDED_KEYS, ROOMY, TILES, padded, shapes_of
+from dash_attn.backends.triton.tiles import FOLDED_KEYS, ROOMY, TILES, columns_of, padded, shapes_of
 from dash_attn.schedule.constants import SINK_ROWS
 
 SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 """Bytes that a block may use. Code for sm_80 also runs on sm_86 and sm_89, which have less than an A100."""
 
-HEAD_DIMS = (*TILES, 80, 192)
+HEAD_DIMS = (*TILES, 80, 96, 192)
 
 PAIRS = ((192, 128), (64, 128), (40, 200))
 """Head dims of Q and K beside that of V: DeepSeek's MLA, and others."""
@@ -81,8 +81,9 @@ def sources(
     shapes = shapes_of(widest, dtype, divmod(arch, 10) in ROOMY, of_scores["DROPOUT"])
     forward, dq = shapes.forward, shapes.dq
     tile_m, tile_n = TILES[padded(widest)]
-    of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": padded(head_dim_v)}
-    head = {"HEAD_DIM": head_dim, "BLOCK_D": padded(head_dim)} | of_v
+    columns, columns_v = columns_of(head_dim), columns_of(head_dim_v)
+    of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": columns_v.block, "REST_DV": columns_v.rest}
+    head = {"HEAD_DIM": head_dim, "BLOCK_D": columns.block, "REST_D": columns.rest} | of_v
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
     tile |= {name: of_scores[name] for name in of_scores if name not in ("SINK", "CACHED")}
     numbers = {

@@ -14,23 +14,30 @@ import triton
 import triton.language as tl
 
 from .parts import (
+    add_products,
+    added,
     capped,
     distance,
+    filled,
     intervals_of,
     kept,
     keys_within,
-    load_rows,
+    load_head,
     load_stats,
-    places,
+    load_sums,
     row_interval,
+    scaled,
+    scores_of,
     sequence_of,
     slope_of,
-    store_rows,
+    store_head,
+    store_sums,
     tiles_within,
     visible_part,
     whole_columns,
     whole_part,
     whole_rows,
+    zeros,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,7 +52,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def prepare_kernel(
     out, dout, lse, stats, table,
     out_batch, out_row, out_head, do_batch, do_row, do_head, lse_batch, lse_head, stats_head, tiles,
-    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``stats``: (heads, rows, 2), minus the log-sum-exp in base 2, and delta. Each sequence has rows up to
     the end of its last tile. The log-sum-exp of rows that see nothing becomes 0: no infinity is added."""
@@ -58,13 +65,16 @@ def prepare_kernel(
     there = rows < seqlen_q
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8 + head * out_head * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
-    o_tile = load_rows(out_base, out_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
-    do_tile = load_rows(do_base, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV).to(tl.float32)
+    o_tile = load_head(out_base, out_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV, REST_DV)
+    do_tile = load_head(do_base, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV, REST_DV)
+    delta = tl.sum(o_tile[0].to(tl.float32) * do_tile[0].to(tl.float32), 1)
+    if REST_DV > 0:
+        delta += tl.sum(o_tile[1].to(tl.float32) * do_tile[1].to(tl.float32), 1)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
     natural = tl.load(lse + at, mask=there, other=0.0)
     place = stats + (head * stats_head + tl.load(record + 15) + rows) * 2
     tl.store(place, tl.where(natural == float("-inf"), 0.0, -natural * LOG2E))
-    tl.store(place + 1, tl.sum(o_tile * do_tile, 1))
+    tl.store(place + 1, delta)
 
 
 @triton.jit(do_not_specialize=["lse_batch", "lse_head", "stats_head", "heads"])
@@ -108,13 +118,15 @@ def add_rows(
     head_first, heads, q_first, q_step, task, end, begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
     cap2, starts, ends, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     INTERVALS: tl.constexpr, CUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr,
     OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
     """Tasks ``task`` to ``end`` of a visit, each for all heads; ``CUT``: the mask may hide some scores.
     ``starts`` and ``ends``: with INTERVALS the rows that see each key."""
     STEPS: tl.constexpr = TILE_M // ROWS
+    READY: tl.constexpr = SOFTCAP or ALIBI  # scores are scaled before they are exponents
     task = task + 0 * end  # a number that the compiler knows could not change in the loop
     head = head_first
     step = 0 * end
@@ -122,12 +134,12 @@ def add_rows(
         top = (q_first + q_step * task) * TILE_M + step * ROWS
         q_here = q_base + head.to(tl.int64) * q_head * 8
         do_here = do_base + head.to(tl.int64) * do_head * 8
-        q_tile = load_rows(q_here, q_row, top, None, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-        do_tile = load_rows(do_here, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
+        q_tile = load_head(q_here, q_row, top, None, seqlen_q, ROWS, HEAD_DIM, BLOCK_D, REST_D)
+        do_tile = load_head(do_here, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV, REST_DV)
         rows = top + tl.arange(0, ROWS)
         at = tl.multiple_of(head.to(tl.int64) * stats_head + top, 16)
         minus_lse, delta_here = load_stats(stats + at, ROWS)
-        s = tl.dot(k_tile, tl.trans(q_tile), input_precision="ieee")
+        s = scores_of(k_tile, q_tile, REST_D)
         if SOFTCAP:
             tanh = capped(s, scale2)
             s = tanh * cap2
@@ -137,8 +149,7 @@ def add_rows(
             positions = (rows + diagonal)[None, :]
             slope = slope_of(slopes, slope_batch, record, head)
             s -= slope * distance(positions, begin + tl.arange(0, KEYS)[:, None])
-        scaled: tl.constexpr = SOFTCAP or ALIBI
-        p = tl.exp2(s + minus_lse[None, :] if scaled else tl.fma(s, scale2, minus_lse[None, :]))
+        p = tl.exp2(s + minus_lse[None, :] if READY else tl.fma(s, scale2, minus_lse[None, :]))
         if CUT:
             first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
             keys = begin + tl.arange(0, KEYS)
@@ -151,9 +162,9 @@ def add_rows(
             keep = tl.trans(kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS))
             weights = tl.where(keep, p, 0.0)
         if OF_K:
-            dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+            dp = scores_of(v_tile, do_tile, REST_DV)
         if OF_V:  # behind dp, so that it runs beside what makes ds
-            dv_tile = tl.dot(weights.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+            dv_tile = add_products(weights, do_tile, dv_tile, REST_DV)
         if OF_K:
             if DROPOUT:
                 dp = tl.where(keep, dp * rescale, 0.0)
@@ -162,7 +173,7 @@ def add_rows(
                 ds = ds * (1.0 - tanh * tanh)
             if CUT:
                 ds = tl.where(seen, ds, 0.0)
-            dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+            dk_tile = add_products(ds, q_tile, dk_tile, REST_D)
         step = tl.where(step + 1 == STEPS, 0, step + 1)
         head += tl.where(step == 0, 1, 0)
         task += tl.where(head == head_first + heads, 1, 0)
@@ -185,7 +196,8 @@ def dkdv_kernel(
     group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
     origin_sequence, origin_head, origin_row, origin_quarter,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
@@ -197,7 +209,7 @@ def dkdv_kernel(
     """
     PARTS: tl.constexpr = TILE_N // KEYS
     # Both sums of large heads leave no registers for three loops; INTERVALS may cut any tile.
-    FEW: tl.constexpr = (BLOCK_D <= 128 and BLOCK_DV <= 128) or not (OF_K and OF_V)
+    FEW: tl.constexpr = (BLOCK_D + REST_D <= 128 and BLOCK_DV + REST_DV <= 128) or not (OF_K and OF_V)
     LOOPS: tl.constexpr = 3 if FEW and not INTERVALS else 1
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
@@ -215,16 +227,16 @@ def dkdv_kernel(
     key_there = keys < seqlen_k
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + kv_head * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + kv_head * v_head * 8
-    k_tile = load_rows(k_base, k_row, begin, None, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
+    k_tile = load_head(k_base, k_row, begin, None, seqlen_k, KEYS, HEAD_DIM, BLOCK_D, REST_D)
     v_tile = k_tile
     if OF_K:
-        v_tile = load_rows(v_base, v_row, begin, None, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
+        v_tile = load_head(v_base, v_row, begin, None, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV, REST_DV)
     q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8
     stats += tl.multiple_of(tl.load(record + 15), 16)
 
-    dk_tile = tl.zeros((KEYS, BLOCK_D), tl.float32)
-    dv_tile = tl.zeros((KEYS, BLOCK_DV), tl.float32)
+    dk_tile = zeros(KEYS, BLOCK_D, REST_D)
+    dv_tile = zeros(KEYS, BLOCK_DV, REST_DV)
     low, high = whole_rows(begin, KEYS, TILE_M, diagonal, seqlen_q, seqlen_k, left, right)
     starts = keys
     ends = keys
@@ -253,35 +265,39 @@ def dkdv_kernel(
                 q_row, q_head, do_row, do_head, stats_head, head_first, heads, q_first, q_step,
                 bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
                 cap2, starts, ends, SOFTCAP, ALIBI, DROPOUT, INTERVALS, third != 1,
-                HEAD_DIM, BLOCK_D, HEAD_DIM_V, BLOCK_DV, ROWS, KEYS, TILE_M, OF_K, OF_V,
+                HEAD_DIM, BLOCK_D, REST_D, HEAD_DIM_V, BLOCK_DV, REST_DV, ROWS, KEYS, TILE_M, OF_K, OF_V,
             )  # fmt: skip
 
     if DROPOUT:
-        dv_tile = dv_tile * rescale
-    place = sums + slot * (TILE_N * (BLOCK_D + BLOCK_DV))
+        dv_tile = scaled(dv_tile, rescale, REST_DV)
+    place = sums + slot * (TILE_N * (BLOCK_D + REST_D + BLOCK_DV + REST_DV))
     if OF_K:
         if slot < 0:
             dk_base = dk + batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
-            store_rows(dk_base, dk_row, keys, key_there, dk_tile * scale, HEAD_DIM, BLOCK_D)
+            dk_tile = scaled(dk_tile, scale, REST_D)
+            store_head(dk_base, dk_row, keys, key_there, dk_tile, HEAD_DIM, BLOCK_D, REST_D)
         else:
-            tl.store(place + places(part * KEYS, KEYS, BLOCK_D), dk_tile)
+            store_sums(place, part * KEYS, dk_tile, TILE_N, BLOCK_D, REST_D)
     if OF_V:
         if slot < 0:
             dv_base = dv + batch_k * dv_batch * 8 + start_k * dv_row * 8 + kv_head * dv_head * 8
-            store_rows(dv_base, dv_row, keys, key_there, dv_tile, HEAD_DIM_V, BLOCK_DV)
+            store_head(dv_base, dv_row, keys, key_there, dv_tile, HEAD_DIM_V, BLOCK_DV, REST_DV)
         else:
-            tl.store(place + TILE_N * BLOCK_D + places(part * KEYS, KEYS, BLOCK_DV), dv_tile)
+            place += TILE_N * (BLOCK_D + REST_D)
+            store_sums(place, part * KEYS, dv_tile, TILE_N, BLOCK_DV, REST_DV)
 
 
 @triton.jit(do_not_specialize=["dk_batch", "dk_row", "dk_head", "dv_batch", "dv_row", "dv_head"])
 def fold_kernel(
     sums, dk, dv, table, dk_batch, dk_row, dk_head, dv_batch, dv_row, dv_head, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     KEYS: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a kv tile from the sums of its head groups."""
     PARTS: tl.constexpr = TILE_N // KEYS
-    SIZE: tl.constexpr = TILE_N * (BLOCK_D + BLOCK_DV)
+    OF_DK: tl.constexpr = TILE_N * (BLOCK_D + REST_D)
+    SIZE: tl.constexpr = OF_DK + TILE_N * (BLOCK_DV + REST_DV)
     pid = tl.program_id(0)
     part = pid % PARTS
     record = table + (pid // PARTS).to(tl.int64) * 16
@@ -291,19 +307,20 @@ def fold_kernel(
     slot = tl.load(record + 12).to(tl.int64)
     step = tl.load(record + 13).to(tl.int64)
     keys = tl.load(record + 7) * TILE_N + part * KEYS + tl.arange(0, KEYS)
-    of_k = places(part * KEYS, KEYS, BLOCK_D)
-    of_v = TILE_N * BLOCK_D + places(part * KEYS, KEYS, BLOCK_DV)
     base = sums + slot * SIZE
-    dk_tile = tl.load(base + of_k)
-    dv_tile = tl.load(base + of_v)
+    dk_tile = load_sums(base, part * KEYS, KEYS, TILE_N, BLOCK_D, REST_D)
+    dv_tile = load_sums(base + OF_DK, part * KEYS, KEYS, TILE_N, BLOCK_DV, REST_DV)
     for _ in range(1, groups):
         base += step * SIZE
-        dk_tile += tl.load(base + of_k)
-        dv_tile += tl.load(base + of_v)
+        dk_here = load_sums(base, part * KEYS, KEYS, TILE_N, BLOCK_D, REST_D)
+        dv_here = load_sums(base + OF_DK, part * KEYS, KEYS, TILE_N, BLOCK_DV, REST_DV)
+        dk_tile = added(dk_tile, dk_here, REST_D)
+        dv_tile = added(dv_tile, dv_here, REST_DV)
     dk_base = dk + batch_k * dk_batch * 8 + start_k * dk_row * 8 + kv_head * dk_head * 8
     dv_base = dv + batch_k * dv_batch * 8 + start_k * dv_row * 8 + kv_head * dv_head * 8
-    store_rows(dk_base, dk_row, keys, keys < seqlen_k, dk_tile * scale, HEAD_DIM, BLOCK_D)
-    store_rows(dv_base, dv_row, keys, keys < seqlen_k, dv_tile, HEAD_DIM_V, BLOCK_DV)
+    dk_tile = scaled(dk_tile, scale, REST_D)
+    store_head(dk_base, dk_row, keys, keys < seqlen_k, dk_tile, HEAD_DIM, BLOCK_D, REST_D)
+    store_head(dv_base, dv_row, keys, keys < seqlen_k, dv_tile, HEAD_DIM_V, BLOCK_DV, REST_DV)
 
 
 @triton.jit(
@@ -321,7 +338,8 @@ def dq_kernel(
     tiles, group, left, right, slope_batch, rows_batch, scale, scale2, cap2, threshold, rescale,
     origin_sequence, origin_head, origin_row, origin_quarter, nothing,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr, INTERVALS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     LATE: tl.constexpr,
 ):  # fmt: skip
@@ -336,6 +354,7 @@ def dq_kernel(
     """
     PARTS: tl.constexpr = TILE_M // ROWS
     STEPS: tl.constexpr = TILE_N // KEYS
+    READY: tl.constexpr = SOFTCAP or ALIBI  # as in add_rows
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     part = pid % PARTS
@@ -351,8 +370,8 @@ def dq_kernel(
     do_base = dout + batch_q * do_batch * 8 + start_q * do_row * 8 + head * do_head * 8
     k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
     v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
-    q_tile = load_rows(q_base, q_row, top, None, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
-    do_tile = load_rows(do_base, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV)
+    q_tile = load_head(q_base, q_row, top, None, seqlen_q, ROWS, HEAD_DIM, BLOCK_D, REST_D)
+    do_tile = load_head(do_base, do_row, top, None, seqlen_q, ROWS, HEAD_DIM_V, BLOCK_DV, REST_DV)
     minus_lse, delta_here = load_stats(stats + head * stats_head + tl.load(record + 15) + top, ROWS)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
@@ -369,8 +388,8 @@ def dq_kernel(
     if ALIBI:
         slope = slope_of(slopes, slope_batch, record, head)
 
-    acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    empty = tl.zeros((ROWS, BLOCK_D), tl.float32) + nothing
+    acc = zeros(ROWS, BLOCK_D, REST_D)
+    empty = filled(nothing, ROWS, BLOCK_D, REST_D)
     late = acc
     for stretch in range(stretch_first, stretch_first + stretch_count):
         kv_first = tl.load(stretches + stretch * 3)
@@ -385,11 +404,11 @@ def dq_kernel(
             contribution = empty
             for step in range(STEPS):
                 begin = (kv_first + kv_step * task) * TILE_N + step * KEYS
-                k_tile = load_rows(k_base, k_row, begin, None, seqlen_k, KEYS, HEAD_DIM, BLOCK_D)
-                v_tile = load_rows(v_base, v_row, begin, None, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV)
-                s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                k_tile = load_head(k_base, k_row, begin, None, seqlen_k, KEYS, HEAD_DIM, BLOCK_D, REST_D)
+                v_tile = load_head(v_base, v_row, begin, None, seqlen_k, KEYS, HEAD_DIM_V, BLOCK_DV, REST_DV)
+                s = scores_of(q_tile, k_tile, REST_D)
                 if LATE:
-                    acc += late
+                    acc = added(acc, late, REST_D)
                 if SOFTCAP:
                     tanh = capped(s, scale2)
                     s = tanh * cap2
@@ -397,9 +416,8 @@ def dq_kernel(
                     s = s * scale2
                 if ALIBI:
                     s -= slope * distance(positions, begin + tl.arange(0, KEYS)[None, :])
-                scaled: tl.constexpr = SOFTCAP or ALIBI
-                p = tl.exp2(s + minus_lse[:, None] if scaled else tl.fma(s, scale2, minus_lse[:, None]))
-                dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+                p = tl.exp2(s + minus_lse[:, None] if READY else tl.fma(s, scale2, minus_lse[:, None]))
+                dp = scores_of(do_tile, v_tile, REST_DV)
                 if DROPOUT:
                     keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, KEYS)
                     dp = tl.where(keep, dp * rescale, 0.0)
@@ -413,13 +431,14 @@ def dq_kernel(
                         starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
                         seen &= (rows[:, None] >= starts[None, :]) & (rows[:, None] < ends[None, :])
                     ds = tl.where(seen, ds, 0.0)
-                contribution = tl.dot(ds.to(k_tile.dtype), k_tile, contribution, input_precision="ieee")
+                contribution = add_products(ds, k_tile, contribution, REST_D)
             if LATE:
                 late = contribution
             else:
-                acc += contribution
+                acc = added(acc, contribution, REST_D)
     if LATE:
-        acc += late
+        acc = added(acc, late, REST_D)
 
     dq_base = dq + batch_q * dq_batch * 8 + start_q * dq_row * 8 + head * dq_head * 8
-    store_rows(dq_base, dq_row, rows, there, acc * scale, HEAD_DIM, BLOCK_D)
+    acc = scaled(acc, scale, REST_D)
+    store_head(dq_base, dq_row, rows, there, acc, HEAD_DIM, BLOCK_D, REST_D)

@@ -69,6 +69,32 @@ def load_group(
 
 
 @triton.jit
+def load_group_head(
+    base, row_stride, head_stride, rows, heads, there,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """The tiles of ``load_group``, as ``parts.py`` has them."""
+    if REST == 0:
+        return (load_group(base, row_stride, head_stride, rows, heads, there, HEAD_DIM, BLOCK),)
+    else:
+        tile = load_group(base, row_stride, head_stride, rows, heads, there, BLOCK, BLOCK)
+        rest = load_group(base + BLOCK, row_stride, head_stride, rows, heads, there, HEAD_DIM - BLOCK, REST)
+        return tile, rest
+
+
+@triton.jit
+def store_group_head(
+    base, row_stride, head_stride, rows, heads, there, tiles,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """``store_group`` of tiles."""
+    store_group(base, row_stride, head_stride, rows, heads, there, tiles[0], HEAD_DIM, BLOCK)
+    if REST > 0:
+        behind = base + BLOCK
+        store_group(behind, row_stride, head_stride, rows, heads, there, tiles[1], HEAD_DIM - BLOCK, REST)
+
+
+@triton.jit
 def store_group(
     base, row_stride, head_stride, rows, heads, there, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
@@ -99,3 +125,31 @@ def load_pages(
     if HEAD_DIM != BLOCK_D:
         mask = mask & (dims < HEAD_DIM)[None, :]
     return tl.load(base + at[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_pages_head(
+    base, page_stride, row_stride, pages, size, number, keys_here,
+    TILE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """The tiles of ``load_pages``."""
+    if REST == 0:
+        tile = load_pages(
+            base, page_stride, row_stride, pages, size, number, keys_here, TILE, HEAD_DIM, BLOCK
+        )
+        return (tile,)
+    else:
+        tile = load_pages(base, page_stride, row_stride, pages, size, number, keys_here, TILE, BLOCK, BLOCK)
+        rest = load_pages(
+            base + BLOCK,
+            page_stride,
+            row_stride,
+            pages,
+            size,
+            number,
+            keys_here,
+            TILE,
+            HEAD_DIM - BLOCK,
+            REST,
+        )
+        return tile, rest

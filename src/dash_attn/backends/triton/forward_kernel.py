@@ -10,19 +10,30 @@ output is multiplied by the reciprocal of its row's sum: a division per element 
 import triton
 import triton.language as tl
 
-from .cached_parts import cached_tile, load_group, load_pages, store_group, whole_columns_of_group
+from .cached_parts import (
+    cached_tile,
+    load_group_head,
+    load_pages_head,
+    store_group_head,
+    whole_columns_of_group,
+)
 from .parts import (
+    add_products,
+    added,
     capped,
     distance,
     intervals_of,
     kept,
     keys_within,
-    load_rows,
+    load_head,
     row_interval,
+    scaled,
+    scores_of,
     sequence_of,
     slope_of,
-    store_rows,
+    store_head,
     whole_columns,
+    zeros,
 )
 
 LN2 = tl.constexpr(0.6931471805599453)
@@ -47,7 +58,8 @@ def forward_kernel(
     batch, seqlen_cached, total_q, most, size, number,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     INTERVALS: tl.constexpr, CACHED: tl.constexpr, SCALED: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Strides of heads, rows and batches are in units of 8 elements; ``scale2``: softmax scale * log2(e), or
@@ -75,7 +87,7 @@ def forward_kernel(
         k_base = k + head * k_head * 8
         v_base = v + head * v_head * 8
         pages = table + sequence * most
-        q_tile = load_group(q_base, q_row, q_head, rows, heads, there, HEAD_DIM, BLOCK_D)
+        q_tile = load_group_head(q_base, q_row, q_head, rows, heads, there, HEAD_DIM, BLOCK_D, REST_D)
         all_first, all_last = whole_columns_of_group(
             top, ROWS, group, diagonal, seqlen_q, seqlen_k, left, right
         )
@@ -89,7 +101,7 @@ def forward_kernel(
         q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8 + head * q_head * 8
         k_base = k + batch_k * k_batch * 8 + start_k * k_row * 8 + (head // group) * k_head * 8
         v_base = v + batch_k * v_batch * 8 + start_k * v_row * 8 + (head // group) * v_head * 8
-        q_tile = load_rows(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D)
+        q_tile = load_head(q_base, q_row, top, 0, seqlen_q, ROWS, HEAD_DIM, BLOCK_D, REST_D)
         all_first, all_last = whole_columns(top, ROWS, diagonal, seqlen_q, seqlen_k, left, right)
     first, last = row_interval(rows, diagonal, seqlen_q, seqlen_k, left, right)
     slope = 0.0
@@ -106,23 +118,23 @@ def forward_kernel(
 
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+    acc = zeros(ROWS, BLOCK_DV, REST_DV)
     for segment in range(lowest // SEGMENT, (highest + SEGMENT) // SEGMENT):
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         total_here = tl.zeros((ROWS,), tl.float32)
-        here = tl.zeros((ROWS, BLOCK_DV), tl.float32)
+        here = zeros(ROWS, BLOCK_DV, REST_DV)
         low = tl.maximum(lowest, segment * SEGMENT) // TILE
         high = tl.minimum(highest, segment * SEGMENT + SEGMENT - 1) // TILE
         for back in range(high - low + 1):
             begin = (high - back) * TILE
             if CACHED:
                 keys_here = (begin, lowest, highest + 1)
-                k_tile = load_pages(
-                    k_base, k_batch, k_row, pages, size, number, keys_here, TILE, HEAD_DIM, BLOCK_D
+                k_tile = load_pages_head(
+                    k_base, k_batch, k_row, pages, size, number, keys_here, TILE, HEAD_DIM, BLOCK_D, REST_D
                 )
             else:
-                k_tile = load_rows(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D)
-            s = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                k_tile = load_head(k_base, k_row, begin, lowest, highest + 1, TILE, HEAD_DIM, BLOCK_D, REST_D)
+            s = scores_of(q_tile, k_tile, REST_D)
             if SOFTCAP:
                 s = capped(s, scale2) * cap2
             elif SCALED:
@@ -158,19 +170,23 @@ def forward_kernel(
                 keep = kept(tl.load(seed), threshold, origin, record, head, rows, begin, TILE)
                 p = tl.where(keep, p, 0.0)
             if CACHED:
-                v_tile = load_pages(
-                    v_base, v_batch, v_row, pages, size, number, keys_here, TILE, HEAD_DIM_V, BLOCK_DV
-                )
+                v_tile = load_pages_head(
+                    v_base, v_batch, v_row, pages, size, number, keys_here, TILE,
+                    HEAD_DIM_V, BLOCK_DV, REST_DV,
+                )  # fmt: skip
             else:
-                v_tile = load_rows(v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV)
-            here = tl.dot(p.to(v_tile.dtype), v_tile, here * decay[:, None], input_precision="ieee")
+                v_tile = load_head(
+                    v_base, v_row, begin, lowest, highest + 1, TILE, HEAD_DIM_V, BLOCK_DV, REST_DV
+                )
+            here = add_products(p, v_tile, scaled(here, decay[:, None], REST_DV), REST_DV)
             m = new
         both = tl.maximum(maximum, m)
         shift = tl.where(both == float("-inf"), 0.0, both)
         before = tl.exp2(maximum - shift)
         after = tl.exp2(m - shift)
         total = total * before + total_here * after
-        acc = acc * before[:, None] + here * after[:, None]
+        acc = scaled(acc, before[:, None], REST_DV)
+        acc = added(acc, scaled(here, after[:, None], REST_DV), REST_DV)
         maximum = both
     if SINK:  # a segment of one key without a value, behind all others
         m_sink = tl.load(sink + heads) * LOG2E
@@ -178,7 +194,7 @@ def forward_kernel(
         shift = tl.where(both == float("-inf"), 0.0, both)
         before = tl.exp2(maximum - shift)
         total = total * before + tl.exp2(m_sink - shift)
-        acc = acc * before[:, None]
+        acc = scaled(acc, before[:, None], REST_DV)
         maximum = both
 
     lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2
@@ -187,10 +203,9 @@ def forward_kernel(
     inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
     if DROPOUT:
         inverse = inverse * rescale
-    acc = acc * inverse[:, None]
-    acc += 0.0
+    acc = added(scaled(acc, inverse[:, None], REST_DV), zeros(ROWS, BLOCK_DV, REST_DV), REST_DV)
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8
     if CACHED:
-        store_group(out_base, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV)
+        store_group_head(out_base, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV, REST_DV)
     else:
-        store_rows(out_base + head * out_head * 8, out_row, rows, there, acc, HEAD_DIM_V, BLOCK_DV)
+        store_head(out_base + head * out_head * 8, out_row, rows, there, acc, HEAD_DIM_V, BLOCK_DV, REST_DV)

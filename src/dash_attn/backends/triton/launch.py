@@ -30,7 +30,7 @@ from .backward_kernels import (
 )
 from .forward_kernel import forward_kernel
 from .tables import WORDS, backward_tables, forward_table
-from .tiles import FOLDED_KEYS, ROOMY, Shape, forward_numerics, padded, shapes_of
+from .tiles import FOLDED_KEYS, ROOMY, Shape, columns_of, forward_numerics, shapes_of
 
 __all__ = ["Backward", "Forward"]
 
@@ -150,7 +150,7 @@ class Backward:
         pairs = stats.view(torch.int64)
         scales = scores.softmax_scale, *of_scores(scores)
         head = head_of(problem)
-        of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV")}
+        of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "REST_DV")}
         tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **variant_of(scores, aux)}
         shapes = self._shapes[scores.dropout_p > 0]
         *starts_ends, rows_batch = _intervals(aux, q_tiles)
@@ -169,7 +169,8 @@ class Backward:
                 ROWS=shape.rows, KEYS=shape.keys, LATE=shapes.late, **head, **tile, **options_of(shape),
             )  # fmt: skip
         if tables.items:
-            size = problem.tile_n * (head["BLOCK_D"] + head["BLOCK_DV"])
+            columns = sum(sum(columns_of(n)) for n in (problem.head_dim, problem.head_dim_v))
+            size = problem.tile_n * columns
             sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
             for shape, makes_k, makes_v in shapes.of_keys():
                 dkdv_kernel[(tables.items * (problem.tile_n // shape.keys),)](
@@ -249,8 +250,11 @@ def _intervals(aux: AuxTensors, unread: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def head_of(problem: Problem) -> dict[str, int]:
     """Elements of a head, of Q and K and of V, and what a product takes of them."""
-    of_qk, of_v = problem.head_dim, problem.head_dim_v
-    return {"HEAD_DIM": of_qk, "BLOCK_D": padded(of_qk), "HEAD_DIM_V": of_v, "BLOCK_DV": padded(of_v)}
+    columns, columns_v = columns_of(problem.head_dim), columns_of(problem.head_dim_v)
+    return {
+        "HEAD_DIM": problem.head_dim, "BLOCK_D": columns.block, "REST_D": columns.rest,
+        "HEAD_DIM_V": problem.head_dim_v, "BLOCK_DV": columns_v.block, "REST_DV": columns_v.rest,
+    }  # fmt: skip
 
 
 def variant_of(scores: Scores, aux: AuxTensors) -> dict[str, bool]:

@@ -1,4 +1,8 @@
-"""What the kernels share: records of the tables, which columns rows see, rows of a head."""
+"""What the kernels share: records of the tables, which columns rows see, rows of a head.
+
+A head of BLOCK columns is one tile. One of BLOCK and REST columns is two, with a product for each: then fewer
+columns are zeros. Both are tuples of tiles, and what takes ``tiles`` takes either.
+"""
 
 import triton
 import triton.language as tl
@@ -136,6 +140,75 @@ def load_rows(
 
 
 @triton.jit
+def load_head(
+    base, row_stride, top, first, end, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """The tiles of ``load_rows``."""
+    if REST == 0:
+        return (load_rows(base, row_stride, top, first, end, ROWS, HEAD_DIM, BLOCK),)
+    else:
+        tile = load_rows(base, row_stride, top, first, end, ROWS, BLOCK, BLOCK)
+        return tile, load_rows(base + BLOCK, row_stride, top, first, end, ROWS, HEAD_DIM - BLOCK, REST)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Tiles of sums."""
+    if REST == 0:
+        return (tl.zeros((ROWS, BLOCK), tl.float32),)
+    else:
+        return tl.zeros((ROWS, BLOCK), tl.float32), tl.zeros((ROWS, REST), tl.float32)
+
+
+@triton.jit
+def filled(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Tiles of one number."""
+    if REST == 0:
+        return (tl.zeros((ROWS, BLOCK), tl.float32) + x,)
+    else:
+        return tl.zeros((ROWS, BLOCK), tl.float32) + x, tl.zeros((ROWS, REST), tl.float32) + x
+
+
+@triton.jit
+def scores_of(tiles, others, REST: tl.constexpr):
+    """Products of rows with rows: of all columns."""
+    s = tl.dot(tiles[0], tl.trans(others[0]), input_precision="ieee")
+    if REST > 0:
+        s = tl.dot(tiles[1], tl.trans(others[1]), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def add_products(weights, tiles, sums, REST: tl.constexpr):
+    """Tiles of sums, and the products of weights with tiles."""
+    weights = weights.to(tiles[0].dtype)
+    first = tl.dot(weights, tiles[0], sums[0], input_precision="ieee")
+    if REST == 0:
+        return (first,)
+    else:
+        return first, tl.dot(weights, tiles[1], sums[1], input_precision="ieee")
+
+
+@triton.jit
+def added(tiles, others, REST: tl.constexpr):
+    """Sums of tiles."""
+    if REST == 0:
+        return (tiles[0] + others[0],)
+    else:
+        return tiles[0] + others[0], tiles[1] + others[1]
+
+
+@triton.jit
+def scaled(tiles, factor, REST: tl.constexpr):
+    """Tiles times a number, or times one per row, (ROWS, 1)."""
+    if REST == 0:
+        return (tiles[0] * factor,)
+    else:
+        return tiles[0] * factor, tiles[1] * factor
+
+
+@triton.jit
 def load_stats(place, ROWS: tl.constexpr):
     """Minus the log-sum-exp in base 2, and delta, of ROWS rows; ``place``: of the first one's pair of fp32.
 
@@ -157,9 +230,41 @@ def store_rows(base, row_stride, rows, there, tile, HEAD_DIM: tl.constexpr, BLOC
 
 
 @triton.jit
+def store_head(
+    base, row_stride, rows, there, tiles,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """``store_rows`` of tiles."""
+    store_rows(base, row_stride, rows, there, tiles[0], HEAD_DIM, BLOCK)
+    if REST > 0:
+        store_rows(base + BLOCK, row_stride, rows, there, tiles[1], HEAD_DIM - BLOCK, REST)
+
+
+@triton.jit
 def places(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Where rows from ``first`` on lie in a dense array of fp32 sums, (ROWS, COLUMNS)."""
     return (first + tl.arange(0, ROWS))[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+
+
+@triton.jit
+def store_sums(base, first, tiles, TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """Rows from ``first`` on of dense arrays of TILE rows, one for each tile, one behind the other."""
+    ROWS: tl.constexpr = tiles[0].shape[0]
+    tl.store(base + places(first, ROWS, BLOCK), tiles[0])
+    if REST > 0:
+        tl.store(base + TILE * BLOCK + places(first, ROWS, REST), tiles[1])
+
+
+@triton.jit
+def load_sums(
+    base, first, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr
+):  # fmt: skip
+    """What ``store_sums`` stored."""
+    tile = tl.load(base + places(first, ROWS, BLOCK))
+    if REST == 0:
+        return (tile,)
+    else:
+        return tile, tl.load(base + TILE * BLOCK + places(first, ROWS, REST))
 
 
 @triton.jit

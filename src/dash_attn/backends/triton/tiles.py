@@ -1,9 +1,10 @@
 """What each head dim runs with: the one table. It is part of the numerics; nothing is measured at run time.
 
-Head dims between those of the table use the row of the next one, with zeros behind their elements: products
-take powers of two. Where V has another head dim than Q and K, the larger one says which row. Larger heads
-have smaller tiles: most GPUs have 99 KB of shared memory per block. Heads beyond 128 have larger ones on
-Hopper GPUs (``ROOMY``), and so other bits there.
+Products take powers of two. Head dims between those of the table use the row of the next one, with zeros
+behind their elements; those from 72 to 96 take two products each, of fewer zeros (``columns_of``). Where V
+has another head dim than Q and K, the larger one says which row. Larger heads have smaller tiles: most GPUs
+have 99 KB of shared memory per block. Heads beyond 32 have rows of their own on Hopper GPUs (``ROOMY``), and
+so other bits there.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ __all__ = [
     "HEAD_DIMS",
     "ROOMY",
     "TILES",
+    "Columns",
     "Shape",
     "Shapes",
+    "columns_of",
     "forward_numerics",
     "padded",
     "shapes_of",
@@ -87,10 +90,11 @@ _SIXTEEN_BITS = {
 }
 _ROOMY = {
     64: Shapes(Shape(64, 128, 4, 3), Shape(64, 64, 4, 3), Shape(64, 128, 4, 3), late=True),
+    96: Shapes(Shape(64, 64, 4, 3), Shape(32, 64, 4, 3), Shape(64, 64, 4, 3), late=True),
     128: Shapes(Shape(128, 64, 8, 3), Shape(32, 64, 4, 3), Shape(64, 64, 4, 2), late=True),
     256: Shapes(Shape(128, 64, 8, 2), Shape(32, 128, 8, 2), Shape(64, 128, 8, 1), Shape(64, 128, 8, 2)),
 }
-"""On GPUs of ``ROOMY``, where there is a row."""
+"""On GPUs of ``ROOMY``, where there is a row; that of 96 is of head dims with a rest."""
 
 _DQ_WITH_DROPOUT_64 = Shape(64, 64, 4, 2)
 """What dropout computes takes registers: with 128 keys the compiler for sm_80 spills nearly all of them."""
@@ -113,12 +117,36 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+class Columns(NamedTuple):
+    """What products take of a head: ``block`` columns, and ``rest`` behind them, unless 0, by another one."""
+
+    block: int
+    rest: int
+
+
+def columns_of(head_dim: int) -> Columns:
+    """Those of a head dim; zeros are behind its elements.
+
+    >>> for head_dim in (8, 64, 80, 96, 104):
+    ...     print(head_dim, *columns_of(head_dim))
+    8 16 0
+    64 64 0
+    80 64 16
+    96 64 32
+    104 128 0
+    """
+    if 64 < head_dim <= 96:
+        return Columns(64, padded(head_dim - 64))
+    return Columns(padded(head_dim), 0)
+
+
 def shapes_of(head_dim: int, dtype: str, roomy: bool = False, dropout: bool = False) -> Shapes:
     """Those of a head dim of ``HEAD_DIMS`` and a dtype of ``DTYPES``; ``roomy``: on a GPU of ``ROOMY``."""
     row = padded(head_dim)
     if dtype == "float32":
         return _FP32[row]
-    shapes = _ROOMY[row] if roomy and row in _ROOMY else _SIXTEEN_BITS[row]
+    shapes = _ROOMY.get(96 if columns_of(head_dim).rest else row) if roomy else None
+    shapes = shapes or _SIXTEEN_BITS[row]
     return shapes._replace(dq=_DQ_WITH_DROPOUT_64, late=False) if dropout and row == 64 else shapes
 
 
