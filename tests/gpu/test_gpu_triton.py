@@ -75,7 +75,7 @@ def test_head_dims_and_dtypes(head_dim: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (40, 200), (24, 16)])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (64, 128), (72, 96), (40, 200), (24, 16)])
 def test_head_dims_of_v(head_dim: int, head_dim_v: int, dtype: str) -> None:
     case = any_case(problem_of(*LENGTHS, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype))
     found = run(auto_plan(case.problem), case)
@@ -276,7 +276,7 @@ def test_replays(name: str, replays: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_the_order_of_sums_is_that_of_the_plan(head_dim: int, dtype: str) -> None:
     """fa3 visits the same q tiles in the same order as spt, and sums dQ from the other end."""
     case = any_case(problem_of(1500, head_dim=head_dim, dtype=dtype))
@@ -419,7 +419,7 @@ def test_auto_takes_triton_where_sm90_does_not_cover_a_call(head_dim: int, dtype
 
 
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_sm90_and_triton_differ_by_rounding_only(head_dim: int) -> None:
     leaves, dout = leaves_of(700, head_dim, torch.bfloat16)
     assert dash_attn.is_supported(*leaves, causal=True).backend == "sm90"
