@@ -297,7 +297,7 @@ CASES = {
     "qwen3": Case(_causal("Qwen3", head_dim=128), _words, "sm90"),
     "mistral": Case(_causal("Mistral", head_dim=128, sliding_window=WINDOW), _words, "sm90"),
     "gemma2": Case(_causal("Gemma2", head_dim=256, **ALTERNATING, **CAPPED), _words, "triton"),
-    "gemma3": Case(_causal("Gemma3Text", head_dim=256, **ALTERNATING), _words, "triton"),
+    "gemma3": Case(_causal("Gemma3Text", head_dim=256, **ALTERNATING), _words, "sm90"),
     "gpt-oss": Case(_causal("GptOss", head_dim=64, **ALTERNATING, **EXPERTS), _words, "sm90"),
     "phi3": Case(_causal("Phi3", hidden_size=192, num_key_value_heads=2), _words, "sm90"),
     "deepseek-v3": Case(_causal("DeepseekV3", **LATENT), _words, "sm90"),
