@@ -121,7 +121,7 @@ PACKED = (
 
 HEAD_DIMS = tuple(
     _square("head dim", batch, seqlen, 16, 16, head_dim, mask, head_dim_v=head_dim_v)
-    for head_dim, head_dim_v in ((72, -1), (80, -1), (96, -1), (112, -1), (192, 128))
+    for head_dim, head_dim_v in ((72, -1), (80, -1), (96, -1), (112, -1), (192, 128), (256, -1))
     for mask in (CAUSAL, FULL)
     for batch, seqlen in ((16, 1024), (4, 4096), (1, 16_384))
 )

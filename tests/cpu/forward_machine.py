@@ -59,10 +59,10 @@ class ForwardMachine(Machine):
         p = self.problem
         dense = len({pair[:1] if self.keys else pair for pair in p.sequences}) == 1
         batch = len(p.sequences) if dense else 1
-        k_batch, k_rows = (batch, p.sequences[0][1]) if self.keys is None else self.keys.shape[:2]
+        k_batch = batch if self.keys is None else self.keys.shape[0]
         left, right = p.mask.sides
         numbers = (
-            len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads, k_batch, k_rows
+            len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads, k_batch
         )  # fmt: skip
         known = {11: TABLE, **dict(enumerate(numbers, 16 + self.config.trace + self.config.softcap))}
         if number in known and (offset == 0):

@@ -28,6 +28,7 @@ from dash_attn.backends.base import AuxTensors
 from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
 from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.forward import launch
 from dash_attn.backends.sm90.segments import run_segment
 from dash_attn.backends.sm90.tiles import TILES
 from dash_attn.problem import Mask
@@ -75,9 +76,10 @@ class Case:
         given |= {"window_size": (left, right), "backend": "sm90", "return_lse": True}
         if self.sink:
             given["learnable_sink"] = inputs[3]
-        if len(self.sequences) == 1:
-            out, lse = flash_attn_func(*(x[None] for x in inputs[:3]), **given)
-            out, lse = out[0], lse[0]
+        if len(set(self.sequences)) == 1:
+            batch = (x.unflatten(0, (len(self.sequences), -1)) for x in inputs[:3])
+            out, lse = flash_attn_func(*batch, **given)
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
         else:
             bounds = [np.cumsum([0, *lengths]).tolist() for lengths in zip(*self.sequences)]
             most = [max(lengths) for lengths in zip(*self.sequences)]
@@ -113,6 +115,8 @@ CASES = [
     Case("causal-128-groups", ((280, 280),), (2, 1), 128),
     Case("packed", PACKED, (2, 2), 64),
     Case("packed-128-fp16", PACKED, (1, 1), 128, dtype=torch.float16),
+    Case("batch", ((130, 150),) * 2, (2, 1), 64),
+    Case("batch-of-72-40", ((100, 150),) * 2, (1, 1), 72, 40),
     Case("window-fp16", ((260, 330),), (1, 1), 64, mask=WINDOW, dtype=torch.float16),
     Case("head-groups", ((200, 200),), (8, 1), 64),
     Case("sink", ((200, 200),), (2, 2), 64, sink=True),
@@ -145,6 +149,7 @@ CASES = [
     Case("large-head-groups", ((140, 140),), (8, 1), 256),
     Case("large-padded", ((150, 200),), (2, 1), 200, 232, mask=WINDOW),
     Case("large-padded-160", ((150, 200),), (1, 1), 160),
+    Case("large-batch-of-160", ((70, 90),) * 2, (1, 1), 160),
     Case("large-v-of-24-columns", ((150, 150),), (2, 1), 256, 24),
     Case("large-q-of-40-columns", ((150, 150),), (2, 1), 40, 256, mask=WINDOW),
     Case("large-padded-groups-fp16", ((70, 70),), (8, 1), 248, dtype=torch.float16),
@@ -275,6 +280,34 @@ def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int) -> Non
     assert_same_bytes(alone[1], lse[..., 211:212])
     assert_same_bytes(packed[0][1:, 0], other[0][0, :, 0])
     assert not same_bytes(other[0][:, -1], out[:, 211])  # one key less
+
+
+@slow
+@pytest.mark.parametrize("head_dims", [(64, 64), (160, 160), (64, 128)])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "sbhd"])
+def test_dense_keys_end_at_the_used_ones(head_dims: tuple[int, int], layout: str) -> None:
+    """Where the host knows the used lengths. Behind them lies NaN; "sbhd" has to be copied."""
+    used, generator = (150, 33), torch.Generator().manual_seed(0)
+    order = ["bshd".index(mode) for mode in layout]
+
+    def drawn(rows: int, heads: int, columns: int) -> Tensor:
+        return torch.randn(2, rows, heads, columns, generator=generator).bfloat16()
+
+    q, k, v = drawn(20, 2, head_dims[0]), drawn(170, 1, head_dims[0]), drawn(170, 1, head_dims[1])
+    with emulated(blocks=3):
+        alone = [
+            flash_attn_func(q[i, None], k[i, None, :n], v[i, None, :n], causal=True, backend="sm90")
+            for i, n in enumerate(used)
+        ]
+        for x in (k, v):
+            for i, n in enumerate(used):
+                x[i, n:] = torch.nan
+        k, v = (x.permute(order).contiguous().permute(*map(order.index, range(4))) for x in (k, v))
+        with mock.patch.object(launch, "_as_packed", wraps=launch._as_packed) as packed:
+            lengths = torch.tensor(used, dtype=torch.int32)
+            found = flash_attn_varlen_func(q, k, v, seqused_k=lengths, causal=True, backend="sm90")
+        assert packed.called
+    assert_same_bytes(found, torch.cat(alone))
 
 
 @slow

@@ -85,7 +85,7 @@ class TensorMap:
     """What the copy engine knows of a tensor of two-byte values: modes (column, row, head, batch, shift).
 
     Attributes:
-        address: of the first value; it may lie before the tensor.
+        address: of the first value.
         extents, strides: of the five modes; strides in bytes.
         rows: of a copy.
         row_bytes: of a copy, and of the swizzle.
@@ -98,19 +98,17 @@ class TensorMap:
     row_bytes: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, rows: int, used: bool = False, row_bytes: int = ROW_BYTES) -> TensorMap:
+    def of(cls, tensor: torch.Tensor, rows: int, row_bytes: int = ROW_BYTES) -> TensorMap:
         """As ``sm90/device/copies.py`` sees a (batch, seqlen, heads, head_dim) tensor."""
         batches, length, heads, columns = tensor.shape
         batch_stride, row_stride, head_stride, _ = tensor.stride()
-        extents = [columns, length, heads, batches, length + 1 if used else 1]
-        first = tensor.data_ptr()
+        extents = [columns, length, heads, batches, 1]
         if batches == 1:
             extents = [columns, PACKED_ROWS, heads, MAX_INT32, MAX_INT32]
             batch_stride = (1 << 34) - row_stride
-        elif used:
-            first -= 2 * length * row_stride
         strides = (1, row_stride, head_stride, batch_stride, row_stride)
-        return cls(first, tuple(extents), tuple(2 * stride for stride in strides), rows, row_bytes)
+        in_bytes = tuple(2 * stride for stride in strides)
+        return cls(tensor.data_ptr(), tuple(extents), in_bytes, rows, row_bytes)
 
     def _rows(self, at: list[int]) -> tuple[int, int, int, int]:
         """First row and number of rows of a copy that exist, the address of the first, and its bytes."""
@@ -134,17 +132,24 @@ class TensorMap:
         _, count, address, width = self._rows(at)
         return address + np.arange(count if width else 0) * self.strides[1], width
 
+    def _lines(self, memory: Memory, at: list[int]) -> tuple[np.ndarray, int]:
+        """As ``lines``. Where there are none, an H200 looks up the first address of the view."""
+        lines, width = self.lines(at)
+        if not len(lines):
+            memory.region(self.address, self.address + 1)
+        return lines, width
+
     def fetch(self, memory: Memory, shared: np.ndarray, to: int, at: list[int]) -> None:
         """Copy to shared memory, zeros where nothing exists."""
         box = np.zeros((self.rows, self.row_bytes), np.uint8)
-        first, (lines, width) = self._rows(at)[0], self.lines(at)
+        first, (lines, width) = self._rows(at)[0], self._lines(memory, at)
         if len(lines):
             box[first : first + len(lines), :width] = memory.read(lines, width)
         shared[self._places(to)] = box.reshape(-1, 16)
 
     def store(self, memory: Memory, shared: np.ndarray, source: int, at: list[int]) -> None:
         box = shared[self._places(source)].reshape(self.rows, self.row_bytes)
-        first, (lines, width) = self._rows(at)[0], self.lines(at)
+        first, (lines, width) = self._rows(at)[0], self._lines(memory, at)
         if len(lines):
             memory.write(lines, box[first : first + len(lines), :width])
 

@@ -75,11 +75,11 @@ class Emulated:
         if launch.grid < launch.entries * heads:
             self._launch(claims, (1, 1), [_tensor(workspace.claimed)], memory)
         of_k, of_v = (row_bytes_of(columns) for columns in (c.head_dim, c.head_dim_v))
-        maps = [(tensors.q, ROWS, False, of_k), (k, c.tile_n, True, of_k)]
-        maps += [(tensors.v, c.tile_n, True, of_v), (tensors.out, ROWS, False, of_v)]
+        maps = [(tensors.q, ROWS, of_k), (k, c.tile_n, of_k)]
+        maps += [(tensors.v, c.tile_n, of_v), (tensors.out, ROWS, of_v)]
         numbers = (
             launch.entries, launch.heads, launch.left, launch.right, heads // k.shape[2], tensors.q.shape[0],
-            heads, k.shape[0], k.shape[1],
+            heads, k.shape[0],
         )  # fmt: skip
         named = [tensors.lse, *workspace, *extra]
         parameters = [*_maps(maps), DUMMY, DUMMY, *map(_tensor, named)]
@@ -112,7 +112,7 @@ class Emulated:
             *ratios,
         )  # fmt: skip
         row_bytes = row_bytes_of(gcd(c.head_dim, c.head_dim_v))
-        maps = _maps((_as_rows(x), c.piece, False, row_bytes) for x in (tensors.k, tensors.v))
+        maps = _maps((_as_rows(x), c.piece, row_bytes) for x in (tensors.k, tensors.v))
         self._launch(
             main, (launch.grid, 1), [*maps, DUMMY, DUMMY, *described, *map(_number, numbers)], memory
         )
@@ -139,7 +139,7 @@ class Emulated:
         )  # fmt: skip
         named, scalars = [*described, *map(_number, numbers)], [*map(_number, scales)]
         k = _maps([(_as_rows(tensors.k), c.piece, False)])
-        v = _maps([(_as_rows(tensors.v), c.piece, False, 2 * c.columns)])
+        v = _maps([(_as_rows(tensors.v), c.piece, 2 * c.columns)])
         score, weigh, main, fold = kernels(c)
         tiles = (launch.tiles, kv_heads, launch.batch)
         self._launch(score, tiles, [*k, DUMMY, *named, *scalars], memory)
@@ -184,7 +184,7 @@ class Emulated:
         columns = {"v": c.head_dim_v, "dv": c.head_dim_v, "dout": c.head_dim_v}
         row_bytes = {n: row_bytes_of(columns.get(n, c.head_dim)) for n in backward.Copies._fields}
         row_bytes["k"] = c.k_row_bytes
-        maps = _maps((named[n], rows.get(n, c.tile_n), False, size) for n, size in row_bytes.items())
+        maps = _maps((named[n], rows.get(n, c.tile_n), size) for n, size in row_bytes.items())
         numbers = [_number(n) for n in (launch.scale, launch.workers, launch.complete, *cap)]
         products = [DUMMY] * (len(main.parameters) - len(maps) - len(backward.Memory._fields) - len(numbers))
         parameters = [*maps, *products, *memory_of(backward.Memory._fields), *numbers]

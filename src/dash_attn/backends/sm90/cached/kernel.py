@@ -36,11 +36,7 @@ def rows_of_groups(tensor, group: Int32):
 
 @cute.jit
 def as_packed(tensor):
-    """(pages, rows, H, D) as rows of one batch. A page begins at a row: the launcher sees to that.
-
-    Not as `plan_view.tma_used_rows` has it: that view begins before the tensor. Where all rows of a copy lie
-    beyond the extent, the GPU may look up the first address of a view, which must exist then.
-    """
+    """(pages, rows, H, D) as rows of one batch. A page begins at a row: the launcher sees to that."""
     pages, rows, heads, columns = tensor.shape
     _, of_row, of_head, of_column = tensor.stride
     layout = cute.make_layout((1, pages * rows, heads, columns), stride=(of_row, of_row, of_head, of_column))

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32
 from cutlass.cute.nvgpu import cpasync
 
 from ..arguments import Copy
@@ -12,32 +12,22 @@ MAX_INT32 = (1 << 31) - 1
 
 
 @cute.jit
-def copy_of(
-    op: cutlass.Constexpr,
-    tensor,
-    layout,
-    rows: cutlass.Constexpr[int],
-    used: cutlass.Constexpr[bool] = False,
-) -> Copy:
+def copy_of(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int]) -> Copy:
     """Copies of (rows, head_dim) tiles of a (B, S, H, D) tensor seen as `plan_view.tma_rows` says.
 
-    Where the tensor has fewer columns than a tile, the others come as zeros, and are not written.
-    used: as `plan_view.tma_used_rows` says: a dense tensor ends at the used rows, too.
+    Where the tensor has fewer columns than a tile, the others come as zeros, and are not written. Of a copy
+    that has nothing but such columns, or such rows, an H200 looks up the first address of the view, which
+    must exist: no view begins before its tensor.
     """
     batch_stride, row_stride, head_stride, _ = tensor.stride
-    row_extent, batches, shifts, first = tensor.shape[1], tensor.shape[0], Int32(1), tensor.iterator
-    if const_expr(used):
-        shifts, before = row_extent + 1, Int64(row_extent) * row_stride
-        if batches == 1:
-            before = Int64(0)
-        first = first + cute.assume(-before, divby=8)
+    row_extent, batches, shifts = tensor.shape[1], tensor.shape[0], Int32(1)
     if tensor.shape[0] == 1:
         row_extent, batches, shifts = Int32(plan_view.PACKED_ROWS), Int32(MAX_INT32), Int32(MAX_INT32)
         batch_stride = (1 << 34) - row_stride
     batch_stride = cute.assume(batch_stride, divby=8)
     shape = (row_extent, tensor.shape[3], tensor.shape[2], batches, shifts)
     stride = (row_stride, 1, head_stride, batch_stride, row_stride)
-    view = cute.make_tensor(first, cute.make_layout(shape, stride=stride))
+    view = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
     tile = (rows, cute.size(layout, mode=[1]))
     return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), tile))
 

@@ -163,20 +163,6 @@ def tma_rows(length: Int32, row_first: Int32, batches: Int32):
 
 
 @cute.jit
-def tma_used_rows(length: Int32, row_first: Int32, batches: Int32, rows: Int32):
-    """As `tma_rows`, but of a dense tensor of `rows` rows per sequence the view ends at `length`, too.
-
-    It is (rows, D, H, B, rows + 1) with strides (s, 1, h, b, s), and begins `rows` rows before the tensor.
-    Row r of a sequence is (rows - length + r, ., ., batch, length): its address is that of row r, and rows
-    r >= length lie beyond the extent. No coordinate is negative.
-    """
-    row, shift = rows - length, length
-    if batches == 1:
-        row, shift = tma_rows(length, row_first, batches)
-    return row, shift
-
-
-@cute.jit
 def read_run(plan: cute.Tensor, slot: cute.Tensor, index: Int32):
     """Run `index` of the item in a mailbox slot, which holds its first one; the steps are signed bytes."""
     item = mailbox_item(slot)

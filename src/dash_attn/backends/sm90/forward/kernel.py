@@ -47,8 +47,8 @@ class Forward:
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(
             q=copy_of(fetch, tensors.q, layouts.q, ROWS),
-            k=copy_of(fetch, tensors.k, layouts.k, c.tile_n, used=True),
-            v=copy_of(fetch, tensors.v, layouts.v, c.tile_n, used=True),
+            k=copy_of(fetch, tensors.k, layouts.k, c.tile_n),
+            v=copy_of(fetch, tensors.v, layouts.v, c.tile_n),
             out=copy_of(store, tensors.out, layouts.out, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
@@ -56,7 +56,7 @@ class Forward:
         scales = (extra.inner, extra.outer) if c.softcap else (launch.scale,)
         numbers = (
             *scales, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
-            tensors.q.shape[2], tensors.k.shape[0], tensors.k.shape[1],
+            tensors.q.shape[2], tensors.k.shape[0],
         )  # fmt: skip
         self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers).launch(
             grid=(launch.grid, 1, 1),

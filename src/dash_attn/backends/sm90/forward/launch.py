@@ -85,7 +85,7 @@ class Forward:
     ) -> None:
         self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
         self.config = config_of(problem) if config is None else config
-        self._upload: Upload | None = None
+        self._uploads: dict[int, Upload] = {}
 
     def plan(self) -> ForwardPlan:
         """What the device will do."""
@@ -95,9 +95,10 @@ class Forward:
     def _available(self) -> int:
         return multiprocessors(self._device) if self._blocks is None else self._blocks
 
-    def _prepare(self) -> Upload:
+    def _prepare(self, step: int) -> Upload:
         problem, config, plan, available = self._problem, self.config, self.plan(), self._available()
-        table = forward_table(plan, None if self._keys is None else self._keys.starts)
+        starts = None if self._keys is None else self._keys.starts
+        table = forward_table(plan, [i * step for i in range(len(problem.sequences))] if step else starts)
         upload = Upload(f"the forward of {problem.heads} heads", [table], self._device)
         grid = max(1, min(available, plan.items))
         several = int(problem.lengths[:, 1].max()) > config.segment
@@ -105,8 +106,7 @@ class Forward:
         self._sizes = [32, *(max(words, 32) for words in (several * grid * config.state_words, partial))]
         self._numbers = (len(plan.entries), len(plan.folds), plan.section, grid, *problem.mask.sides)
         self._program = program(config)
-        self._upload = upload
-        return upload
+        return self._uploads.setdefault(step, upload)
 
     def __call__(
         self,
@@ -132,7 +132,6 @@ class Forward:
         """
         if reason := why_no_scale(softmax_scale):
             raise InputError(reason)
-        upload = self._upload or self._prepare()
         if v.shape[-1] == q.shape[-1]:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)  # takes less time
         else:
@@ -142,6 +141,10 @@ class Forward:
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         four = [loadable(q), loadable(k), loadable(v), out]
         four = [x.unsqueeze(0) if x.dim() == 3 else x for x in four]
+        step = 0
+        if self._keys is not None and four[1].shape[0] > 1:
+            four[1:3], step = _as_packed(*four[1:3])
+        upload = self._uploads.get(step) or self._prepare(step)
         claimed, state, partial = allocate(self._sizes, q.device)
         self._program(
             *four,
@@ -153,3 +156,16 @@ class Forward:
             *cap,
         )
         return out, lse.squeeze(0) if packed else lse
+
+
+def _as_packed(k: Tensor, v: Tensor) -> tuple[list[Tensor], int]:
+    """k and v, (batch, rows, kv_heads, head_dim), as rows of one batch, and how many rows apart sequences
+    begin. Rows of a packed tensor end where the used keys of a sequence end; of a dense one they do not.
+    Copied where a sequence begins no whole number of rows behind the one before it, as many in both."""
+    steps = {x.stride(0) // x.stride(1) if x.stride(0) % x.stride(1) == 0 else 0 for x in (k, v)}
+    if len(steps) > 1 or 0 in steps:
+        k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+        steps = {k.shape[1]}
+    (step,) = steps
+    rows = (k.shape[0] - 1) * step + k.shape[1]
+    return [x.as_strided((1, rows, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (k, v)], step

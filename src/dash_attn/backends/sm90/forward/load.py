@@ -21,7 +21,7 @@ class LoadRole:
     @cute.jit
     def run(self, copies, memory, shared, rings, numbers) -> None:
         c = self.config
-        entries, heads, left, right, group, batches, q_heads, k_batches, k_rows = numbers
+        entries, heads, left, right, group, batches, q_heads, k_batches = numbers
         table, items, in_section = memory.table, entries * q_heads, entries * heads
         n_item, n_kv = Int32(0), Int32(0)
         index, blocks = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
@@ -46,7 +46,7 @@ class LoadRole:
             row_first = q_first if batches == 1 else Int32(0)
             tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
             tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
-            k_row, k_shift = plan_view.tma_used_rows(seqlen_k, k_first, k_batches, k_rows)
+            k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, k_batches)
             k_batch = Int32(plan_view.PACKED_ROWS) if k_batches == 1 else sequence
             stage = rings.q.stage(n_item)
             rings.q.wait_empty(n_item)
