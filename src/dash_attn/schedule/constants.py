@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "AUTO_MAX_STRIDE",
+    "AUTO_MAX_STRIDE_WIDE",
     "AUTO_MIN_STRIDE",
     "AUTO_RING",
     "FEW_TASKS",
@@ -39,6 +40,9 @@ AUTO_RING, AUTO_MIN_STRIDE, AUTO_MAX_STRIDE = 16, 2, 4
 """Rings of "auto" under the full mask: kv tiles per ring, and q tiles between two members. Few members find
 room on any GPU, also beside other kernels, and divide most lengths well. With a stride of one q tile a
 hand-over takes as long as a task. With more than four, long heads leave L2."""
+
+AUTO_MAX_STRIDE_WIDE = 2
+"""The same of kv tiles of 64 keys at head dims above 128: a head has twice the bytes."""
 
 LONG_FROM = 6144
 """Keys of the shortest sequence that ``by_length`` sums in descending order."""
