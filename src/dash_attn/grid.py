@@ -16,12 +16,12 @@ This module imports neither torch nor cutlass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import repeat
 from math import gcd
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,6 +149,25 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
     beyond: int
 
     @staticmethod
+    def by_shape(
+        shapes: Iterable[tuple[int, ...]], tile_m: int, tile_n: int, mask: Mask
+    ) -> dict[tuple[int, ...], TileGrid]:
+        """The grid of each distinct shape (:meth:`of`), in order of first appearance."""
+        known = _known_shapes(tile_m, tile_n, mask)
+        found = {shape: known.get(shape) for shape in shapes}
+        if missing := [shape for shape, grid in found.items() if grid is None]:
+            if all(len(shape) == 2 and shape[0] == shape[1] for shape in missing):
+                grids = TileGrid.of_squares([shape[0] for shape in missing], tile_m, tile_n, mask)
+            else:
+                grids = TileGrid.of(missing, tile_m, tile_n, mask)
+            made = dict(zip(missing, grids))
+            found.update(made)
+            if len(known) + len(made) > _KEPT_GRIDS:
+                known.clear()
+            known.update((n, grid) for n, grid in made.items() if _is_kept(grid.q_tiles, grid.kv_tiles))
+        return cast("dict[tuple[int, ...], TileGrid]", found)
+
+    @staticmethod
     def of_squares(lengths: Sequence[int], tile_m: int, tile_n: int, mask: Mask) -> list[TileGrid]:
         """:meth:`of` sequences with as many rows as columns.
 
@@ -272,6 +291,12 @@ def _is_kept(q_tiles: int, kv_tiles: int) -> bool:
 def _tile_grid(q_tiles: int, kv_tiles: int, *rest: Any) -> TileGrid:
     make = _kept_grid if _is_kept(q_tiles, kv_tiles) else TileGrid
     return make(q_tiles, kv_tiles, *rest)
+
+
+@lru_cache(64)
+def _known_shapes(tile_m: int, tile_n: int, mask: Mask) -> dict[tuple[int, ...], TileGrid]:
+    """Grids by the shapes of sequences."""
+    return {}
 
 
 @lru_cache(64)

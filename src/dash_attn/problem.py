@@ -6,7 +6,7 @@ This module imports neither torch nor cutlass.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -171,18 +171,12 @@ class Problem:
     def lengths(self) -> IntArray:
         """``sequences`` as an array, shape (sequences, 2). Read-only."""
         flat = np.fromiter(chain.from_iterable(self.sequences), np.int64, 2 * len(self.sequences))
-        flat.setflags(write=False)
-        return flat.reshape(-1, 2)
+        return _read_only(flat.reshape(-1, 2))
 
     @cached_property
     def tile_grids(self) -> dict[tuple[int, ...], TileGrid]:
         """The tile grid of every distinct shape, in order of first appearance."""
-        distinct = dict.fromkeys(self.shapes)
-        if self.q_starts is None and (self.lengths[:, 0] == self.lengths[:, 1]).all():
-            grids = TileGrid.of_squares([n for n, _ in distinct], self.tile_m, self.tile_n, self.mask)
-        else:
-            grids = TileGrid.of(list(distinct), self.tile_m, self.tile_n, self.mask)
-        return dict(zip(distinct, grids))
+        return TileGrid.by_shape(self.shapes, self.tile_m, self.tile_n, self.mask)
 
     @cached_property
     def grids(self) -> dict[tuple[int, ...], SequenceGrid]:
@@ -191,6 +185,16 @@ class Problem:
             shape: SequenceGrid(shape[0], shape[1], self.tile_m, self.tile_n, self.mask, *shape[2:])
             for shape in dict.fromkeys(self.shapes)
         }
+
+    def reordered(self, order: IntArray) -> Problem:
+        """The problem with its sequences in another order."""
+        places, sequences, starts = order.tolist(), self.sequences, self.q_starts
+        found = object.__new__(Problem)  # nothing has to be checked again
+        found.__dict__.update((f.name, getattr(self, f.name)) for f in fields(self))
+        found.__dict__["sequences"] = tuple([sequences[i] for i in places])
+        found.__dict__["q_starts"] = starts and tuple([starts[i] for i in places])
+        found.__dict__["lengths"] = _read_only(self.lengths[order])
+        return found
 
     def grid(self, sequence: int) -> SequenceGrid:
         """The tile grid of one sequence."""
@@ -208,6 +212,11 @@ class Problem:
         K, and 4 of V."""
         per_element = 6.0 * self.head_dim + 4.0 * self.head_dim_v
         return per_element * self.heads * sum(self.grids[shape].visible for shape in self.shapes)
+
+
+def _read_only(array: IntArray) -> IntArray:
+    array.setflags(write=False)
+    return array
 
 
 def _plain_lengths(sequences: Any) -> bool:

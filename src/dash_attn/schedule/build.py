@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -26,8 +26,9 @@ __all__ = ["PLACEMENTS", "build_plan", "check_covered"]
 PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
 """Placements that go with every policy."""
 
-_KEPT_PATTERNS, _KEPT_KV_TILES = 1024, 512
-"""Patterns kept, and kv tiles of the largest: the next packed batch has other lengths, few other grids."""
+_KEPT_PATTERNS, _KEPT_KV_TILES, _KEPT_SHAPES = 1024, 512, 4096
+"""Patterns kept, kv tiles of the largest, and shapes by which they are found: the next packed batch has other
+lengths, few other grids."""
 
 
 def build_plan(
@@ -67,7 +68,7 @@ def build_plan(
     patterns = _patterns(problem, schedule.numerics, head_groups)
     batch = Batch(problem, patterns)
     codes = _placed(batch, schedule)
-    plan = Plan(problem, str(schedule), patterns, batch.items[codes])
+    plan = Plan(problem, str(schedule), patterns, batch.items.take(codes, axis=0))
     plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
     object.__setattr__(plan, "verdict", examine(plan))
     return plan
@@ -119,17 +120,39 @@ def _patterns(
     problem: Problem, numerics: Numerics, head_groups: int | None
 ) -> dict[tuple[int, ...], HeadPattern]:
     """The pattern of every shape; shapes that cut the same tiles, under the same policy, share it."""
+    kept = type(numerics) in POLICIES.values()
+    of_all = problem.group, head_groups, problem.tile_m, problem.tile_n, problem.mask
+    known = _known_patterns(numerics, *of_all) if kept else {}
+    found = {shape: known.get(shape) for shape in problem.tile_grids}
+    if missing := [shape for shape, pattern in found.items() if pattern is None]:
+        made = _made(problem, numerics, head_groups, missing)
+        found.update(made)
+        if len(known) + len(made) > _KEPT_SHAPES:
+            known.clear()
+        known.update((shape, p) for shape, p in made.items() if p.grid.kv_tiles <= _KEPT_KV_TILES)
+    return cast("dict[tuple[int, ...], HeadPattern]", found)
+
+
+def _made(
+    problem: Problem, numerics: Numerics, head_groups: int | None, shapes: list[tuple[int, ...]]
+) -> dict[tuple[int, ...], HeadPattern]:
     alike: dict[tuple[int, int], tuple[HeadPattern, Policy]] = {}
-    patterns = {}
-    for shape, grid in problem.tile_grids.items():
-        policy = numerics.for_lengths(shape[0], shape[1])
+    made = {}
+    for shape in shapes:
+        policy, grid = numerics.for_lengths(shape[0], shape[1]), problem.tile_grids[shape]
         # Equal grids are one object. Equal policies may be several, which find the pattern in the cache.
         found = alike.get((id(policy), id(grid)))
         if found is None:
             pattern = _pattern_of(problem, policy, shape, grid, head_groups)
             found = alike[id(policy), id(grid)] = pattern, policy
-        patterns[shape] = found[0]
-    return patterns
+        made[shape] = found[0]
+    return made
+
+
+@lru_cache(8)
+def _known_patterns(*of: Any) -> dict[tuple[int, ...], HeadPattern]:
+    """Patterns by the shapes of sequences. ``of``: what else decides them."""
+    return {}
 
 
 def _pattern_of(

@@ -114,7 +114,8 @@ def build_forward_plan(
         entries, first, last, folds = _split(problem, entries, first, last, segment)
     kv_tiles = np.where(last < first, 0, last // numerics.tile - first // numerics.tile + 1)
     order = np.argsort(-kv_tiles, kind="stable")
-    return ForwardPlan(problem, numerics, tile_m, entries[order], kv_tiles[order], folds, _section(problem))
+    entries, kv_tiles = entries.take(order, axis=0), kv_tiles[order]
+    return ForwardPlan(problem, numerics, tile_m, entries, kv_tiles, folds, _section(problem))
 
 
 def _split(

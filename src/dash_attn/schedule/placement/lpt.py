@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,11 +81,8 @@ def _longest_first(
     if l2_bytes is None:
         longest = int(problem.lengths[:, 1].max())
         l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
-    tasks = batch.columns.tasks
-    if heads_in_order:
-        section = np.array(_sections(_head_bytes(batch).tolist(), batch.groups.tolist(), l2_bytes))
-    else:
-        section = _by_appearance(batch, codes, np.repeat(_head_bytes(batch), batch.groups), l2_bytes)
+    tasks, sizes = batch.columns.tasks, np.repeat(_head_bytes(batch), batch.groups)
+    section = _sections(sizes, l2_bytes) if heads_in_order else _by_appearance(batch, codes, sizes, l2_bytes)
     keys = [batch.per_item(section)[codes], -tasks[codes]]
     return sorted_by(codes, *keys, *(() if place is None else (place[codes],)))
 
@@ -102,7 +100,7 @@ def _by_appearance(batch: Batch, codes: IntArray, sizes: IntArray, limit: int) -
     first_seen[head[::-1]] = np.arange(len(codes))[::-1]  # of several, the last one written stays
     order = np.argsort(first_seen, kind="stable")
     section = np.empty(len(sizes), dtype=np.int64)
-    section[order] = _sections(sizes[order].tolist(), [1] * len(sizes), limit)
+    section[order] = _sections(sizes[order], limit)
     return section
 
 
@@ -117,21 +115,14 @@ def _head_bytes(batch: Batch) -> IntArray:
     return size
 
 
-def _sections(sizes: list[int], heads: list[int], limit: int) -> list[int]:
-    """Section of each head: as many neighbours as fit, at least one. ``heads`` of one size follow each other.
+def _sections(sizes: IntArray, limit: int) -> IntArray:
+    """Section of each head: as many neighbours as fit, at least one.
 
-    >>> _sections([40, 90, 10], [3, 1, 1], 100), _sections([200, 0, 50], [1, 2, 1], 100)
-    ([0, 0, 1, 2, 2], [0, 0, 0, 1])
+    >>> [_sections(np.array(sizes), 100).tolist() for sizes in ([40, 40, 40, 90, 10], [200, 0, 0, 50])]
+    [[0, 0, 1, 2, 2], [0, 0, 0, 1]]
     """
-    section: list[int] = []
-    current = used = 0
-    for size, left in zip(sizes, heads):
-        while left:
-            taken = left
-            if size and used + left * size > limit:
-                if used and used + size > limit:
-                    current, used = current + 1, 0
-                taken = min(max((limit - used) // size, 1), left)
-            section += [current] * taken
-            left, used = left - taken, used + taken * size
-    return section
+    ends, bounds, before = np.cumsum(sizes).tolist(), [0], 0
+    while (first := bounds[-1]) < len(ends):
+        bounds.append(bisect_right(ends, max(before + limit, ends[first])))
+        before = ends[bounds[-1] - 1]
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))

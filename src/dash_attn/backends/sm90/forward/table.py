@@ -29,7 +29,7 @@ def forward_table(plan: ForwardPlan, k_starts: Sequence[int] | None = None) -> N
     if k_starts is not None:
         starts[:, 1] = k_starts
     records = np.concatenate([plan.entries, plan.folds])
-    of_sequence = np.concatenate([lengths, starts], 1)[records[:, 0]]
+    of_sequence = np.concatenate([lengths, starts], 1).take(records[:, 0], axis=0)
     words = np.zeros(max(records.size * 2, ENTRY_WORDS), dtype=np.int32)
     words[: records.size * 2] = np.concatenate([records, of_sequence], 1).ravel()
     return words
