@@ -29,7 +29,8 @@ def choose_policy(problem: Problem) -> Schedule:
     * Full mask: shift, with rings of at most ``AUTO_RING`` kv tiles that start two to four q tiles apart. At
       head dims above 128, with kv tiles of 64 keys, two.
     * Causal mask, one q head per kv head: SPT, head after head, which keeps few heads in L2 at a time. At
-      head dim 128 long sequences are descending, longest items first.
+      head dims 72 to 128 long sequences are descending, longest items first; above 128, with kv tiles of 64
+      keys, all are.
     * Causal mask, several q heads per kv head: descending, longest items first. Under SPT, items would start
       a whole group of tasks apart.
     * Windows: descending, some heads in turns. Their items are equally long but for the ones at the edges,
@@ -38,11 +39,12 @@ def choose_policy(problem: Problem) -> Schedule:
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))) for m in (Mask.full(), Mask.causal())]
     ['shift(ring=16, min_stride=2, max_stride=4)', 'by_length(long_from=6144)']
-    >>> str(choose_policy(Problem.dense(seqlen=1024, mask=Mask.full(), head_dim=256)))
-    'shift(ring=16, min_stride=2, max_stride=2)'
+    >>> of_256 = [Problem.dense(seqlen=1024, mask=m, head_dim=256) for m in (Mask.full(), Mask.causal())]
+    >>> [str(choose_policy(problem)) for problem in of_256]
+    ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=0)']
     """
     halved = problem.tile_n == 64 and problem.widest > 128
-    return _chosen(problem.mask, problem.group > 1, problem.head_dim == 128, halved)
+    return _chosen(problem.mask, problem.group > 1, 64 < problem.widest <= 128, halved)
 
 
 def choose_policy_of_segment(problem: Problem) -> Schedule:
@@ -71,4 +73,6 @@ def _chosen(mask: Mask, grouped: bool, wide: bool, halved: bool) -> Schedule:
         return Schedule.of(Descending())
     if grouped:
         return Schedule.of(Descending(), "lpt")
+    if halved:
+        return Schedule.of(ByLength(long_from=0))
     return Schedule.of(ByLength() if wide else SPT())

@@ -118,19 +118,19 @@ class ForwardConfig:
 
 @cache
 def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardConfig:
-    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md). Those of 96,
-    192 and 256 were not measured."""
+    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md, for 96 and more
+    docs/experiments/head-dims.md)."""
     head_dims = head_dim, head_dim_v or head_dim
     if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
     if head_dims == (96, 96):
-        return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=3)
+        return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=3, overlap="softmax")
     if head_dims == (128, 128):
         return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)
     if head_dims == (192, 128):
-        return ForwardConfig(head_dim, dtype, warpgroups=2, q_stages=1, kv_stages=2, head_dim_v=head_dim_v)
+        return ForwardConfig(head_dim, dtype, q_stages=1, kv_stages=2, in_turns=True, head_dim_v=head_dim_v)
     if head_dims == (256, 256):
         # O takes 128 registers, and K and V take 32 KB per 64 keys.
-        return ForwardConfig(head_dim, dtype, warpgroups=2, q_stages=1, kv_stages=2, tile_n=64)
+        return ForwardConfig(head_dim, dtype, q_stages=1, kv_stages=2, tile_n=64, overlap="softmax")
     known = "64, 96, 128, 192 (V: 128), 256"
     raise ValueError(f"no forward kernel has head dim {name_of(*head_dims)}; known: {known}")
