@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn import (
     attention,
@@ -22,6 +23,7 @@ from dash_attn.api import apply_plan
 from dash_attn.backends import base
 from dash_attn.backends.base import AUTO, BACKENDS, backend_named, backends_for
 from dash_attn.backends.cpu.backend import _CPU
+from dash_attn.backends.sm90 import backend as sm90
 from dash_attn.errors import InputError
 from dash_attn.ops import policies
 from dash_attn.problem import Problem
@@ -136,3 +138,69 @@ def test_where_none_covers_a_call_each_says_why(
     wider = [torch.cat([x, x], 3) for x in tensors]
     assert is_supported(*wider).reason == "picky: head_dim 64 is not 32; cpu: no time"
     assert is_supported(*wider, backend="cpu").reason == "no time"
+
+
+# A Hopper GPU that is not there
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch sees one. Tensors must be fake, and nothing runs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    _forget_all()
+    yield
+    _forget_all()
+
+
+def _forget_all() -> None:
+    _forget()
+    sm90._capability.cache_clear()
+    sm90._why_no_compiler.cache_clear()
+
+
+def on_hopper(head_dim: int = 64) -> Tensor:
+    with FakeTensorMode():
+        return torch.zeros(1, 256, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("installed", "missing"),
+    [
+        ((), "nvidia-cutlass-dsl and apache-tvm-ffi"),
+        (("cutlass",), "apache-tvm-ffi"),
+        (("tvm_ffi",), "nvidia-cutlass-dsl"),
+    ],
+)
+def test_without_the_compiler_auto_takes_triton_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], missing: str
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sm90, "find_spec", lambda name: name in installed or None)
+    q = on_hopper()
+    assert is_supported(q, q, q).backend == "triton"
+    assert fingerprints(q, q, q, causal=True).backend == "triton"
+    wide = on_hopper(256)
+    found, other = (backend.tiles(256, 256) for backend in (backend_named("triton"), sm90.BACKEND))
+    assert plan_for(wide, wide, wide).problem.tile_n == found[1] != other[1]
+    reason = f"the sm90 backend needs {missing}: pip install 'dash-attn[cuda]'"
+    assert is_supported(q, q, q, backend="sm90").reason == reason
+    with pytest.raises(InputError) as raised:
+        fingerprints(q, q, q, backend="sm90")
+    assert str(raised.value) == reason
+
+
+@pytest.mark.usefixtures("hopper")
+def test_with_the_compiler_auto_takes_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "find_spec", lambda name: object())
+    q = on_hopper()
+    assert is_supported(q, q, q).backend == "sm90"
+    assert fingerprints(q, q, q, causal=True).backend == "sm90"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernels_lack_is_said_before_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90, "find_spec", lambda name: None)
+    q = on_hopper(264)
+    assert is_supported(q, q, q, backend="sm90").reason.startswith("head_dim 264 is not supported by sm90")

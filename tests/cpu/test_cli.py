@@ -215,7 +215,7 @@ def never(*args: Any, **how: Any) -> Any:
         ("simulate --tiles 4 --save", "tools.schedules.plan_of"),
         ("trace --tiles 4 --save", "tools.schedules.plan_of"),
         ("trace --pass forward --seqlen 512 --save", "tools.forward.build_forward_plan"),
-        ("bench --seqlen 512 --save", "tools.bench.require_hopper"),
+        ("bench --seqlen 512 --save", "tools.bench.require_gpu_for"),
     ],
 )
 def test_targets_are_checked_before_the_work(

@@ -10,8 +10,11 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn.backends.cuda.cache import KernelCache
+from dash_attn.backends.sm90 import backend as sm90
+from dash_attn.ops.policies import forget
 from dash_attn.tools import doctor
 from dash_attn.tools.cli import main
 
@@ -42,7 +45,7 @@ class _Properties:
         (
             (9, 0),
             ("apache-tvm-ffi",),
-            "backend='triton' only: apache-tvm-ffi missing: pip install 'dash-attn[cuda]' (Test GPU",
+            "by Triton only: apache-tvm-ffi missing: pip install 'dash-attn[cuda]' (Test GPU",
         ),
         ((9, 0), (), "yes: Test GPU, sm_80, 108 SMs; Test GPU"),
     ],
@@ -54,6 +57,53 @@ def test_gpus(monkeypatch, capability, missing, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(doctor, "_installed", lambda name: "missing" if name in missing else "1.0")
     assert doctor._gpu(torch).startswith(expected)
+
+
+def _supported_on(monkeypatch, capability, backend):
+    """The matrix of a GPU that is not there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    monkeypatch.setattr(doctor, "CALLS", {"head_dim 96": doctor.CALLS["head_dim 96"]})
+    caches = (forget, sm90._capability.cache_clear, sm90._why_no_compiler.cache_clear)
+    for clear in caches:
+        clear()
+    try:
+        with FakeTensorMode():
+            return doctor._supported("cuda", backend)["head_dim 96"]
+    finally:
+        for clear in caches:
+            clear()
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((9, 0), "yes"),
+        ((8, 0), "yes (compiled for sm_80, never run on sm_80)"),
+        ((8, 9), "yes (compiled for sm_80, never run on sm_89)"),
+        ((10, 3), "yes (compiled for sm_100, never run on sm_103)"),
+        ((12, 0), "yes (compiled for sm_120, never run on sm_120)"),
+        ((11, 0), "yes (never compiled for sm_110, and never run there)"),
+        ((7, 5), "no: cuda:0 is sm_75; the triton backend needs sm_80 or newer"),
+    ],
+)
+def test_what_nobody_tried_on_triton_is_said(monkeypatch, capability, expected):
+    pytest.importorskip("triton")
+    assert _supported_on(monkeypatch, capability, "triton") == expected
+
+
+def test_triton_was_never_run_on_rocm(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert _supported_on(monkeypatch, (9, 0), "triton") == "yes (never run on ROCm)"
+
+
+def test_without_the_compiler_sm90_is_no_yes(monkeypatch):
+    monkeypatch.setattr(sm90, "find_spec", lambda name: None)
+    expected = "no: the sm90 backend needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'dash-attn[cuda]'"
+    assert _supported_on(monkeypatch, (9, 0), "sm90") == expected
+    monkeypatch.setattr(sm90, "find_spec", lambda name: object())
+    assert _supported_on(monkeypatch, (9, 0), "sm90") == "yes"
 
 
 def test_without_torch(monkeypatch):

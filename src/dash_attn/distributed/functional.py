@@ -182,7 +182,7 @@ def _run(
     except Exception as error:
         refuse(team, error)
         raise
-    agree(team, _said(qkv, checked), lambda: _numbers(checked))
+    agree(team, _said(qkv, checked, shared), lambda: _numbers(checked))
     if shared is None:
         out, lse = empty_results(q, k, v, aux)
         return (out, lse) if return_lse else out
@@ -241,9 +241,10 @@ def _checked(
     return (q, k, v), call.aux, call.spec, given
 
 
-def _said(qkv: _QKV, checked: _Checked) -> tuple[tuple[str, Any], ...]:
+def _said(qkv: _QKV, checked: _Checked, shared: Shared | None) -> tuple[tuple[str, Any], ...]:
     """What must be equal on all ranks, by name. Lengths of packed sequences are new in every batch, and left
-    out: to compare each batch would cost more than it finds."""
+    out: to compare each batch would cost more than it finds. "auto" may be another backend on every machine,
+    by what is installed there."""
     _, aux, spec, given = checked
     shapes = []
     for name, x in zip("qkv", qkv):
@@ -255,7 +256,8 @@ def _said(qkv: _QKV, checked: _Checked) -> tuple[tuple[str, Any], ...]:
     wanted = (*qkv, aux.learnable_sink)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
     seeded = ("a seed given", aux.dropout_seed is not None)
-    return (*shapes, *spec._asdict().items(), *same.items(), ("gradients", gradients), seeded)
+    runs_by = () if shared is None else (("the backend that runs it", shared.backend),)
+    return (*shapes, *spec._asdict().items(), *same.items(), ("gradients", gradients), seeded, *runs_by)
 
 
 def _numbers(checked: _Checked) -> tuple[tuple[str, Any], ...]:

@@ -148,14 +148,15 @@ def _add_bench(subparsers: Any) -> None:
 
 def run_bench(args: argparse.Namespace) -> int:
     from ..model.output import require_writable
-    from .bench import Settings, bench_shape, require_hopper, save_chart, table
+    from .bench import Settings, bench_shape, require_gpu_for, save_chart, table
     from .shapes import chosen_shapes
 
     if args.save:
         require_writable(args.save)
     shapes = chosen_shapes(vars(args), "cuda")
     settings = Settings(args.rounds, tuple(dict.fromkeys(args.policies)), not args.no_peers)
-    require_hopper()
+    for shape in shapes:  # all of them, before any is measured
+        require_gpu_for(shape)
     results = []
     for shape in shapes:
         results.append(bench_shape(shape, settings, partial(print, file=sys.stderr, flush=True)))

@@ -35,10 +35,16 @@ from .tiles import DTYPES, HEAD_DIMS, TILES, padded
 if TYPE_CHECKING:
     from .launch import Backward
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "untried"]
 
 OLDEST = (8, 0)
 """The oldest compute capability; older GPUs multiply no bfloat16."""
+
+TESTED = ((9, 0),)
+"""Compute capabilities of the GPUs on which the kernels were run and compared."""
+
+COMPILED = ((8, 0), (9, 0), (10, 0), (12, 0))
+"""Those that tests compile them for, without such a GPU (tests/cpu/triton_compiled.py)."""
 
 
 class _Prepared(Prepared):
@@ -140,6 +146,20 @@ def _why_unavailable(device: torch.device) -> str:
     if device.type == "cpu" and _interpreted():
         return ""
     return f"the triton backend does not run on {device}; on a CPU, only for tests, with TRITON_INTERPRET=1"
+
+
+def untried(device: torch.device) -> str:
+    """What nobody knows of the kernels on a GPU that they cover; empty where they were tested."""
+    if torch.version.hip is not None:
+        return "never run on ROCm"
+    capability = torch.cuda.get_device_capability(device)
+    if capability in TESTED:
+        return ""
+    here = f"sm_{capability[0]}{capability[1]}"
+    for major, minor in reversed(COMPILED):
+        if major == capability[0] and minor <= capability[1]:
+            return f"compiled for sm_{major}{minor}, never run on {here}"
+    return f"never compiled for {here}, and never run there"
 
 
 class _Triton(Backend):

@@ -21,7 +21,7 @@ from ...scores import Scores
 from ..shapes import Shape
 from .timing import Contender, measure
 
-__all__ = ["Result", "Row", "Settings", "bench_shape", "require_hopper"]
+__all__ = ["Result", "Row", "Settings", "bench_shape", "require_gpu_for"]
 
 
 @dataclass(frozen=True)
@@ -88,22 +88,21 @@ class Result:
         return {"shape": self.shape.as_json(), "gpu": self.gpu, "rows": [asdict(row) for row in self.rows]}
 
 
-def require_hopper() -> None:
-    """Raise UnavailableError unless the current device is a Hopper GPU.
+def require_gpu_for(shape: Shape) -> None:
+    """Raise UnavailableError unless there is a Hopper GPU, or any GPU where the shape names a backend.
 
     The CPU backend is a reference: its times say nothing about anything.
     """
-    _require_gpu()
+    if not torch.cuda.is_available():
+        raise UnavailableError("a benchmark needs a GPU, and PyTorch sees no CUDA device")
+    if shape.backend != "auto":
+        return
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         raise UnavailableError(
-            f"a benchmark needs a Hopper GPU (sm_90), got {torch.cuda.get_device_name()}, sm_{major}{minor}"
+            f"a benchmark needs a Hopper GPU (sm_90) or --backend triton, got "
+            f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
         )
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UnavailableError("a benchmark needs a GPU, and PyTorch sees no CUDA device")
 
 
 def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -> Result:
@@ -119,10 +118,7 @@ def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) ->
         UnsupportedMaskError: the shape's own policy does not cover its mask.
         UnavailableError: there is no Hopper GPU, and the shape names no other backend.
     """
-    if shape.backend == "auto":
-        require_hopper()
-    else:
-        _require_gpu()
+    require_gpu_for(shape)
     plan, inputs = prepare(shape)
     entries = [_ours(shape, plan, inputs)]
     entries += [_further(shape, policy, inputs) for policy in settings.policies if policy != shape.policy]
