@@ -21,7 +21,7 @@ from ...scores import Scores
 from ..shapes import Shape
 from .timing import Contender, measure
 
-__all__ = ["Result", "Row", "Settings", "bench_shape", "require_gpu_for"]
+__all__ = ["Result", "Row", "Settings", "bench_shape", "require_gpu_for", "require_hopper"]
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,29 @@ class Result:
 
 
 def require_gpu_for(shape: Shape) -> None:
-    """Raise UnavailableError unless there is a Hopper GPU, or any GPU where the shape names a backend.
+    """Raise UnavailableError unless there is a Hopper GPU, or any GPU where the shape names a backend."""
+    if shape.backend == "auto":
+        require_hopper()
+    else:
+        _require_gpu()
+
+
+def require_hopper() -> None:
+    """Raise UnavailableError unless the current device is a Hopper GPU.
 
     The CPU backend is a reference: its times say nothing about anything.
     """
-    if not torch.cuda.is_available():
-        raise UnavailableError("a benchmark needs a GPU, and PyTorch sees no CUDA device")
-    if shape.backend != "auto":
-        return
+    _require_gpu()
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
         raise UnavailableError(
-            f"a benchmark needs a Hopper GPU (sm_90) or --backend triton, got "
-            f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
+            f"a benchmark needs a Hopper GPU (sm_90), got {torch.cuda.get_device_name()}, sm_{major}{minor}"
         )
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UnavailableError("a benchmark needs a GPU, and PyTorch sees no CUDA device")
 
 
 def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -> Result:
