@@ -212,7 +212,8 @@ class Fingerprints(NamedTuple):
         forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``), or the name
             and version of the library whose kernel it is.
         backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``), or of those of all
-            segments of long sequences.
+            segments of long sequences. With "triton" both are hashed once more, with the version of its
+            kernels (``TRITON_VERSION``).
         backend: its name. Two backends may have the same two numerics, and still round otherwise.
     """
 

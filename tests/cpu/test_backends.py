@@ -22,11 +22,14 @@ from dash_attn import (
 from dash_attn.api import apply_plan
 from dash_attn.backends import base
 from dash_attn.backends.base import AUTO, BACKENDS, backend_named, backends_for
+from dash_attn.backends.cached import CachedProblem
 from dash_attn.backends.cpu.backend import _CPU
 from dash_attn.backends.sm90 import backend as sm90
+from dash_attn.backends.triton import tiles as triton_tiles
 from dash_attn.errors import InputError
 from dash_attn.ops import policies
 from dash_attn.problem import Problem
+from dash_attn.schedule.constants import TRITON_VERSION
 from dash_attn.testing import assert_same_bytes
 
 CPU = torch.device("cpu")
@@ -145,7 +148,8 @@ def test_where_none_covers_a_call_each_says_why(
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """PyTorch sees one. Tensors must be fake, and nothing runs."""
+    """PyTorch sees one, and the compiler is installed. Tensors must be fake, and nothing runs."""
+    monkeypatch.setattr(sm90, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     _forget_all()
@@ -192,8 +196,7 @@ def test_without_the_compiler_auto_takes_triton_and_says_so(
 
 
 @pytest.mark.usefixtures("hopper")
-def test_with_the_compiler_auto_takes_sm90(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "find_spec", lambda name: object())
+def test_with_the_compiler_auto_takes_sm90() -> None:
     q = on_hopper()
     assert is_supported(q, q, q).backend == "sm90"
     assert fingerprints(q, q, q, causal=True).backend == "sm90"
@@ -204,3 +207,45 @@ def test_what_the_kernels_lack_is_said_before_what_is_not_installed(monkeypatch:
     monkeypatch.setattr(sm90, "find_spec", lambda name: None)
     q = on_hopper(264)
     assert is_supported(q, q, q, backend="sm90").reason.startswith("head_dim 264 is not supported by sm90")
+
+
+def cached_on_hopper() -> str:
+    problem = CachedProblem(
+        batch=1, heads=4, kv_heads=4, head_dim=64, head_dim_v=64, dtype="bfloat16", sides=(-1, 0),
+        seqlen_q=256, total_q=256, longest_q=256, page_size=256, pages=1, most_pages=1,
+    )  # fmt: skip
+    return backend_named("triton").prepare_cached(problem, torch.device("cuda", 0)).fingerprint
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_version_of_tritons_kernels_is_in_their_fingerprints_and_in_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    q, other = on_hopper(), torch.zeros(1, 256, 4, 64)
+    plan = plan_for(q, q, q, causal=True, backend="triton")
+    numerics = triton_tiles.forward_numerics(plan.problem, roomy=True)
+    found, versions = [], (TRITON_VERSION, TRITON_VERSION + 1)
+    for version in versions:
+        monkeypatch.setattr(triton_tiles, "TRITON_VERSION", version)
+        mine = fingerprints(q, q, q, causal=True, backend="triton")
+        assert mine.forward == cached_on_hopper()
+        found.append(mine)
+    # Without a version they were those of the numerics alone.
+    assert len({numerics.fingerprint, *(x.forward for x in found)}) == 3
+    assert len({plan.fingerprint, *(x.backward for x in found)}) == 3
+    sm90_names = fingerprints(q, q, q, causal=True, backend="sm90")
+    assert sm90_names.backward == plan_for(q, q, q, causal=True, backend="sm90").fingerprint
+    assert (
+        fingerprints(other, other, other, causal=True).backward
+        == plan_for(other, other, other, causal=True).fingerprint
+    )
+
+
+@pytest.mark.usefixtures("hopper")
+def test_segments_on_triton_have_its_version_too() -> None:
+    pytest.importorskip("triton")
+    q = on_hopper()
+    how = {"causal": True, "q_segment": 128}
+    names = [fingerprints(q, q, q, **how, backend=name) for name in ("triton", "sm90")]
+    assert names[0].backward == backend_named("triton").fingerprint_of(names[1].backward)

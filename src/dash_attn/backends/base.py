@@ -269,6 +269,13 @@ class Backend(ABC):
     def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         """(tile_m, tile_n) of its backward; any for head dims that it does not cover."""
 
+    def fingerprint_of(self, numerics: str) -> str:
+        """What names numerics as this backend runs them, by ``Plan.fingerprint`` or that of a forward.
+
+        They are equal unless kernels have a version of their own, which is in all fingerprints of the backend.
+        """
+        return numerics
+
     @abstractmethod
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

@@ -1,5 +1,8 @@
-"""Every number that decides bits. A change of one raises ``NUMERICS_VERSION``, or of the forward's
+"""Numbers that decide bits, on every backend. A change of one raises ``NUMERICS_VERSION``, or of the forward's
 ``FORWARD_VERSION``, and is said in the changelog.
+
+What kernels do with these numbers decides bits, too. Of Triton's kernels ``TRITON_VERSION`` stands for that.
+Tiles are in tables of their own, and in every fingerprint: docs/bit-contract.md says where.
 
 They were chosen by measurement (docs/design.md), but nothing measures them at run time: timing must not
 choose bits. What may follow the machine is in :mod:`dash_attn.machine`.
@@ -32,6 +35,7 @@ __all__ = [
     "SHORT",
     "SINK_ROWS",
     "SMALL_GROUP",
+    "TRITON_VERSION",
 ]
 
 NUMERICS_VERSION = 3
@@ -73,6 +77,10 @@ SINK_ROWS = 128
 """Rows whose parts of a sink's gradient are added to one sum, before these are added one after the other."""
 
 FORWARD_VERSION = 3
+
+TRITON_VERSION = 1
+"""Of Triton's kernels and of their table of shapes: in the fingerprints of that backend, forward and backward.
+Raise it when they make other bytes of the same numerics. Fingerprints from before it was there had none."""
 
 FORWARD_TILE, FORWARD_SEGMENT = 128, 8192
 """Keys per kv tile and per segment of the forward."""

@@ -30,7 +30,7 @@ from ..base import (
     tensor_shapes,
 )
 from ..cached import CachedProblem, PreparedCached
-from .tiles import DTYPES, HEAD_DIMS, TILES, padded
+from .tiles import DTYPES, HEAD_DIMS, TILES, fingerprint_of, padded
 
 if TYPE_CHECKING:
     from .launch import Backward
@@ -62,7 +62,7 @@ class _Prepared(Prepared):
 
     @property
     def forward_fingerprint(self) -> str:
-        return self._forward.numerics.fingerprint
+        return fingerprint_of(self._forward.numerics.fingerprint)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
@@ -187,6 +187,9 @@ class _Triton(Backend):
     def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         widest = max(head_dim, head_dim_v)
         return TILES[padded(widest)] if widest in HEAD_DIMS else default_tiles(head_dim, head_dim_v)
+
+    def fingerprint_of(self, numerics: str) -> str:
+        return fingerprint_of(numerics)
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

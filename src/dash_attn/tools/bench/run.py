@@ -55,7 +55,7 @@ class Row:
         repeatable: replays gave the same bytes.
         ms, spread: median, and distance of the quartiles as a share of it.
         tflops: FLOPs of the elements that the mask leaves, by the median.
-        fingerprint: of the plan's order; of dash_attn's deterministic rows.
+        fingerprint: of the plan's order, as the backend runs it; of dash_attn's deterministic rows.
     """
 
     impl: str
@@ -189,7 +189,8 @@ Entry = tuple[Row, Contender]
 
 
 def _ours(shape: Shape, plan: Plan, inputs: Inputs) -> Entry:
-    row = Row("dash_attn", plan.policy, True, fingerprint=plan.fingerprint)
+    backend = backends_for(inputs.q.device, shape.backend)[0]
+    row = Row("dash_attn", plan.policy, True, fingerprint=backend.fingerprint_of(plan.fingerprint))
     return row, Contender(call_of(plan, inputs, ordered=True, backend=shape.backend))
 
 
