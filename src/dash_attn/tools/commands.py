@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DashError
-from ..schedule import POLICIES
-from .flags import add_command, shape_flags
+from .flags import add_command, policy_name, shape_flags
 
 __all__ = ["add_demo", "add_running_commands"]
 
@@ -139,7 +138,12 @@ def _add_bench(subparsers: Any) -> None:
     bench = add_command(subparsers, "bench", run_bench, text, example)
     shape_flags(bench)
     bench.add_argument(
-        "--policies", nargs="+", choices=POLICIES, default=[], help="measure these policies too"
+        "--policies",
+        nargs="+",
+        type=policy_name,
+        metavar="NAME",
+        default=[],
+        help="measure these policies too",
     )
     bench.add_argument("--rounds", type=int, default=15, help="timed calls of each (default 15)")
     bench.add_argument("--no-peers", action="store_true", help="only this package's own modes")
