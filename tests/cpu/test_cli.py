@@ -205,7 +205,7 @@ def test_what_was_printed_has_parameters_and_placements(capsys: Run) -> None:
     "policy", ["shift(ring=4) + in_order", "fa3 + last_first", "spt + long_first(long_from=9)"]
 )
 def test_policies_of_every_form_are_taken(capsys: Run, policy: str) -> None:
-    line = "--tiles 8 --heads 2 --workers 16 --json --policy".split()
+    line = ["--tiles", "8", "--heads", "2", "--workers", "16", "--json", "--policy"]
     assert main(["simulate", *line, policy]) == 0
     assert json.loads(capsys.readouterr().out)["policy"] == policy
 

@@ -100,7 +100,9 @@ def test_triton_was_never_run_on_rocm(monkeypatch):
 
 def test_without_the_compiler_sm90_is_no_yes(monkeypatch):
     monkeypatch.setattr(sm90, "find_spec", lambda name: None)
-    expected = "no: the sm90 backend needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'dash-attn[cuda]'"
+    expected = (
+        "no: the sm90 backend needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'dash-attn[cuda]'"
+    )
     assert _supported_on(monkeypatch, (9, 0), "sm90") == expected
     monkeypatch.setattr(sm90, "find_spec", lambda name: object())
     assert _supported_on(monkeypatch, (9, 0), "sm90") == "yes"

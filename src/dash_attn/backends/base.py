@@ -272,9 +272,13 @@ class Backend(ABC):
     def fingerprint_of(self, numerics: str) -> str:
         """What names numerics as this backend runs them, by ``Plan.fingerprint`` or that of a forward.
 
-        They are equal unless kernels have a version of their own, which is in all fingerprints of the backend.
+        It is the same unless kernels have a version of their own, which is then in all its fingerprints.
         """
         return numerics
+
+    def untried(self, device: torch.device) -> str:
+        """What nobody knows of it on a device that it covers; empty if it was tested on such a one."""
+        return ""
 
     @abstractmethod
     def prepare(

@@ -96,7 +96,10 @@ def attention(
         CommunicationError: ranks were called with different arguments, another one has refused its own, or
             the exchange failed. docs/distributed.md says which rank raises when.
     """
-    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
+    asked = Asked(
+        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
+        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
+    )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
     found = _run((q, k, v), None, beside, asked, (group, layout, mode, return_lse))
@@ -146,7 +149,10 @@ def attention_varlen(
     Raises:
         InputError, CommunicationError: as :func:`attention`.
     """
-    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
+    asked = Asked(
+        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
+        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
+    )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
     found = _run((q, k, v), cu_seqlens, beside, asked, (group, layout, mode, return_lse))

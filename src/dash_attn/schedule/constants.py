@@ -1,5 +1,5 @@
-"""Numbers that decide bits, on every backend. A change of one raises ``NUMERICS_VERSION``, or of the forward's
-``FORWARD_VERSION``, and is said in the changelog.
+"""Numbers that decide bits, on every backend. A change of one raises ``NUMERICS_VERSION``, or of the
+forward's ``FORWARD_VERSION``, and is said in the changelog.
 
 What kernels do with these numbers decides bits, too. Of Triton's kernels ``TRITON_VERSION`` stands for that.
 Tiles are in tables of their own, and in every fingerprint: docs/bit-contract.md says where.
@@ -79,8 +79,8 @@ SINK_ROWS = 128
 FORWARD_VERSION = 3
 
 TRITON_VERSION = 1
-"""Of Triton's kernels and of their table of shapes: in the fingerprints of that backend, forward and backward.
-Raise it when they make other bytes of the same numerics. Fingerprints from before it was there had none."""
+"""Of Triton's kernels and of their table of shapes: in the fingerprints of that backend, forward and
+backward. Raise it when they make other bytes of the same numerics. Older fingerprints had none."""
 
 FORWARD_TILE, FORWARD_SEGMENT = 128, 8192
 """Keys per kv tile and per segment of the forward."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..backends.base import AUTO
+from ..backends.base import AUTO, backend_named
 from ..integrations import OLDEST_TRANSFORMERS
 
 __all__ = ["examine"]
@@ -158,14 +158,8 @@ def _support(
     )  # fmt: skip
     if not found:
         return f"no: {found.reason}"
-    unknown = _untried(q.device) if found.backend == "triton" else ""
+    unknown = backend_named(str(found.backend)).untried(q.device)
     return f"yes ({unknown})" if unknown else "yes"
-
-
-def _untried(device: Any) -> str:
-    from ..backends.triton.backend import untried
-
-    return untried(device) if device.type == "cuda" else ""
 
 
 def _kernel_cache() -> str:

@@ -35,7 +35,7 @@ from .tiles import DTYPES, HEAD_DIMS, TILES, fingerprint_of, padded
 if TYPE_CHECKING:
     from .launch import Backward
 
-__all__ = ["BACKEND", "untried"]
+__all__ = ["BACKEND"]
 
 OLDEST = (8, 0)
 """The oldest compute capability; older GPUs multiply no bfloat16."""
@@ -148,20 +148,6 @@ def _why_unavailable(device: torch.device) -> str:
     return f"the triton backend does not run on {device}; on a CPU, only for tests, with TRITON_INTERPRET=1"
 
 
-def untried(device: torch.device) -> str:
-    """What nobody knows of the kernels on a GPU that they cover; empty where they were tested."""
-    if torch.version.hip is not None:
-        return "never run on ROCm"
-    capability = torch.cuda.get_device_capability(device)
-    if capability in TESTED:
-        return ""
-    here = f"sm_{capability[0]}{capability[1]}"
-    for major, minor in reversed(COMPILED):
-        if major == capability[0] and minor <= capability[1]:
-            return f"compiled for sm_{major}{minor}, never run on {here}"
-    return f"never compiled for {here}, and never run there"
-
-
 class _Triton(Backend):
     name: ClassVar[str] = "triton"
 
@@ -190,6 +176,20 @@ class _Triton(Backend):
 
     def fingerprint_of(self, numerics: str) -> str:
         return fingerprint_of(numerics)
+
+    def untried(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return ""
+        if torch.version.hip is not None:
+            return "never run on ROCm"
+        capability = torch.cuda.get_device_capability(device)
+        if capability in TESTED:
+            return ""
+        here = f"sm_{capability[0]}{capability[1]}"
+        for major, minor in reversed(COMPILED):
+            if major == capability[0] and minor <= capability[1]:
+                return f"compiled for sm_{major}{minor}, never run on {here}"
+        return f"never compiled for {here}, and never run there"
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None
