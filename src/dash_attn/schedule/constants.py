@@ -1,8 +1,10 @@
-"""Numbers that decide bits, on every backend. A change of one raises ``NUMERICS_VERSION``, or of the
-forward's ``FORWARD_VERSION``, and is said in the changelog.
+"""Numbers that decide bits. Whoever changes one sees to it that fingerprints differ where bits do, and says
+it in the changelog. Most numbers show in fingerprints by themselves, as another pattern or segment. Where one
+does not, ``NUMERICS_VERSION`` is raised, or of the forward ``FORWARD_VERSION``.
 
 What kernels do with these numbers decides bits, too. Of Triton's kernels ``TRITON_VERSION`` stands for that.
-Tiles are in tables of their own, and in every fingerprint: docs/bit-contract.md says where.
+Tiles of plans and of forwards are in tables of their own, and in their fingerprints: docs/bit-contract.md
+says where.
 
 They were chosen by measurement (docs/design.md), but nothing measures them at run time: timing must not
 choose bits. What may follow the machine is in :mod:`dash_attn.machine`.
@@ -15,6 +17,8 @@ __all__ = [
     "AUTO_MAX_STRIDE_WIDE",
     "AUTO_MIN_STRIDE",
     "AUTO_RING",
+    "AUTO_WIDE_ABOVE",
+    "AUTO_WIDE_KEYS",
     "FEW_TASKS",
     "FORWARD_KEEP",
     "FORWARD_ROOM",
@@ -27,6 +31,7 @@ __all__ = [
     "HEADS",
     "HEADS_LONG",
     "LONG_FROM",
+    "LONG_HEAD_DIM",
     "LONG_ROWS",
     "MOST_ITEMS",
     "NUMERICS_VERSION",
@@ -45,11 +50,13 @@ AUTO_RING, AUTO_MIN_STRIDE, AUTO_MAX_STRIDE = 16, 2, 4
 room on any GPU, also beside other kernels, and divide most lengths well. With a stride of one q tile a
 hand-over takes as long as a task. With more than four, long heads leave L2."""
 
-AUTO_MAX_STRIDE_WIDE = 2
-"""The same of kv tiles of 64 keys at head dims above 128: a head has twice the bytes."""
+AUTO_MAX_STRIDE_WIDE, AUTO_WIDE_KEYS, AUTO_WIDE_ABOVE = 2, 64, 128
+"""The largest stride of kv tiles of AUTO_WIDE_KEYS keys at head dims above AUTO_WIDE_ABOVE: a head has twice
+the bytes."""
 
-LONG_FROM = 6144
-"""Keys of the shortest sequence that ``by_length`` sums in descending order."""
+LONG_FROM, LONG_HEAD_DIM = 6144, 128
+"""Keys of the shortest sequence that ``by_length`` sums in descending order, and the head dim at which "auto"
+chooses that."""
 
 HEADS, HEADS_LONG, LONG_ROWS = 2, 1, 8192
 """q heads per item where the mask cuts, and from so many rows per kv tile and q head on: more would make the

@@ -10,7 +10,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..problem import Mask, Problem
-from .constants import AUTO_MAX_STRIDE, AUTO_MAX_STRIDE_WIDE, AUTO_MIN_STRIDE, AUTO_RING
+from .constants import (
+    AUTO_MAX_STRIDE,
+    AUTO_MAX_STRIDE_WIDE,
+    AUTO_MIN_STRIDE,
+    AUTO_RING,
+    AUTO_WIDE_ABOVE,
+    AUTO_WIDE_KEYS,
+    LONG_HEAD_DIM,
+)
 from .numerics import SPT, ByLength, Descending, Shift
 from .schedule import Schedule
 
@@ -41,8 +49,8 @@ def choose_policy(problem: Problem) -> Schedule:
     >>> str(choose_policy(Problem.dense(seqlen=1024, mask=Mask.full(), head_dim=256)))
     'shift(ring=16, min_stride=2, max_stride=2)'
     """
-    halved = problem.tile_n == 64 and problem.widest > 128
-    return _chosen(problem.mask, problem.group > 1, problem.head_dim == 128, halved)
+    halved = problem.tile_n == AUTO_WIDE_KEYS and problem.widest > AUTO_WIDE_ABOVE
+    return _chosen(problem.mask, problem.group > 1, problem.head_dim == LONG_HEAD_DIM, halved)
 
 
 def choose_policy_of_segment(problem: Problem) -> Schedule:
