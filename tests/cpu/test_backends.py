@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 import torch
+from absent_gpu import absent_gpu
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dash_attn import (
     attention,
@@ -24,8 +24,7 @@ from dash_attn.backends import base
 from dash_attn.backends.base import AUTO, BACKENDS, backend_named, backends_for
 from dash_attn.backends.cached import CachedProblem
 from dash_attn.backends.cpu.backend import _CPU
-from dash_attn.backends.sm90 import backend as sm90
-from dash_attn.backends.triton import tiles as triton_tiles
+from dash_attn.backends.triton import tiles
 from dash_attn.errors import InputError
 from dash_attn.ops import policies
 from dash_attn.problem import Problem
@@ -146,29 +145,10 @@ def test_where_none_covers_a_call_each_says_why(
 # A Hopper GPU that is not there
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """PyTorch sees one, and the compiler is installed. Tensors must be fake, and nothing runs."""
-    monkeypatch.setattr(sm90, "find_spec", lambda name: object())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
-    _forget_all()
-    yield
-    _forget_all()
+def of_head_dim(head_dim: int = 64) -> Tensor:
+    return torch.zeros(1, 256, 4, head_dim, device="cuda", dtype=torch.bfloat16)
 
 
-def _forget_all() -> None:
-    _forget()
-    sm90._capability.cache_clear()
-    sm90._why_no_compiler.cache_clear()
-
-
-def on_hopper(head_dim: int = 64) -> Tensor:
-    with FakeTensorMode():
-        return torch.zeros(1, 256, 4, head_dim, device="cuda", dtype=torch.bfloat16)
-
-
-@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
     ("installed", "missing"),
     [
@@ -177,39 +157,37 @@ def on_hopper(head_dim: int = 64) -> Tensor:
         (("tvm_ffi",), "nvidia-cutlass-dsl"),
     ],
 )
-def test_without_the_compiler_auto_takes_triton_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], missing: str
-) -> None:
+def test_without_the_compiler_auto_takes_triton_and_says_so(installed: tuple[str, ...], missing: str) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(sm90, "find_spec", lambda name: name in installed or None)
-    q = on_hopper()
-    assert is_supported(q, q, q).backend == "triton"
-    assert fingerprints(q, q, q, causal=True).backend == "triton"
-    wide = on_hopper(256)
-    found, other = (backend.tiles(256, 256) for backend in (backend_named("triton"), sm90.BACKEND))
-    assert plan_for(wide, wide, wide).problem.tile_n == found[1] != other[1]
-    reason = f"the sm90 backend needs {missing}: pip install 'dash-attn[cuda]'"
-    assert is_supported(q, q, q, backend="sm90").reason == reason
-    with pytest.raises(InputError) as raised:
-        fingerprints(q, q, q, backend="sm90")
-    assert str(raised.value) == reason
+    with absent_gpu(installed=lambda module: module in installed or None):
+        q, wide = of_head_dim(), of_head_dim(256)
+        assert is_supported(q, q, q).backend == "triton"
+        assert fingerprints(q, q, q, causal=True).backend == "triton"
+        found, other = (backend_named(name).tiles(256, 256) for name in ("triton", "sm90"))
+        assert plan_for(wide, wide, wide).problem.tile_n == found[1] != other[1]
+        reason = f"the sm90 backend needs {missing}: pip install 'dash-attn[cuda]'"
+        assert is_supported(q, q, q, backend="sm90").reason == reason
+        with pytest.raises(InputError) as raised:
+            fingerprints(q, q, q, backend="sm90")
+        assert str(raised.value) == reason
 
 
-@pytest.mark.usefixtures("hopper")
 def test_with_the_compiler_auto_takes_sm90() -> None:
-    q = on_hopper()
-    assert is_supported(q, q, q).backend == "sm90"
-    assert fingerprints(q, q, q, causal=True).backend == "sm90"
+    with absent_gpu():
+        q = of_head_dim()
+        assert is_supported(q, q, q).backend == "sm90"
+        assert fingerprints(q, q, q, causal=True).backend == "sm90"
 
 
-@pytest.mark.usefixtures("hopper")
-def test_what_the_kernels_lack_is_said_before_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sm90, "find_spec", lambda name: None)
-    q = on_hopper(264)
-    assert is_supported(q, q, q, backend="sm90").reason.startswith("head_dim 264 is not supported by sm90")
+def test_what_the_kernels_lack_is_said_before_what_is_not_installed() -> None:
+    with absent_gpu(installed=lambda module: None):
+        q = of_head_dim(264)
+        reason = is_supported(q, q, q, backend="sm90").reason
+    assert reason.startswith("head_dim 264 is not supported by sm90")
 
 
-def cached_on_hopper() -> str:
+def of_a_cache() -> str:
+    """Triton's fingerprint of a forward over a cache."""
     problem = CachedProblem(
         batch=1, heads=4, kv_heads=4, head_dim=64, head_dim_v=64, dtype="bfloat16", sides=(-1, 0),
         seqlen_q=256, total_q=256, longest_q=256, page_size=256, pages=1, most_pages=1,
@@ -217,35 +195,32 @@ def cached_on_hopper() -> str:
     return backend_named("triton").prepare_cached(problem, torch.device("cuda", 0)).fingerprint
 
 
-@pytest.mark.usefixtures("hopper")
 def test_the_version_of_tritons_kernels_is_in_their_fingerprints_and_in_no_others(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tensors: list[Tensor]
 ) -> None:
     pytest.importorskip("triton")
-    q, other = on_hopper(), torch.zeros(1, 256, 4, 64)
-    plan = plan_for(q, q, q, causal=True, backend="triton")
-    numerics = triton_tiles.forward_numerics(plan.problem, roomy=True)
-    found, versions = [], (TRITON_VERSION, TRITON_VERSION + 1)
-    for version in versions:
-        monkeypatch.setattr(triton_tiles, "TRITON_VERSION", version)
-        mine = fingerprints(q, q, q, causal=True, backend="triton")
-        assert mine.forward == cached_on_hopper()
-        found.append(mine)
+    assert fingerprints(*tensors).backward == plan_for(*tensors).fingerprint
+    with absent_gpu():
+        q = of_head_dim()
+        mine, other = (plan_for(q, q, q, causal=True, backend=name) for name in ("triton", "sm90"))
+        assert fingerprints(q, q, q, causal=True, backend="sm90").backward == other.fingerprint
+        found = []
+        for version in (TRITON_VERSION, TRITON_VERSION + 1):
+            monkeypatch.setattr(tiles, "TRITON_VERSION", version)
+            found.append(fingerprints(q, q, q, causal=True, backend="triton"))
+            assert found[-1].forward == of_a_cache()
     # Without a version they were those of the numerics alone.
+    numerics = tiles.forward_numerics(mine.problem, roomy=True)
     assert len({numerics.fingerprint, *(x.forward for x in found)}) == 3
-    assert len({plan.fingerprint, *(x.backward for x in found)}) == 3
-    sm90_names = fingerprints(q, q, q, causal=True, backend="sm90")
-    assert sm90_names.backward == plan_for(q, q, q, causal=True, backend="sm90").fingerprint
-    assert (
-        fingerprints(other, other, other, causal=True).backward
-        == plan_for(other, other, other, causal=True).fingerprint
-    )
+    assert len({mine.fingerprint, *(x.backward for x in found)}) == 3
 
 
-@pytest.mark.usefixtures("hopper")
 def test_segments_on_triton_have_its_version_too() -> None:
     pytest.importorskip("triton")
-    q = on_hopper()
-    how = {"causal": True, "q_segment": 128}
-    names = [fingerprints(q, q, q, **how, backend=name) for name in ("triton", "sm90")]
-    assert names[0].backward == backend_named("triton").fingerprint_of(names[1].backward)
+    with absent_gpu():
+        q = of_head_dim()
+        names = [
+            fingerprints(q, q, q, causal=True, q_segment=128, backend=name).backward
+            for name in ("triton", "sm90")
+        ]
+    assert names[0] == backend_named("triton").fingerprint_of(names[1]) != names[1]

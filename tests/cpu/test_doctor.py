@@ -10,11 +10,9 @@ from importlib.metadata import version
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from absent_gpu import absent_gpu
 
 from dash_attn.backends.cuda.cache import KernelCache
-from dash_attn.backends.sm90 import backend as sm90
-from dash_attn.ops.policies import forget
 from dash_attn.tools import doctor
 from dash_attn.tools.cli import main
 
@@ -59,20 +57,11 @@ def test_gpus(monkeypatch, capability, missing, expected):
     assert doctor._gpu(torch).startswith(expected)
 
 
-def _supported_on(monkeypatch, capability, backend):
-    """The matrix of a GPU that is not there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+def _supported_on(monkeypatch, backend, capability, **how):
+    """A line of the matrix on a GPU that is not there."""
     monkeypatch.setattr(doctor, "CALLS", {"head_dim 96": doctor.CALLS["head_dim 96"]})
-    caches = (forget, sm90._capability.cache_clear, sm90._why_no_compiler.cache_clear)
-    for clear in caches:
-        clear()
-    try:
-        with FakeTensorMode():
-            return doctor._supported("cuda", backend)["head_dim 96"]
-    finally:
-        for clear in caches:
-            clear()
+    with absent_gpu(capability, **how):
+        return doctor._supported("cuda", backend)["head_dim 96"]
 
 
 @pytest.mark.parametrize(
@@ -89,23 +78,20 @@ def _supported_on(monkeypatch, capability, backend):
 )
 def test_what_nobody_tried_on_triton_is_said(monkeypatch, capability, expected):
     pytest.importorskip("triton")
-    assert _supported_on(monkeypatch, capability, "triton") == expected
+    assert _supported_on(monkeypatch, "triton", capability) == expected
 
 
 def test_triton_was_never_run_on_rocm(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert _supported_on(monkeypatch, (9, 0), "triton") == "yes (never run on ROCm)"
+    assert _supported_on(monkeypatch, "triton", (9, 0)) == "yes (never run on ROCm)"
 
 
 def test_without_the_compiler_sm90_is_no_yes(monkeypatch):
-    monkeypatch.setattr(sm90, "find_spec", lambda name: None)
-    expected = (
-        "no: the sm90 backend needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'dash-attn[cuda]'"
-    )
-    assert _supported_on(monkeypatch, (9, 0), "sm90") == expected
-    monkeypatch.setattr(sm90, "find_spec", lambda name: object())
-    assert _supported_on(monkeypatch, (9, 0), "sm90") == "yes"
+    assert _supported_on(monkeypatch, "sm90", (9, 0)) == "yes"
+    missing = "nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'dash-attn[cuda]'"
+    found = _supported_on(monkeypatch, "sm90", (9, 0), installed=lambda module: None)
+    assert found == f"no: the sm90 backend needs {missing}"
 
 
 def test_without_torch(monkeypatch):
