@@ -14,7 +14,7 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from dash_attn.backends.sm90.device import ptx
 
-SHARED = 200 * 1024  # bytes a block: no second one, and no block of the backward, fits beside it
+SHARED = 200 * 1024  # bytes per block: no second one, and no block of the backward, fits beside it
 POLLS = 10_000_000  # then a block ends by itself, after some seconds
 
 

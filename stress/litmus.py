@@ -130,8 +130,8 @@ def run(
 
     Args:
         load: what the busy warps copy: "l2" fits the L2, "dram" does not; "none": they do not work.
-        chains: tiles a block at the same time.
-        tickets: contributions a tile in one launch, 0: enough for a launch of about 0.1 s.
+        chains: tiles per block at the same time.
+        tickets: contributions per tile in one launch, 0: enough for a launch of about 0.1 s.
     """
     config = replace(config, busy=load != "none")
     grid = torch.cuda.get_device_properties(0).multi_processor_count
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE", help=", ".join(SHAPES)
     )
-    parser.add_argument("--chains", type=int, default=1, help="tiles a block at the same time")
+    parser.add_argument("--chains", type=int, default=1, help="tiles per block at the same time")
     parser.add_argument(
         "--loads", nargs="+", choices=LOADS, default=["dram"], help="what runs beside the chains"
     )

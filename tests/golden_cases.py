@@ -3,9 +3,9 @@
 The inputs come from integer arithmetic, so that they are the same bytes with every version of everything.
 They are no attention that ever ran (out and lse are invented): the backward is a function of its inputs.
 
-Changing the file: a hash may change only together with ``NUMERICS_VERSION``, or of the forward
-``FORWARD_VERSION`` (schedule/constants.py), which changes every fingerprint, and an entry "changes bits" in
-CHANGELOG.md. On a Hopper GPU,
+Changing the file: a hash may change only together with its fingerprint, and with an entry "changes bits" in
+CHANGELOG.md. Where numerics do not show in fingerprints by themselves, ``NUMERICS_VERSION`` or of the forward
+``FORWARD_VERSION`` (schedule/constants.py) changes them. On a Hopper GPU,
 ``DASH_ATTN_WRITE_GOLDEN=tests/golden-sm_90a.json pytest tests/gpu/test_gpu_golden.py`` writes what is
 missing: cases without hashes, and cases whose fingerprint is another one. It leaves all others as they are.
 """

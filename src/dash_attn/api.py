@@ -133,7 +133,10 @@ def attention(
         >>> torch.equal(documents[:, :100], attention(q[:, :100], k[:, :100], k[:, :100], causal=True))
         True
     """
-    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
+    asked = Asked(
+        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
+        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
+    )  # fmt: skip
     dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
     aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return run_dense(q, k, v, aux, asked, return_lse)

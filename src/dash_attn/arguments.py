@@ -69,7 +69,7 @@ class Used(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a caller asks for besides the tensors, as the caller gave it."""
+    """What a caller asks for besides the tensors, as the caller gave it. Made by keywords: many are alike."""
 
     causal: bool = False
     window: Window = None
@@ -217,10 +217,17 @@ def spec_of(q: Tensor, asked: Asked, aux: AuxTensors) -> AttentionSpec:
     left, right = sides_of(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
     return AttentionSpec(
-        scale_of(asked.softmax_scale, q.shape[-1]), left, right, policy_key(asked.policy), ordered,
-        check_backend(asked.backend), check_q_segment(asked.q_segment), check_softcap(asked.softcap),
-        dropout_p=check_dropout(asked.dropout_p), **aux.given,
-    )  # fmt: skip
+        softmax_scale=scale_of(asked.softmax_scale, q.shape[-1]),
+        left=left,
+        right=right,
+        policy=policy_key(asked.policy),
+        ordered=ordered,
+        backend=check_backend(asked.backend),
+        q_segment=check_q_segment(asked.q_segment),
+        softcap=check_softcap(asked.softcap),
+        dropout_p=check_dropout(asked.dropout_p),
+        **aux.given,
+    )
 
 
 _LAYOUTS = {4: "(batch, seqlen, heads, head_dim)", 3: "(total, heads, head_dim)"}

@@ -78,8 +78,10 @@ def flash_attn_func(
     check_no_positional("flash_attn_func", "q, k and v", positional)
     check_flash_options("flash_attn_func", flash_options)
     asked = Asked(
-        causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
-    )
+        causal=causal, window=window_size, softmax_scale=softmax_scale, policy=policy,
+        deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
+        q_segment=q_segment,
+    )  # fmt: skip
     dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
     aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     return run_dense(q, k, v, aux, asked, return_lse)
@@ -177,8 +179,10 @@ def flash_attn_varlen_func(
     page_table = block_table_or(page_table, flash_options)
     check_flash_options("flash_attn_varlen_func", flash_options)
     asked = Asked(
-        causal, window_size, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
-    )
+        causal=causal, window=window_size, softmax_scale=softmax_scale, policy=policy,
+        deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
+        q_segment=q_segment,
+    )  # fmt: skip
     dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
     aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
     packing: Packing | Used

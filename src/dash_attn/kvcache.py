@@ -94,7 +94,9 @@ def flash_attn_with_kvcache(
     check_no_positional("flash_attn_with_kvcache", named, positional)
     page_table = block_table_or(page_table, flash_options)
     check_cache_options(flash_options)
-    asked = Asked(causal, window_size, softmax_scale, backend=backend, softcap=softcap)
+    asked = Asked(
+        causal=causal, window=window_size, softmax_scale=softmax_scale, backend=backend, softcap=softcap
+    )
     with_lse = check_flag("return_lse", return_lse) | check_flag("return_softmax_lse", return_softmax_lse)
     kept = Kept(cache_seqlens, cache_batch_idx, page_table)
     aux = aux_of(q, learnable_sink, None)

@@ -102,8 +102,10 @@ def is_supported(
         kept = Kept(cache_seqlens, cache_batch_idx, block_table_or(page_table, flash_options))
         window = _one_window(window, window_size)
         asked = Asked(
-            causal, window, softmax_scale, policy, deterministic, backend, softcap, dropout_p, q_segment
-        )
+            causal=causal, window=window, softmax_scale=softmax_scale, policy=policy,
+            deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
+            q_segment=q_segment,
+        )  # fmt: skip
         dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
         aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
         if _is_over_cache(kept, new, packing[:3]):
@@ -194,7 +196,10 @@ def plan_for(
     Plan(spt, 8 items, 20 tasks)
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, None, policy, True, backend, softcap, dropout_p, q_segment)
+    asked = Asked(
+        causal=causal, window=window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p,
+        q_segment=q_segment,
+    )  # fmt: skip
     aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     if call.parts:
@@ -212,7 +217,8 @@ class Fingerprints(NamedTuple):
         forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``), or the name
             and version of the library whose kernel it is.
         backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``), or of those of all
-            segments of long sequences.
+            segments of long sequences. With "triton" both are hashed once more, with the version of its
+            kernels (``TRITON_VERSION``).
         backend: its name. Two backends may have the same two numerics, and still round otherwise.
     """
 
@@ -253,7 +259,10 @@ def fingerprints(
     (64, 64, 'cpu')
     """
     window = _one_window(window, window_size)
-    asked = Asked(causal, window, None, policy, True, backend, softcap, dropout_p, q_segment)
+    asked = Asked(
+        causal=causal, window=window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p,
+        q_segment=q_segment,
+    )  # fmt: skip
     aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     return Fingerprints(call.prepared.forward_fingerprint, call.fingerprint, call.backend.name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from attention_cases import SCALE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dash_attn
 import dash_attn.api as api
 from dash_attn.api import Support, attention, fingerprints, is_supported, plan_for
 from dash_attn.backends.cpu import oracle_backward, oracle_forward
@@ -388,3 +391,15 @@ def test_supported_says_where():
     assert support
     assert support == Support(True, "", "cpu")
     assert isinstance(Descending(), Policy)
+
+
+def test_what_is_asked_is_passed_on_by_name():
+    """Nine values, several of one type: a place that is wrong would ask for something else in silence."""
+    found = 0
+    for path in Path(dash_attn.__file__).parent.rglob("*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        for call in calls:
+            if isinstance(call.func, ast.Name) and call.func.id == "Asked":
+                assert not call.args, f"{path}:{call.lineno}"
+                found += len(call.keywords) >= 7
+    assert found >= 7

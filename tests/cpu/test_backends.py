@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from absent_gpu import absent_gpu
 from torch import Tensor
 
 from dash_attn import (
@@ -21,10 +22,13 @@ from dash_attn import (
 from dash_attn.api import apply_plan
 from dash_attn.backends import base
 from dash_attn.backends.base import AUTO, BACKENDS, backend_named, backends_for
+from dash_attn.backends.cached import CachedProblem
 from dash_attn.backends.cpu.backend import _CPU
+from dash_attn.backends.triton import tiles
 from dash_attn.errors import InputError
 from dash_attn.ops import policies
 from dash_attn.problem import Problem
+from dash_attn.schedule.constants import TRITON_VERSION
 from dash_attn.testing import assert_same_bytes
 
 CPU = torch.device("cpu")
@@ -136,3 +140,87 @@ def test_where_none_covers_a_call_each_says_why(
     wider = [torch.cat([x, x], 3) for x in tensors]
     assert is_supported(*wider).reason == "picky: head_dim 64 is not 32; cpu: no time"
     assert is_supported(*wider, backend="cpu").reason == "no time"
+
+
+# A Hopper GPU that is not there
+
+
+def of_head_dim(head_dim: int = 64) -> Tensor:
+    return torch.zeros(1, 256, 4, head_dim, device="cuda", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("installed", "missing"),
+    [
+        ((), "nvidia-cutlass-dsl and apache-tvm-ffi"),
+        (("cutlass",), "apache-tvm-ffi"),
+        (("tvm_ffi",), "nvidia-cutlass-dsl"),
+    ],
+)
+def test_without_the_compiler_auto_takes_triton_and_says_so(installed: tuple[str, ...], missing: str) -> None:
+    pytest.importorskip("triton")
+    with absent_gpu(installed=lambda module: module in installed or None):
+        q, wide = of_head_dim(), of_head_dim(256)
+        assert is_supported(q, q, q).backend == "triton"
+        assert fingerprints(q, q, q, causal=True).backend == "triton"
+        found, other = (backend_named(name).tiles(256, 256) for name in ("triton", "sm90"))
+        assert plan_for(wide, wide, wide).problem.tile_n == found[1] != other[1]
+        reason = f"the sm90 backend needs {missing}: pip install 'dash-attn[cuda]'"
+        assert is_supported(q, q, q, backend="sm90").reason == reason
+        with pytest.raises(InputError) as raised:
+            fingerprints(q, q, q, backend="sm90")
+        assert str(raised.value) == reason
+
+
+def test_with_the_compiler_auto_takes_sm90() -> None:
+    with absent_gpu():
+        q = of_head_dim()
+        assert is_supported(q, q, q).backend == "sm90"
+        assert fingerprints(q, q, q, causal=True).backend == "sm90"
+
+
+def test_what_the_kernels_lack_is_said_before_what_is_not_installed() -> None:
+    with absent_gpu(installed=lambda module: None):
+        q = of_head_dim(264)
+        reason = is_supported(q, q, q, backend="sm90").reason
+    assert reason.startswith("head_dim 264 is not supported by sm90")
+
+
+def of_a_cache() -> str:
+    """Triton's fingerprint of a forward over a cache."""
+    problem = CachedProblem(
+        batch=1, heads=4, kv_heads=4, head_dim=64, head_dim_v=64, dtype="bfloat16", sides=(-1, 0),
+        seqlen_q=256, total_q=256, longest_q=256, page_size=256, pages=1, most_pages=1,
+    )  # fmt: skip
+    return backend_named("triton").prepare_cached(problem, torch.device("cuda", 0)).fingerprint
+
+
+def test_the_version_of_tritons_kernels_is_in_their_fingerprints_and_in_no_others(
+    monkeypatch: pytest.MonkeyPatch, tensors: list[Tensor]
+) -> None:
+    pytest.importorskip("triton")
+    assert fingerprints(*tensors).backward == plan_for(*tensors).fingerprint
+    with absent_gpu():
+        q = of_head_dim()
+        mine, other = (plan_for(q, q, q, causal=True, backend=name) for name in ("triton", "sm90"))
+        assert fingerprints(q, q, q, causal=True, backend="sm90").backward == other.fingerprint
+        found = []
+        for version in (TRITON_VERSION, TRITON_VERSION + 1):
+            monkeypatch.setattr(tiles, "TRITON_VERSION", version)
+            found.append(fingerprints(q, q, q, causal=True, backend="triton"))
+            assert found[-1].forward == of_a_cache()
+    # Without a version they were those of the numerics alone.
+    numerics = tiles.forward_numerics(mine.problem, roomy=True)
+    assert len({numerics.fingerprint, *(x.forward for x in found)}) == 3
+    assert len({mine.fingerprint, *(x.backward for x in found)}) == 3
+
+
+def test_segments_on_triton_have_its_version_too() -> None:
+    pytest.importorskip("triton")
+    with absent_gpu():
+        q = of_head_dim()
+        names = [
+            fingerprints(q, q, q, causal=True, q_segment=128, backend=name).backward
+            for name in ("triton", "sm90")
+        ]
+    assert names[0] == backend_named("triton").fingerprint_of(names[1]) != names[1]

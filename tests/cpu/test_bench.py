@@ -80,6 +80,25 @@ def test_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_shape(SHAPE, Settings(), print)
 
 
+def test_a_backend_that_is_named_needs_no_hopper_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = []
+
+    def bench(shape: Shape, *_: object) -> Result:
+        measured.append(shape.backend)
+        return Result(shape, "NVIDIA A100", ROWS)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr("dash_attn.tools.bench.bench_shape", bench)
+    assert main(["bench", "--seqlen", "512", "--backend", "triton"]) == 0
+    assert main(["bench", "--seqlen", "512"]) == 2
+    assert "needs a Hopper GPU (sm_90), got NVIDIA A100" in capsys.readouterr().err
+    assert measured == ["triton"]
+
+
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize(
     ("line", "message"), [("--rounds 0", "rounds must be >= 1, got 0"), ("--seqlen 5 --seqlens 3", "seqlens")]

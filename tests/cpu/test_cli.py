@@ -15,7 +15,9 @@ from dash_attn.model import H200, ForwardCosts, ForwardTimeline, closed_form, si
 from dash_attn.problem import Mask, Problem, default_tiles
 from dash_attn.schedule import POLICIES, build_forward_plan
 from dash_attn.tools import limits
+from dash_attn.tools.bench import Result, Settings
 from dash_attn.tools.cli import main
+from dash_attn.tools.shapes import Shape
 
 Run = pytest.CaptureFixture[str]
 
@@ -146,6 +148,7 @@ def test_doctor(capsys: Run) -> None:
         ("simulate --tiles 4 --workers 0", "workers must be an integer >= 1, got 0"),
         ("simulate --tiles 4 --policy shift --workers 3", "needs 4 resident workers"),
         ("simulate --tiles 4 --policy shift --mask causal", "shift needs a mask that leaves every task"),
+        ("plan --tiles 4 --policy shift(ring=0)", "ring must be >= 1, got 0"),
         ("simulate --tiles 4 --policy fa3 --ring 2", "--ring only with --policy shift, got fa3"),
         ("plan", "give either --tiles or --seqlen"),
         ("plan --tiles 4 --seqlen-k 9", "--seqlen-k 9 belongs to --seqlen"),
@@ -169,6 +172,92 @@ def test_errors_name_the_value_and_end_with_two(capsys: Run, line: str, message:
     printed = capsys.readouterr()
     assert message in printed.err
     assert "Traceback" not in printed.err
+
+
+PRINTED = [
+    "--mask full --tiles 40",  # rings with strides
+    "--mask full --seqlen 4096 --head-dim 256",
+    "--mask causal --tiles 8",
+    "--mask causal --seqlen 1024 --head-dim 64",
+    "--mask causal --tiles 8 --heads 4 --kv-heads 2",  # descending + lpt
+    "--mask causal --tiles 8 --heads 4 --policy symmetric_shift",
+    "--mask causal --tiles 8 --heads 4 --policy spt --placement lpt",
+    "--mask full --tiles 8 --heads 4 --policy shift --ring 4 --stride 1",
+]
+
+
+@pytest.mark.parametrize("line", PRINTED)
+def test_a_policy_that_is_printed_is_taken_back(capsys: Run, line: str) -> None:
+    first = as_json(capsys, f"plan {line} --json")
+    problem = line.partition(" --policy")[0].split()
+    assert main(["plan", *problem, "--policy", first["policy"], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == first
+
+
+def test_what_was_printed_has_parameters_and_placements(capsys: Run) -> None:
+    """So that the test above is not about plain names only."""
+    names = {as_json(capsys, f"plan {line} --json")["policy"] for line in PRINTED}
+    assert {"descending + lpt", "shift(ring=16, min_stride=2, max_stride=4)", "spt + lpt"} <= names
+    assert "shift(ring=16, min_stride=2, max_stride=2)" in names
+
+
+@pytest.mark.parametrize(
+    "policy", ["shift(ring=4) + in_order", "fa3 + last_first", "spt + long_first(long_from=9)"]
+)
+def test_policies_of_every_form_are_taken(capsys: Run, policy: str) -> None:
+    line = ["--tiles", "8", "--heads", "2", "--workers", "16", "--json", "--policy"]
+    assert main(["simulate", *line, policy]) == 0
+    assert json.loads(capsys.readouterr().out)["policy"] == policy
+
+
+def test_shapes_take_a_printed_policy(capsys: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+
+    def bench(shape: Shape, settings: Settings, *_: object) -> Result:
+        taken.extend([shape.policy, *settings.policies])
+        return Result(shape, "a GPU", ())
+
+    monkeypatch.setattr("dash_attn.tools.bench.require_gpu_for", lambda shape: None)
+    monkeypatch.setattr("dash_attn.tools.bench.bench_shape", bench)
+    names = ["descending + lpt", "shift(ring=16, min_stride=2, max_stride=4)", "spt"]
+    assert main(["bench", "--seqlen", "512", "--json", "--policy", names[0], "--policies", *names[1:]]) == 0
+    assert taken == names
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("plan --tiles 4 --policy", "unknown policy 'best'; known: auto, fa3, descending"),
+        ("simulate --tiles 4 --policy", "unknown policy 'best'; known: auto, fa3, descending"),
+        ("verify --policy", "unknown policy 'best'; known: auto, fa3, descending"),
+        ("bench --policy", "unknown policy 'best'; known: auto, fa3, descending"),
+        ("bench --policies spt", "unknown policy 'best'; known: auto, fa3, descending"),
+    ],
+)
+def test_a_wrong_policy_is_named_beside_those_that_are_known(capsys: Run, flags: str, message: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*flags.split(), "best"])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("descending + fast", "unknown placement 'fast'; known: policy, "),
+        ("shift(ring=x)", "unknown policy 'shift(ring=x)'"),
+        ("shift(rings=2)", "unknown policy 'shift(rings=2)'"),
+    ],
+)
+def test_a_wrong_part_of_a_policy_is_named(capsys: Run, policy: str, message: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--tiles", "4", "--policy", policy])
+    assert message in capsys.readouterr().err
+
+
+def test_one_placement_only(capsys: Run) -> None:
+    assert main(["plan", "--tiles", "4", "--policy", "spt + in_order", "--placement", "lpt"]) == 2
+    assert "--placement lpt and --policy spt + in_order: give one of them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["", "simulate --policy best", "nonsense"])
@@ -215,7 +304,7 @@ def never(*args: Any, **how: Any) -> Any:
         ("simulate --tiles 4 --save", "tools.schedules.plan_of"),
         ("trace --tiles 4 --save", "tools.schedules.plan_of"),
         ("trace --pass forward --seqlen 512 --save", "tools.forward.build_forward_plan"),
-        ("bench --seqlen 512 --save", "tools.bench.require_hopper"),
+        ("bench --seqlen 512 --save", "tools.bench.require_gpu_for"),
     ],
 )
 def test_targets_are_checked_before_the_work(

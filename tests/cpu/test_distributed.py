@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import cycle, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dash_attn
+from dash_attn.backends.base import backend_named
 from dash_attn.distributed import attention, attention_varlen, notes, positions, shard, unshard
 from dash_attn.distributed.shared import Shared
 from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
@@ -330,6 +332,10 @@ def _disagreeing(rank: int) -> None:
             attention_varlen(*[torch.zeros(712, 4, 32)] * 3, bounds)
     with pytest.raises(CommunicationError, match=r"different arguments: rank . has q=.*(32|64), 4, 32"):
         attention(x[:, :rows], x[:, :rows], x[:, :rows])
+    # By what is installed, "auto" may be another backend on another machine.
+    other = mock.patch.object(type(backend_named("cpu")), "name", ("cpu", "another")[rank])
+    with other, pytest.raises(CommunicationError, match="has the backend that runs it=(cpu|another), rank"):
+        attention(x[:, :48], x[:, :48], x[:, :48])
     # Only one of them is wrong: it says what, and the other one says who.
     kind, said = (CommunicationError, "rank 1 of 2 refused its arguments: mode must be") if rank == 0 else (
         InputError, "mode must be one of"

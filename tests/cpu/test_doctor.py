@@ -10,6 +10,7 @@ from importlib.metadata import version
 
 import pytest
 import torch
+from absent_gpu import absent_gpu
 
 from dash_attn.backends.cuda.cache import KernelCache
 from dash_attn.tools import doctor
@@ -42,7 +43,7 @@ class _Properties:
         (
             (9, 0),
             ("apache-tvm-ffi",),
-            "backend='triton' only: apache-tvm-ffi missing: pip install 'dash-attn[cuda]' (Test GPU",
+            "by Triton only: apache-tvm-ffi missing: pip install 'dash-attn[cuda]' (Test GPU",
         ),
         ((9, 0), (), "yes: Test GPU, sm_80, 108 SMs; Test GPU"),
     ],
@@ -54,6 +55,43 @@ def test_gpus(monkeypatch, capability, missing, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(doctor, "_installed", lambda name: "missing" if name in missing else "1.0")
     assert doctor._gpu(torch).startswith(expected)
+
+
+def _supported_on(monkeypatch, backend, capability, **how):
+    """A line of the matrix on a GPU that is not there."""
+    monkeypatch.setattr(doctor, "CALLS", {"head_dim 96": doctor.CALLS["head_dim 96"]})
+    with absent_gpu(capability, **how):
+        return doctor._supported("cuda", backend)["head_dim 96"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        ((9, 0), "yes"),
+        ((8, 0), "yes (compiled for sm_80, never run on sm_80)"),
+        ((8, 9), "yes (compiled for sm_80, never run on sm_89)"),
+        ((10, 3), "yes (compiled for sm_100, never run on sm_103)"),
+        ((12, 0), "yes (compiled for sm_120, never run on sm_120)"),
+        ((11, 0), "yes (never compiled for sm_110, and never run there)"),
+        ((7, 5), "no: cuda:0 is sm_75; the triton backend needs sm_80 or newer"),
+    ],
+)
+def test_what_nobody_tried_on_triton_is_said(monkeypatch, capability, expected):
+    pytest.importorskip("triton")
+    assert _supported_on(monkeypatch, "triton", capability) == expected
+
+
+def test_triton_was_never_run_on_rocm(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert _supported_on(monkeypatch, "triton", (9, 0)) == "yes (never run on ROCm)"
+
+
+def test_without_the_compiler_sm90_is_no_yes(monkeypatch):
+    assert _supported_on(monkeypatch, "sm90", (9, 0)) == "yes"
+    missing = "nvidia-cutlass-dsl and apache-tvm-ffi: pip install 'dash-attn[cuda]'"
+    found = _supported_on(monkeypatch, "sm90", (9, 0), installed=lambda module: None)
+    assert found == f"no: the sm90 backend needs {missing}"
 
 
 def test_without_torch(monkeypatch):

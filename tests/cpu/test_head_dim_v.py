@@ -353,6 +353,7 @@ def test_sm90_refuses_with_a_reason() -> None:
 
 def test_sm90_has_no_softcap_where_v_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: (9, 0))
+    monkeypatch.setattr("dash_attn.backends.sm90.backend._why_no_compiler", lambda: "")
     sm90, device = backend_named("sm90"), torch.device("cuda", 0)
     for head_dim, said in ((192, "softcap 30.0 is not supported by sm90 at head_dim 192"), (128, "")):
         problem = Problem.dense(seqlen=10, head_dim=head_dim, head_dim_v=128)

@@ -30,7 +30,7 @@ SHARED = 232_448  # bytes that a block may use at most
 SOURCES = Path(__file__).parents[2] / "src"
 RECORD = Path(__file__).parents[1] / "kernels-sm_90a.json"
 KNOWN = json.loads(RECORD.read_text())
-FAST = ("backward-d64-bf16", "backward-d128-bf16")
+FAST = ("backward-d64-bf16", "backward-d128-bf16", "forward-d64-bf16", "forward-d128-bf16")
 VARIANTS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in variants()]
 
 compiled = cache(machine_code)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("default")  # of the kernel compiler
 from litmus import FORMS, SHAPES, contributions, fold  # noqa: E402 - imports the compiler
 from litmus_kernel import LitmusConfig, Reader, Wait, compile_litmus  # noqa: E402
 
-SHARED = 232_448  # bytes a block may own on sm_90
+SHARED = 232_448  # bytes that a block may own on sm_90
 
 
 def compiled(config: LitmusConfig, folder: Path) -> Counter[str]:

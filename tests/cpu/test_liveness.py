@@ -371,7 +371,7 @@ def test_slots_are_limited_and_items_run_out() -> None:
 
 
 def test_claiming_ahead_waits_for_the_first_grant_and_for_older_items() -> None:
-    """Two tasks an item: a worker claims again when the second one waits, and a third item not yet then."""
+    """Two tasks per item: a worker claims again when the second one waits, and a third item not yet then."""
     _, items = ring(2)
     events = [Event("claim", 0), Event("grant", 0), Event("claim", 0)]
     with pytest.raises(IllegalEventError, match="worker 0 still waits for tickets of item 0"):

@@ -60,6 +60,39 @@ def test_opcheck(packed, dtype, sink):
     opcheck(functions.backward, (*saved, *rest), rtol=1e-2, atol=1e-2)
 
 
+SLOPES, SEED = torch.linspace(0.1, 1, 4), torch.tensor(2**62 + 1)
+OF_SCORES = {
+    "softcap": (NO_AUX, {"softcap": 2.0}),
+    "alibi": (AuxTensors(alibi_slopes=SLOPES), {"alibi": True}),
+    "alibi of each sequence": (AuxTensors(alibi_slopes=torch.stack([SLOPES, 2 * SLOPES])), {"alibi": True}),
+    "dropout": (AuxTensors(dropout_seed=SEED), {"dropout_p": 0.3}),
+    "all": (
+        AuxTensors(torch.linspace(-1, 1, 4), SLOPES, SEED),
+        {"sink": True, "alibi": True, "dropout_p": 0.3, "softcap": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("what", OF_SCORES)
+def test_opcheck_of_what_becomes_of_scores(what, packed):
+    """Forward and backward, and that each asks for something: another out than without it."""
+    aux, options = OF_SCORES[what]
+    tensors, ends = inputs(batch=None if packed else 2), ENDS
+    if packed and what == "alibi of each sequence":
+        ends = torch.tensor([0, 7, 20], dtype=torch.int32)
+    functions, extra, longest = (VARLEN, (ends, ends), (13, -1)) if packed else (DENSE, (), ())
+    if aux.learnable_sink is not None:
+        aux = aux._replace(learnable_sink=aux.learnable_sink.clone().requires_grad_())
+    rest = (*aux, *extra, *OPTIONS._replace(**options), *longest)
+    opcheck(functions.forward, (*tensors, *rest))
+    out, lse = functions.forward(*tensors, *rest)
+    assert not torch.equal(out, functions.forward(*tensors, *NO_AUX, *extra, *OPTIONS, *longest)[0])
+    saved = [x.detach() for x in (torch.ones_like(out), *tensors, out, lse)]
+    rest = (*(x.detach() if isinstance(x, torch.Tensor) else x for x in rest),)
+    opcheck(functions.backward, (*saved, *rest))
+
+
 @pytest.mark.parametrize("policy", ["auto", Shift(ring=2), "shift(ring=2, stride=1)"], ids=str)
 def test_compiled_dense_calls_have_the_same_bytes(policy):
     def run(q, k, v):

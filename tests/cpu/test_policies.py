@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from dash_attn.schedule import (
     SymmetricShift,
     build_plan,
     choose_policy,
+    defaults,
     prove,
 )
 from dash_attn.schedule.constants import AUTO_RING
@@ -312,3 +314,11 @@ def test_auto_looks_at_one_sequence_alone(problem: Problem) -> None:
         )
         alone = build_plan(single, *choose_policy(single))
         assert np.array_equal(alone.patterns[pair].runs, together.patterns[pair].runs)
+
+
+def test_what_auto_chooses_has_its_numbers_among_the_constants() -> None:
+    """Numbers that decide bits have names in one file: nobody finds them between lines of code."""
+    tree = ast.parse(Path(defaults.__file__).read_text())
+    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    numbers = {x for x in constants if type(x) in (int, float)}
+    assert numbers == {0, 1, 256}  # the first sequence, several heads, and how many choices are kept

@@ -49,7 +49,7 @@ def test_other_head_dims_have_no_kernel() -> None:
 
 
 def test_measured_cycles() -> None:
-    problem = Problem.dense(heads=132, seqlen=128, head_dim=64)  # one task a worker
+    problem = Problem.dense(heads=132, seqlen=128, head_dim=64)  # one task per worker
     assert measured_cycles(problem, 3.0, 1.0) == pytest.approx(2e-3 * CLOCK_GHZ * 1e9)
     assert measured_cycles(problem, 3.0, 1.0, clock_ghz=1.5) == pytest.approx(3e6)
 

@@ -465,6 +465,7 @@ def test_a_backend_is_asked_whether_it_has_them(monkeypatch: pytest.MonkeyPatch)
 def test_sm90_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     sm90 = backend_named("sm90")
     monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: (9, 0))
+    monkeypatch.setattr("dash_attn.backends.sm90.backend._why_no_compiler", lambda: "")
     problem, device = Problem.dense(seqlen=10, head_dim=64), torch.device("cuda", 0)
     assert sm90.why_not(problem, device, packed=False) == ""
     reason = sm90.why_not(problem, device, packed=False, scores=Scores(0.125, row_intervals=True))

@@ -301,6 +301,7 @@ def test_what_is_no_sink_is_named(case: str) -> None:
 
 def test_sm90_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sm90, "_why_no_compiler", lambda: "")
     problem, device = Problem.dense(seqlen=256, head_dim=64), torch.device("cuda", 0)
     assert sm90.BACKEND.why_not(problem, device, False, Scores(0.125, sink=True)) == ""
     assert sm90.BACKEND.why_not(problem, device, False, Scores(0.125, softcap=2.0, sink=True)) == ""

@@ -126,5 +126,6 @@ def test_what_makes_no_sense_is_refused(
     scores = Scores(scale, softcap=softcap)
     assert why_no_cap(scores) == reason.replace("1e12", f"{1e12}")
     monkeypatch.setattr(backend, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backend, "_why_no_compiler", lambda: "")
     problem = Problem.dense(seqlen=256, head_dim=64)
     assert backend.BACKEND.why_not(problem, torch.device("cuda", 0), False, scores) == why_no_cap(scores)

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dash_attn.backends.cuda.cubin import resources_of_cubin
+from dash_attn.backends.triton.backend import COMPILED
 from dash_attn.backends.triton.backward_kernels import (
     dkdv_kernel,
     dq_kernel,
@@ -248,6 +249,10 @@ def test_every_contribution_to_dq_is_a_product_of_its_own(arch: int, dtype: str,
     loop = text[text.index("scf.for") :]
     assert len(re.findall(rf"arith\.addf .* : {tile}", loop)) == sums
     assert loop.count("tt.dot ") == 3
+
+
+def test_what_is_called_compiled_is_compiled_here() -> None:
+    assert [10 * major + minor for major, minor in COMPILED] == list(SHARED)
 
 
 def test_no_sum_is_fused_with_a_product() -> None:

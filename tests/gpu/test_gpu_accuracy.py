@@ -36,7 +36,7 @@ BOUND = {"bfloat16": 1.2e-2, "float16": 1.5e-3}
 
 
 def configurations() -> list[tuple[int, str, str, int]]:
-    """(head dim, dtype, mask, q heads a kv head), shuffled; a short run takes a dozen of them, because
+    """(head dim, dtype, mask, q heads per kv head), shuffled; a short run takes a dozen of them, because
     the peer compiles each."""
     every = [
         (head_dim, dtype, mask, group)

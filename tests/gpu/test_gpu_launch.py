@@ -160,7 +160,6 @@ def test_a_plan_for_other_dense_tensors_is_refused(run, other):
 @BY_THE_PLAN
 def test_a_plan_for_other_packed_tensors_is_refused(run):
     """The tensors have more rows than the plan, so that no forward reads what is not there."""
-    pytest.importorskip("flash_attn.cute", reason="packed tensors need FlashAttention-4's forward")
     case = make_packed_case(packed(300, 200))
     for lengths in ((300, 100), ((300, 300), (200, 150)), (400,)):
         with pytest.raises(PlanMismatchError):

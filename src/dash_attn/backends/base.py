@@ -269,6 +269,17 @@ class Backend(ABC):
     def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         """(tile_m, tile_n) of its backward; any for head dims that it does not cover."""
 
+    def fingerprint_of(self, numerics: str) -> str:
+        """What names numerics as this backend runs them, by ``Plan.fingerprint`` or that of a forward.
+
+        It is the same unless kernels have a version of their own, which is then in all its fingerprints.
+        """
+        return numerics
+
+    def untried(self, device: torch.device) -> str:
+        """What nobody knows of it on a device that it covers; empty if it was tested on such a one."""
+        return ""
+
     @abstractmethod
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

@@ -96,7 +96,10 @@ def attention(
         CommunicationError: ranks were called with different arguments, another one has refused its own, or
             the exchange failed. docs/distributed.md says which rank raises when.
     """
-    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
+    asked = Asked(
+        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
+        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
+    )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
     found = _run((q, k, v), None, beside, asked, (group, layout, mode, return_lse))
@@ -146,7 +149,10 @@ def attention_varlen(
     Raises:
         InputError, CommunicationError: as :func:`attention`.
     """
-    asked = Asked(causal, window, softmax_scale, policy, True, backend, softcap, dropout_p, q_segment)
+    asked = Asked(
+        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
+        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
+    )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
     found = _run((q, k, v), cu_seqlens, beside, asked, (group, layout, mode, return_lse))
@@ -182,7 +188,7 @@ def _run(
     except Exception as error:
         refuse(team, error)
         raise
-    agree(team, _said(qkv, checked), lambda: _numbers(checked))
+    agree(team, _said(qkv, checked, shared), lambda: _numbers(checked))
     if shared is None:
         out, lse = empty_results(q, k, v, aux)
         return (out, lse) if return_lse else out
@@ -241,9 +247,10 @@ def _checked(
     return (q, k, v), call.aux, call.spec, given
 
 
-def _said(qkv: _QKV, checked: _Checked) -> tuple[tuple[str, Any], ...]:
+def _said(qkv: _QKV, checked: _Checked, shared: Shared | None) -> tuple[tuple[str, Any], ...]:
     """What must be equal on all ranks, by name. Lengths of packed sequences are new in every batch, and left
-    out: to compare each batch would cost more than it finds."""
+    out: to compare each batch would cost more than it finds. "auto" may be another backend on every machine,
+    by what is installed there."""
     _, aux, spec, given = checked
     shapes = []
     for name, x in zip("qkv", qkv):
@@ -255,7 +262,8 @@ def _said(qkv: _QKV, checked: _Checked) -> tuple[tuple[str, Any], ...]:
     wanted = (*qkv, aux.learnable_sink)
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
     seeded = ("a seed given", aux.dropout_seed is not None)
-    return (*shapes, *spec._asdict().items(), *same.items(), ("gradients", gradients), seeded)
+    runs_by = () if shared is None else (("the backend that runs it", shared.backend),)
+    return (*shapes, *spec._asdict().items(), *same.items(), ("gradients", gradients), seeded, *runs_by)
 
 
 def _numbers(checked: _Checked) -> tuple[tuple[str, Any], ...]:

@@ -77,6 +77,7 @@ class Shared:
         keys: those that each rank needs, a stretch per sequence.
         cut: how sequences are cut.
         scores: what becomes of them.
+        backend: the name of what runs it here.
         group: q heads that share one kv head.
     """
 
@@ -85,6 +86,7 @@ class Shared:
         self.scores, self.group = spec.scores, given.heads // given.kv_heads
         self.layout = Layout(given.lengths, team.size, given.layout)
         one = self.dense_call(1, 1, 1)
+        self.backend = one.backend.name
         self.cut = Cut(spec.mask, one.problem.tile_n, spec.rows_per_segment)
         self.work = deal(self.layout, self.cut, given.kv_heads, given.head_ranks)
         self.rows = self.work[team.rank].rows

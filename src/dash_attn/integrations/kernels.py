@@ -68,4 +68,6 @@ def _checked(
     cu_seqlens: tuple[Tensor, Tensor] | None,
 ) -> CheckedCall:
     packing = None if cu_seqlens is None else Packing(*cu_seqlens)
-    return check_call(q, k, v, packing, Asked(band.causal, (band.left, band.right), softmax_scale))
+    sides = band.left, band.right
+    asked = Asked(causal=band.causal, window=sides, softmax_scale=softmax_scale)
+    return check_call(q, k, v, packing, asked)

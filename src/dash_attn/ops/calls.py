@@ -135,7 +135,8 @@ class Call:
     @property
     def fingerprint(self) -> str:
         """What names the numerics of the backward."""
-        return fingerprint_of_parts(self.parts) if self.parts else self.plan.fingerprint
+        numerics = fingerprint_of_parts(self.parts) if self.parts else self.plan.fingerprint
+        return self.backend.fingerprint_of(numerics)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX, origin: Origin = ORIGIN

@@ -1,5 +1,10 @@
-"""Every number that decides bits. A change of one raises ``NUMERICS_VERSION``, or of the forward's
-``FORWARD_VERSION``, and is said in the changelog.
+"""Numbers that decide bits. Whoever changes one sees to it that fingerprints differ where bits do, and says
+it in the changelog. Most numbers show in fingerprints by themselves, as another pattern or segment. Where one
+does not, ``NUMERICS_VERSION`` is raised, or of the forward ``FORWARD_VERSION``.
+
+What kernels do with these numbers decides bits, too. Of Triton's kernels ``TRITON_VERSION`` stands for that.
+Tiles of plans and of forwards are in tables of their own, and in their fingerprints: docs/bit-contract.md
+says where.
 
 They were chosen by measurement (docs/design.md), but nothing measures them at run time: timing must not
 choose bits. What may follow the machine is in :mod:`dash_attn.machine`.
@@ -12,6 +17,8 @@ __all__ = [
     "AUTO_MAX_STRIDE_WIDE",
     "AUTO_MIN_STRIDE",
     "AUTO_RING",
+    "AUTO_WIDE_ABOVE",
+    "AUTO_WIDE_KEYS",
     "FEW_TASKS",
     "FORWARD_KEEP",
     "FORWARD_ROOM",
@@ -23,6 +30,7 @@ __all__ = [
     "FULL_MOST_ITEMS",
     "HEADS",
     "HEADS_LONG",
+    "LONG_ABOVE",
     "LONG_FROM",
     "LONG_ROWS",
     "MOST_ITEMS",
@@ -32,6 +40,7 @@ __all__ = [
     "SHORT",
     "SINK_ROWS",
     "SMALL_GROUP",
+    "TRITON_VERSION",
 ]
 
 NUMERICS_VERSION = 3
@@ -41,11 +50,13 @@ AUTO_RING, AUTO_MIN_STRIDE, AUTO_MAX_STRIDE = 16, 2, 4
 room on any GPU, also beside other kernels, and divide most lengths well. With a stride of one q tile a
 hand-over takes as long as a task. With more than four, long heads leave L2."""
 
-AUTO_MAX_STRIDE_WIDE = 2
-"""The same of kv tiles of 64 keys at head dims above 128: a head has twice the bytes."""
+AUTO_MAX_STRIDE_WIDE, AUTO_WIDE_KEYS, AUTO_WIDE_ABOVE = 2, 64, 128
+"""The largest stride of kv tiles of AUTO_WIDE_KEYS keys at head dims above AUTO_WIDE_ABOVE: a head has twice
+the bytes."""
 
-LONG_FROM = 6144
-"""Keys of the shortest sequence that ``by_length`` sums in descending order."""
+LONG_FROM, LONG_ABOVE = 6144, 64
+"""Keys of the shortest sequence that ``by_length`` sums in descending order; "auto" chooses that at head dims
+above LONG_ABOVE, up to AUTO_WIDE_ABOVE."""
 
 HEADS, HEADS_LONG, LONG_ROWS = 2, 1, 8192
 """q heads per item where the mask cuts, and from so many rows per kv tile and q head on: more would make the
@@ -73,6 +84,10 @@ SINK_ROWS = 128
 """Rows whose parts of a sink's gradient are added to one sum, before these are added one after the other."""
 
 FORWARD_VERSION = 3
+
+TRITON_VERSION = 1
+"""Of Triton's kernels and of their table of shapes: in the fingerprints of that backend, forward and
+backward. Raise it when they make other bytes of the same numerics. Older fingerprints had none."""
 
 FORWARD_TILE, FORWARD_SEGMENT = 128, 8192
 """Keys per kv tile and per segment of the forward."""

@@ -10,7 +10,15 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..problem import Mask, Problem
-from .constants import AUTO_MAX_STRIDE, AUTO_MAX_STRIDE_WIDE, AUTO_MIN_STRIDE, AUTO_RING
+from .constants import (
+    AUTO_MAX_STRIDE,
+    AUTO_MAX_STRIDE_WIDE,
+    AUTO_MIN_STRIDE,
+    AUTO_RING,
+    AUTO_WIDE_ABOVE,
+    AUTO_WIDE_KEYS,
+    LONG_ABOVE,
+)
 from .numerics import SPT, ByLength, Descending, Shift
 from .schedule import Schedule
 
@@ -43,8 +51,9 @@ def choose_policy(problem: Problem) -> Schedule:
     >>> [str(choose_policy(problem)) for problem in of_256]
     ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=0)']
     """
-    halved = problem.tile_n == 64 and problem.widest > 128
-    return _chosen(problem.mask, problem.group > 1, 64 < problem.widest <= 128, halved)
+    halved = problem.tile_n == AUTO_WIDE_KEYS and problem.widest > AUTO_WIDE_ABOVE
+    wide = LONG_ABOVE < problem.widest <= AUTO_WIDE_ABOVE
+    return _chosen(problem.mask, problem.group > 1, wide, halved)
 
 
 def choose_policy_of_segment(problem: Problem) -> Schedule:

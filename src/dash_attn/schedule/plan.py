@@ -308,7 +308,7 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of the numerics, 64 hexadecimal digits; placement, batch and head count leave it alone.
 
-        It covers the tile shape, head dimensions, dtype, mask, q heads a kv head, and the head groups and
+        It covers the tile shape, head dimensions, dtype, mask, q heads per kv head, and the head groups and
         runs of every distinct pattern. Two plans with one fingerprint produce the same bytes on one backend.
         """
         return self.fingerprint_under(NUMERICS_VERSION)

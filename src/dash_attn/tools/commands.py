@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DashError
-from ..schedule import POLICIES
-from .flags import add_command, shape_flags
+from .flags import add_command, policy_name, shape_flags
 
 __all__ = ["add_demo", "add_running_commands"]
 
@@ -139,7 +138,12 @@ def _add_bench(subparsers: Any) -> None:
     bench = add_command(subparsers, "bench", run_bench, text, example)
     shape_flags(bench)
     bench.add_argument(
-        "--policies", nargs="+", choices=POLICIES, default=[], help="measure these policies too"
+        "--policies",
+        nargs="+",
+        type=policy_name,
+        metavar="NAME",
+        default=[],
+        help="measure these policies too",
     )
     bench.add_argument("--rounds", type=int, default=15, help="timed calls of each (default 15)")
     bench.add_argument("--no-peers", action="store_true", help="only this package's own modes")
@@ -148,14 +152,15 @@ def _add_bench(subparsers: Any) -> None:
 
 def run_bench(args: argparse.Namespace) -> int:
     from ..model.output import require_writable
-    from .bench import Settings, bench_shape, require_hopper, save_chart, table
+    from .bench import Settings, bench_shape, require_gpu_for, save_chart, table
     from .shapes import chosen_shapes
 
     if args.save:
         require_writable(args.save)
     shapes = chosen_shapes(vars(args), "cuda")
     settings = Settings(args.rounds, tuple(dict.fromkeys(args.policies)), not args.no_peers)
-    require_hopper()
+    for shape in shapes:  # all of them, before any is measured
+        require_gpu_for(shape)
     results = []
     for shape in shapes:
         results.append(bench_shape(shape, settings, partial(print, file=sys.stderr, flush=True)))

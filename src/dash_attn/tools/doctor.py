@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..backends.base import AUTO
+from ..backends.base import AUTO, backend_named
 from ..integrations import OLDEST_TRANSFORMERS
 
 __all__ = ["examine"]
@@ -110,12 +110,12 @@ def _gpu(torch: Any) -> str:
     missing = [p for p in ("nvidia-cutlass-dsl", "apache-tvm-ffi") if _installed(p) == "missing"]
     if missing:
         how = "pip install 'dash-attn[cuda]'"
-        return f"backend='triton' only: {' and '.join(missing)} missing: {how} ({listed})"
+        return f"by Triton only: {' and '.join(missing)} missing: {how} ({listed})"
     return f"yes: {listed}"
 
 
 def _supported(device: str, backend: str) -> dict[str, str]:
-    """ "yes", or the reason why not, for each of ``CALLS``."""
+    """ "yes", with what was never tried, or the reason why not, for each of ``CALLS``."""
     try:
         return {name: _support(device, backend, **call) for name, call in CALLS.items()}
     except ImportError as error:
@@ -146,7 +146,7 @@ def _support(
     rows = (256,) if packed else (1, 256)
     like = {"dtype": getattr(torch, dtype), "device": device}
     q, k = (torch.zeros(*rows, heads, head_dim, **like) for heads in (4, kv_heads))
-    v = k[..., :head_dim_v]
+    v = k if head_dim_v is None else k[..., :head_dim_v]
     ends = torch.tensor([0, 100, 256], dtype=torch.int32)
     bounds = (ends, ends) if packed else ()
     found = is_supported(
@@ -156,7 +156,10 @@ def _support(
         row_ends=torch.full(k.shape[:-2], 256, dtype=torch.int32) if documents else None,
         page_table=torch.zeros(1, 1, dtype=torch.int32) if pages else None,
     )  # fmt: skip
-    return "yes" if found else f"no: {found.reason}"
+    if not found:
+        return f"no: {found.reason}"
+    unknown = backend_named(str(found.backend)).untried(q.device)
+    return f"yes ({unknown})" if unknown else "yes"
 
 
 def _kernel_cache() -> str:

@@ -22,6 +22,7 @@ __all__ = [
     "emit",
     "machine_of",
     "plan_of",
+    "policy_name",
     "problem_flags",
     "problem_of",
     "shape_flags",
@@ -31,6 +32,11 @@ GRID_TILE = 128
 """Rows and columns of a tile where a grid is given as a number of tiles."""
 
 _WINDOW = "sliding window, -1: unbounded"
+
+_POLICY = (
+    f"auto (default), {', '.join(POLICIES)}, or a name that was printed, such as 'descending + lpt' or "
+    "'shift(ring=16)'"
+)
 
 
 def add_command(
@@ -47,6 +53,20 @@ def add_command(
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def policy_name(text: str) -> str:
+    """A flag's value that is "auto" or the name of a schedule, as :meth:`Schedule.parse` takes it.
+
+    Raises:
+        ArgumentTypeError: it is neither; the message names it, and what is known.
+    """
+    if text != "auto":
+        try:
+            Schedule.parse(text)
+        except DashError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def problem_flags(
@@ -75,8 +95,10 @@ def problem_flags(
     group.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     if policy:
         group = parser.add_argument_group("plan")
-        group.add_argument("--policy", choices=("auto", *POLICIES), default="auto")
-        group.add_argument("--placement", choices=PLACEMENTS, help="order in which items are claimed")
+        group.add_argument("--policy", type=policy_name, metavar="NAME", default="auto", help=_POLICY)
+        group.add_argument(
+            "--placement", choices=PLACEMENTS, help="order in which items are claimed, if --policy names none"
+        )
         group.add_argument("--ring", type=int, help="shift: kv tiles of a ring")
         group.add_argument("--stride", type=int, help="shift: q tiles between the starts of two members")
 
@@ -123,15 +145,20 @@ def plan_of(args: argparse.Namespace, problem: Problem) -> Plan:
     """The plan of :func:`problem_flags` for a problem.
 
     Raises:
-        DashError: the policy does not cover the problem, or a flag belongs to another policy.
+        DashError: the policy does not cover the problem, a flag belongs to another policy, or two flags name
+            a placement.
     """
     parameters = {k: v for k in ("ring", "stride") if (v := getattr(args, k)) is not None}
     if parameters and args.policy != "shift":
         raise DashError(f"--{' and --'.join(parameters)} only with --policy shift, got {args.policy}")
+    if args.placement and " + " in args.policy:
+        raise DashError(f"--placement {args.placement} and --policy {args.policy}: give one of them")
     if args.policy == "auto":
         schedule = choose_policy(problem)
-    else:
+    elif parameters:
         schedule = Schedule.of(policy_by_name(args.policy, **parameters))
+    else:
+        schedule = Schedule.parse(args.policy)
     return build_plan(problem, schedule.numerics, args.placement or schedule.placement)
 
 
@@ -182,7 +209,7 @@ def shape_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head-dim", type=int, help="default 128")
     group.add_argument("--head-dim-v", type=int, help="head dim of V, if another than --head-dim")
     group.add_argument("--dtype", choices=DTYPES, help="default bfloat16")
-    group.add_argument("--policy", choices=("auto", *POLICIES), help="default auto")
+    group.add_argument("--policy", type=policy_name, metavar="NAME", help=_POLICY)
     group.add_argument("--backend", metavar="NAME", help="cpu, sm90 or triton; default auto")
     group.add_argument("--seed", type=int, help="of the random tensors (default 0)")
 

@@ -103,7 +103,7 @@ def _make(folder: Path) -> None:
 
 
 class KernelCache:
-    """Functions by configuration; each is compiled or loaded at most once a process.
+    """Functions by configuration; each is compiled or loaded at most once per process.
 
     Args:
         compile: makes the function of a configuration (``cute.compile`` with TVM-FFI).

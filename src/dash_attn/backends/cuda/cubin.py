@@ -17,9 +17,9 @@ class KernelResources:
 
     Attributes:
         name: mangled name.
-        registers: a thread, at launch.
-        stack: bytes a thread of local memory; spilled registers live there, so 0 means no spills.
-        shared: bytes a block; a cubin tells only what is static, what is decided at launch is added by
+        registers: per thread, at launch.
+        stack: bytes of local memory per thread; spilled registers live there, so 0 means no spills.
+        shared: bytes per block; a cubin tells only what is static, what is decided at launch is added by
             who knows the configuration.
         barriers: named barriers.
     """

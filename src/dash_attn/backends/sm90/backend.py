@@ -6,6 +6,7 @@ import os
 import random
 from dataclasses import replace
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
@@ -37,6 +38,9 @@ from .spread.launch import Spread, spreads
 from .tiles import HEAD_DIMS, covers, has_softcap, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
+
+COMPILER = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
+"""Modules that kernels are compiled and loaded with, and the packages that have them."""
 
 
 class _Prepared(Prepared):
@@ -166,6 +170,15 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@cache
+def _why_no_compiler() -> str:
+    """Why no kernel can be made or loaded, empty if it can. Programs on disk need both packages, too."""
+    missing = [package for module, package in COMPILER.items() if find_spec(module) is None]
+    if not missing:
+        return ""
+    return f"the sm90 backend needs {' and '.join(missing)}: pip install 'dash-attn[cuda]'"
+
+
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
@@ -186,7 +199,7 @@ class _SM90(Backend):
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"
             )
-        return ""
+        return _why_no_compiler()
 
     def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         if max(head_dim, head_dim_v) not in HEAD_DIMS:

@@ -39,8 +39,8 @@ from .tiles import Kernel, kernel_of
 __all__ = [
     "DTYPES",
     "NO_DEBUG",
-    "Asked",
     "Debug",
+    "Demand",
     "Result",
     "Workspace",
     "check_hand_overs",
@@ -131,7 +131,7 @@ def run_backward(
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
     check_tensors(place, plan, given)
-    asked = Asked(ordered, debug, softcap=scores.softcap > 0)
+    asked = Demand(ordered, debug, softcap=scores.softcap > 0)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, q.device)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
@@ -195,7 +195,7 @@ class Variant(NamedTuple):
     sizes: list[int]
 
 
-class Asked(NamedTuple):
+class Demand(NamedTuple):
     """What of a launch decides the kernel variant, beside the problem."""
 
     ordered: bool
@@ -204,7 +204,7 @@ class Asked(NamedTuple):
     softcap: bool = False
 
 
-def variant_of(place: OnDevice, plan: Plan, asked: Asked) -> Variant:
+def variant_of(place: OnDevice, plan: Plan, asked: Demand) -> Variant:
     problem = plan.problem
     kernel = kernel_of(problem.head_dim, problem.head_dim_v)
     config = _config(kernel, problem.dtype, asked, SPIN_LIMIT)
@@ -227,7 +227,7 @@ def check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
 
 
 @cache
-def _config(kernel: Kernel, dtype: str, asked: Asked, spin_limit: int) -> BackwardConfig:
+def _config(kernel: Kernel, dtype: str, asked: Demand, spin_limit: int) -> BackwardConfig:
     debug = asked.debug
     return BackwardConfig(
         kernel.head_dim,

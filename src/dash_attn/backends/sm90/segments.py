@@ -15,8 +15,8 @@ from .key_sums.config import KeySumsConfig
 from .launch import (
     DTYPES,
     NO_DEBUG,
-    Asked,
     Debug,
+    Demand,
     Workspace,
     check_hand_overs,
     check_tensors,
@@ -61,7 +61,7 @@ def run_segment(
         )
     place = on_device(plan, dq.device, key_sums=True)
     check_tensors(place, plan, tensors)
-    asked = Asked(True, debug, key_sums=True, softcap=scores.softcap > 0)
+    asked = Demand(True, debug, key_sums=True, softcap=scores.softcap > 0)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, dq.device, sums.view(-1))
     tensors = tensors._replace(k=loadable(tensors.k), v=loadable(tensors.v))

@@ -30,7 +30,7 @@ from ..base import (
     tensor_shapes,
 )
 from ..cached import CachedProblem, PreparedCached
-from .tiles import DTYPES, HEAD_DIMS, TILES, padded
+from .tiles import DTYPES, HEAD_DIMS, TILES, fingerprint_of, padded
 
 if TYPE_CHECKING:
     from .launch import Backward
@@ -39,6 +39,12 @@ __all__ = ["BACKEND"]
 
 OLDEST = (8, 0)
 """The oldest compute capability; older GPUs multiply no bfloat16."""
+
+TESTED = ((9, 0),)
+"""Compute capabilities of the GPUs on which the kernels were run and compared."""
+
+COMPILED = ((8, 0), (9, 0), (10, 0), (12, 0))
+"""Those that tests compile them for, without such a GPU (tests/cpu/triton_compiled.py)."""
 
 
 class _Prepared(Prepared):
@@ -56,7 +62,7 @@ class _Prepared(Prepared):
 
     @property
     def forward_fingerprint(self) -> str:
-        return self._forward.numerics.fingerprint
+        return fingerprint_of(self._forward.numerics.fingerprint)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
@@ -167,6 +173,23 @@ class _Triton(Backend):
     def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         widest = max(head_dim, head_dim_v)
         return TILES[padded(widest)] if widest in HEAD_DIMS else default_tiles(head_dim, head_dim_v)
+
+    def fingerprint_of(self, numerics: str) -> str:
+        return fingerprint_of(numerics)
+
+    def untried(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return ""
+        if torch.version.hip is not None:
+            return "never run on ROCm"
+        capability = torch.cuda.get_device_capability(device)
+        if capability in TESTED:
+            return ""
+        here = f"sm_{capability[0]}{capability[1]}"
+        for major, minor in reversed(COMPILED):
+            if major == capability[0] and minor <= capability[1]:
+                return f"compiled for sm_{major}{minor}, never run on {here}"
+        return f"never compiled for {here}, and never run there"
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

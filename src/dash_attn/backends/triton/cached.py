@@ -24,7 +24,7 @@ from .launch import (
     values_of,
     variant_of,
 )
-from .tiles import forward_numerics, shapes_of
+from .tiles import fingerprint_of, forward_numerics, shapes_of
 
 __all__ = ["Cached"]
 
@@ -40,7 +40,7 @@ class Cached(PreparedCached):
 
     @cached_property
     def fingerprint(self) -> str:
-        return self._numerics.fingerprint
+        return fingerprint_of(self._numerics.fingerprint)
 
     def forward(
         self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX

@@ -9,10 +9,12 @@ so other bits there.
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 from ...problem import Problem
 from ...schedule import ForwardNumerics
+from ...schedule.constants import TRITON_VERSION
 
 __all__ = [
     "DTYPES",
@@ -24,6 +26,7 @@ __all__ = [
     "Shape",
     "Shapes",
     "columns_of",
+    "fingerprint_of",
     "forward_numerics",
     "padded",
     "shapes_of",
@@ -77,7 +80,7 @@ class Shapes(NamedTuple):
         return (self.dkdv, True, False), (self.dv, False, True)
 
 
-# By padded head dim. A change of a row changes bits.
+# By padded head dim. A change of a row changes bits: raise TRITON_VERSION.
 TILES = {16: (128, 128), 32: (128, 128), 64: (128, 128), 128: (64, 64), 256: (64, 128)}
 """(tile_m, tile_n) of plans. With 16 bits a contribution to dQ is one step where ``dq.keys`` is tile_n."""
 
@@ -154,3 +157,8 @@ def forward_numerics(problem: Problem, roomy: bool = False) -> ForwardNumerics:
     """Those of a problem; they look at its head dims and dtype, and at the kind of GPU."""
     keys = shapes_of(problem.widest, problem.dtype, roomy).forward.keys
     return ForwardNumerics(problem.head_dim, problem.dtype, tile=keys, head_dim_v=problem.head_dim_v)
+
+
+def fingerprint_of(numerics: str) -> str:
+    """SHA-256 of numerics, by their own fingerprint, as the kernels of ``TRITON_VERSION`` run them."""
+    return hashlib.sha256(repr(("triton", TRITON_VERSION, numerics)).encode()).hexdigest()

@@ -21,7 +21,7 @@ from ...scores import Scores
 from ..shapes import Shape
 from .timing import Contender, measure
 
-__all__ = ["Result", "Row", "Settings", "bench_shape", "require_hopper"]
+__all__ = ["Result", "Row", "Settings", "bench_shape", "require_gpu_for", "require_hopper"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Row:
         repeatable: replays gave the same bytes.
         ms, spread: median, and distance of the quartiles as a share of it.
         tflops: FLOPs of the elements that the mask leaves, by the median.
-        fingerprint: of the plan's order; of dash_attn's deterministic rows.
+        fingerprint: of the plan's order, as the backend runs it; of dash_attn's deterministic rows.
     """
 
     impl: str
@@ -86,6 +86,14 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Everything, with the shape as an object of its fields."""
         return {"shape": self.shape.as_json(), "gpu": self.gpu, "rows": [asdict(row) for row in self.rows]}
+
+
+def require_gpu_for(shape: Shape) -> None:
+    """Raise UnavailableError unless there is a Hopper GPU, or any GPU where the shape names a backend."""
+    if shape.backend == "auto":
+        require_hopper()
+    else:
+        _require_gpu()
 
 
 def require_hopper() -> None:
@@ -119,10 +127,7 @@ def bench_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) ->
         UnsupportedMaskError: the shape's own policy does not cover its mask.
         UnavailableError: there is no Hopper GPU, and the shape names no other backend.
     """
-    if shape.backend == "auto":
-        require_hopper()
-    else:
-        _require_gpu()
+    require_gpu_for(shape)
     plan, inputs = prepare(shape)
     entries = [_ours(shape, plan, inputs)]
     entries += [_further(shape, policy, inputs) for policy in settings.policies if policy != shape.policy]
@@ -184,7 +189,8 @@ Entry = tuple[Row, Contender]
 
 
 def _ours(shape: Shape, plan: Plan, inputs: Inputs) -> Entry:
-    row = Row("dash_attn", plan.policy, True, fingerprint=plan.fingerprint)
+    backend = backends_for(inputs.q.device, shape.backend)[0]
+    row = Row("dash_attn", plan.policy, True, fingerprint=backend.fingerprint_of(plan.fingerprint))
     return row, Contender(call_of(plan, inputs, ordered=True, backend=shape.backend))
 
 

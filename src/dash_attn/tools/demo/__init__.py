@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ... import __version__
-from ...api import backend_for, plan_for
+from ...api import backend_for, fingerprints, plan_for
 from ...model.output import FORMATS, PlotsMissingError, prepare_folder
 from ...model.render import save_plan
 from ...schedule import Plan
@@ -51,7 +51,7 @@ class DemoResult:
         changed: fraction of those weights that differ at the end.
         tokens_per_second: of the three runs, without their first steps.
         parameters: number of weights.
-        fingerprint: of the attention plan's numerics.
+        fingerprint: of the attention plan's numerics, as the backend runs them.
         device: its name.
         versions: of what ran.
         settings: of the demo, without the folder.
@@ -122,7 +122,7 @@ def run_demo(
         _check_output(settings.output)
     backend_for(device)  # an error before any work if there is none
     q = attention_inputs(settings, device)
-    plan = plan_for(q, q, q, causal=True)
+    plan, fingerprint = plan_for(q, q, q, causal=True), fingerprints(q, q, q, causal=True).backward
     parameters = _parameters(settings)
     say(f"Training a GPT of {parameters:,} weights on Python's own manual, three times,")
     say(f"{settings.steps} steps each, {settings.dtype} attention on {_name(device)} by {plan}\n")
@@ -134,7 +134,7 @@ def run_demo(
             runs.append(train(settings, device, plan, chosen, bar))
             for line in _of_run(name, runs[-1]):
                 say(line)
-    result = _compare(runs, settings, plan, device, parameters)
+    result = _compare(runs, settings, fingerprint, device, parameters)
     for line in _verdict(result):
         say(line)
     if settings.output is not None:
@@ -162,7 +162,7 @@ def _of_run(name: str, run: TrainingRun) -> list[str]:
 
 
 def _compare(
-    runs: list[TrainingRun], settings: DemoSettings, plan: Plan, device: torch.device, parameters: int
+    runs: list[TrainingRun], settings: DemoSettings, fingerprint: str, device: torch.device, parameters: int
 ) -> DemoResult:
     first, second, careless = runs
     drift = {s: float((w - careless.snapshots[s]).abs().max()) for s, w in first.snapshots.items()}
@@ -179,7 +179,7 @@ def _compare(
         changed=float((first.snapshots[last] != careless.snapshots[last]).double().mean()),
         tokens_per_second=(first.tokens_per_second, second.tokens_per_second, careless.tokens_per_second),
         parameters=parameters,
-        fingerprint=plan.fingerprint,
+        fingerprint=fingerprint,
         device=_name(device),
         versions={"dash_attn": __version__, "torch": torch.__version__, "python": platform.python_version()},
         settings={name: value for name, value in asdict(settings).items() if name != "output"},

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from ...api import backend_for, is_supported
+from ...backends.base import backend_named
 from ...backends.cpu import plain_attention
 from ...errors import DashError, InputError
 from ...testing import same_bytes
@@ -80,13 +81,14 @@ def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -
     if not support:
         raise InputError(f"{shape}: {support.reason}")
     plan = batch.plan()
+    name = backend_named(str(support.backend)).fingerprint_of(plan.fingerprint)
     facts = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "backend": support.backend, "plan": plan.policy, "items": len(plan.items),
-        "min_workers": plan.min_workers, "fingerprint": plan.fingerprint,
+        "min_workers": plan.min_workers, "fingerprint": name,
     }  # fmt: skip
     report = Report(shape.as_json(), facts)
-    say(f"{shape}\n  on {facts['device']} by {facts['backend']}: {plan}, fingerprint {plan.fingerprint[:16]}")
+    say(f"{shape}\n  on {facts['device']} by {facts['backend']}: {plan}, fingerprint {name[:16]}")
     subject = _Subject(shape, settings, inputs, batch, batch.run())
     report.hashes.update(digest(subject.first))
     for name, check in CHECKS.items():
