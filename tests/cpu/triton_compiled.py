@@ -85,9 +85,10 @@ def sources(
     of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": columns_v.block, "REST_DV": columns_v.rest}
     head = {"HEAD_DIM": head_dim, "BLOCK_D": columns.block, "REST_D": columns.rest} | of_v
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
-    tile |= {name: of_scores[name] for name in of_scores if name not in ("SINK", "CACHED")}
+    tile |= {name: of_scores[name] for name in of_scores if name not in ("SINK", "CACHED", "SPLIT")}
     numbers = {
         "CACHED": False,
+        "SPLIT": False,
         **of_scores,
         "SCALED": of_scores["SOFTCAP"] or of_scores["ALIBI"],
         "ROWS": forward.rows,
