@@ -64,7 +64,8 @@ def forward_kernel(
 
     SPLIT: program (., n) has the n-th segment of those that its tile sees, and leaves it to
     ``segments_kernel.py``: at ``out`` its sums, and at ``lse`` maxima and sums of weights, all in fp32.
-    ``out_part``, in units of 8 elements, and ``lse_part`` are the sizes of those of one segment."""
+    ``out_part``, in units of 8 elements, and ``lse_part`` are the sizes of those of one segment; those of all
+    have fewer than 2^31 elements."""
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
@@ -182,9 +183,8 @@ def forward_kernel(
             maximum, total, acc = folded(maximum, total, acc, m, total_here, here, REST_DV)
 
     if SPLIT:
-        out += part.to(tl.int64) * out_part * 8
-        place = lse + part.to(tl.int64) * lse_part * 2
-        place += batch_q * lse_batch + heads * lse_head + start_q + rows
+        out += part * out_part * 8
+        place = lse + part * lse_part * 2 + batch_q * lse_batch + heads * lse_head + start_q + rows
         tl.store(place, maximum, mask=there)
         tl.store(place + lse_part, total, mask=there)
     else:

@@ -68,7 +68,7 @@ def output_of(
     acc, total, rescale, DROPOUT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
 ):  # fmt: skip
-    """Sums over the sum of their weights. 0 for -0: a fold with what a row does not see makes 0 of -0, too."""
+    """Sums over sums of weights. 0 for -0: a fold with what a row does not see makes 0 of -0, too."""
     inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
     if DROPOUT:
         inverse = inverse * rescale

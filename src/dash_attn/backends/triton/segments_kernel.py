@@ -48,19 +48,18 @@ def fold_segments_kernel(
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = zeros(ROWS, BLOCK_DV, REST_DV)
-    for part in range(segments):
-        place = stats + part.to(tl.int64) * lse_part * 2 + at
+    place, sums_here = stats + at, sums + base
+    for _ in range(segments):
         m = tl.load(place, mask=there, other=float("-inf"))
         total_here = tl.load(place + lse_part, mask=there, other=0.0)
         here = load_group_head(
-            sums + part.to(tl.int64) * out_part * 8 + base, out_row, out_head, rows, heads, there,
-            HEAD_DIM_V, BLOCK_DV, REST_DV,
-        )  # fmt: skip
+            sums_here, out_row, out_head, rows, heads, there, HEAD_DIM_V, BLOCK_DV, REST_DV
+        )
         maximum, total, acc = folded(maximum, total, acc, m, total_here, here, REST_DV)
+        place += lse_part * 2
+        sums_here += out_part * 8
     if SINK:
         maximum, total, acc = with_sink(maximum, total, acc, tl.load(sink + heads) * LOG2E, REST_DV)
     tl.store(lse + at, lse_of(maximum, total), mask=there)
     acc = output_of(acc, total, rescale, DROPOUT, ROWS, BLOCK_DV, REST_DV)
-    store_group_head(
-        out + base, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV, REST_DV
-    )
+    store_group_head(out + base, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV, REST_DV)
