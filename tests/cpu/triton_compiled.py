@@ -24,7 +24,16 @@ from dash_attn.backends.triton.backward_kernels import (
     sinks_kernel,
 )
 from dash_attn.backends.triton.forward_kernel import forward_kernel
-from dash_attn.backends.triton.tiles import FOLDED_KEYS, ROOMY, TILES, columns_of, padded, shapes_of
+from dash_attn.backends.triton.segments_kernel import fold_segments_kernel
+from dash_attn.backends.triton.tiles import (
+    FOLDED_KEYS,
+    FOLDED_ROWS,
+    ROOMY,
+    TILES,
+    columns_of,
+    padded,
+    shapes_of,
+)
 from dash_attn.schedule.constants import SINK_ROWS
 
 SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -97,12 +106,15 @@ def sources(
         "KEEP": 5.0,
         "ROOM": 5,
     }
+    of_parts = {name: numbers[name] for name in ("SINK", "DROPOUT", "CACHED", "SEGMENT")}
+    of_parts |= {"TILE_ROWS": forward.rows, "ROWS": FOLDED_ROWS}
     of_keys = {}
     for launch, (shape, k, v) in zip(("dkdv", "dv"), shapes.of_keys()):
         sums = {"ROWS": shape.rows, "KEYS": shape.keys, "OF_K": k, "OF_V": v}
         of_keys[launch] = (dkdv_kernel, head | tile | sums, *shape[2:])
     return of_keys | {
         "forward": (forward_kernel, head | numbers, *forward[2:]),
+        "segments": (fold_segments_kernel, of_v | of_parts, 4, 3),
         "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys, "LATE": shapes.late}, *dq[2:]),
         "fold": (fold_kernel, head | {"KEYS": FOLDED_KEYS, "TILE_N": tile_n}, 4, 3),
         "prepare": (prepare_kernel, of_v | {"ROWS": tile_m}, 4, 3),
@@ -120,7 +132,7 @@ def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int],
     kernel, constants, warps, stages = sources(head_dims, dtype, arch, **scores)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
-        kind = _type_of(argument, dtype, name)
+        kind = "*fp32" if argument == "out" and scores.get("SPLIT") else _type_of(argument, dtype, name)
         signature[argument] = "constexpr" if argument in constants else kind
         if kind.startswith("*"):
             aligned[(at,)] = [["tt.divisibility", 16]]
@@ -133,7 +145,7 @@ def _type_of(argument: str, dtype: str, name: str) -> str:
     if argument == "seed":
         return "*i64"
     if argument == "stats":
-        return "*fp32" if name in ("prepare", "sink") else "*i64"
+        return "*fp32" if name in ("prepare", "sink", "segments") else "*i64"
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
     if argument in ("lse", "sums", "sink", "dsink", "slopes"):

@@ -37,7 +37,6 @@ from .parts import (
         "slope_batch", "rows_batch", "threshold",
         "origin_sequence", "origin_head", "origin_row", "origin_quarter",
         "batch", "seqlen_cached", "total_q", "most", "size", "number",
-        "out_part", "lse_part",
     ]
 )  # fmt: skip
 def forward_kernel(
@@ -46,7 +45,7 @@ def forward_kernel(
     out_batch, out_row, out_head, lse_batch, lse_head,
     tiles, group, left, right, slope_batch, rows_batch, scale2, cap2, threshold, rescale,
     origin_sequence, origin_head, origin_row, origin_quarter,
-    batch, seqlen_cached, total_q, most, size, number, out_part, lse_part,
+    batch, seqlen_cached, total_q, most, size, number,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
     INTERVALS: tl.constexpr, CACHED: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
@@ -63,9 +62,8 @@ def forward_kernel(
     Rows of a tile are those of all q heads of kv head ``head``, token by token.
 
     SPLIT: program (., n) has the n-th segment of those that its tile sees, and leaves it to
-    ``segments_kernel.py``: at ``out`` its sums, and at ``lse`` maxima and sums of weights, all in fp32.
-    ``out_part``, in units of 8 elements, and ``lse_part`` are the sizes of those of one segment; those of all
-    have fewer than 2^31 elements."""
+    ``segments_kernel.py``, in fp32. For every row ``out`` has the sums of all segments, one behind the other,
+    and ``lse`` the maximum and the sum of weights of each."""
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
@@ -183,10 +181,11 @@ def forward_kernel(
             maximum, total, acc = folded(maximum, total, acc, m, total_here, here, REST_DV)
 
     if SPLIT:
-        out += part * out_part * 8
-        place = lse + part * lse_part * 2 + batch_q * lse_batch + heads * lse_head + start_q + rows
+        out += part * HEAD_DIM_V
+        row = batch_q * lse_batch + heads * lse_head + start_q + rows
+        place = lse + (row * tl.num_programs(1) + part) * 2
         tl.store(place, maximum, mask=there)
-        tl.store(place + lse_part, total, mask=there)
+        tl.store(place + 1, total, mask=there)
     else:
         if SINK:
             m_sink = tl.load(sink + heads) * LOG2E

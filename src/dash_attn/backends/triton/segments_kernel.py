@@ -10,21 +10,21 @@ from .parts import row_interval, zeros
 
 @triton.jit(
     do_not_specialize=[
-        "out_batch", "out_row", "out_head", "out_part", "lse_batch", "lse_head", "lse_part",
-        "tiles", "group", "left", "right", "batch", "seqlen_cached", "total_q", "room",
+        "sums_batch", "sums_row", "sums_head", "out_batch", "out_row", "out_head", "lse_batch", "lse_head",
+        "parts", "tiles", "group", "left", "right", "batch", "seqlen_cached", "total_q", "room",
     ]
 )  # fmt: skip
 def fold_segments_kernel(
     sums, stats, out, lse, sink, table, lengths, bounds,
-    out_batch, out_row, out_head, lse_batch, lse_head, out_part, lse_part,
-    tiles, group, left, right, rescale, batch, seqlen_cached, total_q, room,
+    sums_batch, sums_row, sums_head, out_batch, out_row, out_head, lse_batch, lse_head,
+    parts, tiles, group, left, right, rescale, batch, seqlen_cached, total_q, room,
     SINK: tl.constexpr, DROPOUT: tl.constexpr, CACHED: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """A program per ROWS rows of a tile of ``forward_kernel``, whose arguments have their names there.
 
-    ``sums``: what it left at ``out``, segment by segment, with the strides of out; ``stats``: at ``lse``.
+    ``sums``: what it left at ``out``; ``stats``: at ``lse``; ``parts``: segments that rows have room for.
     Segments are counted as there, from the first one that a row of the tile sees.
     """
     head = (tl.program_id(0) // tiles).to(tl.int64)
@@ -44,22 +44,21 @@ def fold_segments_kernel(
     segments = (tl.max(last, 0) + SEGMENT) // SEGMENT - tl.min(first, 0) // SEGMENT
 
     at = batch_q * lse_batch + heads * lse_head + start_q + rows
-    base = batch_q * out_batch * 8 + start_q * out_row * 8
     maximum = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = zeros(ROWS, BLOCK_DV, REST_DV)
-    place, sums_here = stats + at, sums + base
+    place = stats + at * parts * 2
+    sums += batch_q * sums_batch * 8 + start_q * sums_row * 8
     for _ in range(segments):
         m = tl.load(place, mask=there, other=float("-inf"))
-        total_here = tl.load(place + lse_part, mask=there, other=0.0)
-        here = load_group_head(
-            sums_here, out_row, out_head, rows, heads, there, HEAD_DIM_V, BLOCK_DV, REST_DV
-        )
+        total_here = tl.load(place + 1, mask=there, other=0.0)
+        here = load_group_head(sums, sums_row, sums_head, rows, heads, there, HEAD_DIM_V, BLOCK_DV, REST_DV)
         maximum, total, acc = folded(maximum, total, acc, m, total_here, here, REST_DV)
-        place += lse_part * 2
-        sums_here += out_part * 8
+        place += 2
+        sums += HEAD_DIM_V
     if SINK:
         maximum, total, acc = with_sink(maximum, total, acc, tl.load(sink + heads) * LOG2E, REST_DV)
     tl.store(lse + at, lse_of(maximum, total), mask=there)
     acc = output_of(acc, total, rescale, DROPOUT, ROWS, BLOCK_DV, REST_DV)
-    store_group_head(out + base, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV, REST_DV)
+    out += batch_q * out_batch * 8 + start_q * out_row * 8
+    store_group_head(out, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV, REST_DV)

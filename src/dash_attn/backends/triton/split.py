@@ -14,13 +14,13 @@ from ...schedule import ForwardNumerics
 from ..cuda.multiprocessors import multiprocessors
 from .forward_kernel import forward_kernel
 from .segments_kernel import fold_segments_kernel
-from .strides import UNIT, lse_strides, strides_of
+from .strides import lse_strides, strides_of
 from .tiles import FOLDED_ROWS, Shape
 
 __all__ = ["Launch", "parts_of"]
 
 MOST_WORDS = 2**26
-"""Of the sums of single segments, in fp32: 268 MB. Kernels count them in 32 bits."""
+"""Of the sums of single segments, in fp32: 268 MB."""
 
 
 def processors(device: torch.device) -> int:
@@ -79,38 +79,37 @@ class Launch(NamedTuple):
         """Write out and lse. See :func:`parts_of`."""
         parts = parts_of(programs, segments, out.numel() + 2 * lse.numel(), out.device)
         if parts == 1:
-            self._forward((programs,), out, lse, (0, 0), SPLIT=False, SINK=self.variant["SINK"])
+            self._forward((programs,), out, lse, lse, SPLIT=False, SINK=self.variant["SINK"])
             return
-        sums = torch.empty((parts, *out.shape), dtype=torch.float32, device=out.device)
-        stats = torch.empty((parts, 2, *lse.shape), dtype=torch.float32, device=out.device)
-        steps = out.numel() // UNIT, lse.numel()
-        self._forward((programs, parts), sums[0], stats[0, 0], steps, SPLIT=True, SINK=False)
-        self._fold(programs, sums, stats, steps, out, lse)
+        *rows, columns = out.shape
+        sums = torch.empty((*rows, parts, columns), dtype=torch.float32, device=out.device)
+        stats = torch.empty((*lse.shape, parts, 2), dtype=torch.float32, device=out.device)
+        self._forward((programs, parts), sums[..., 0, :], stats, lse, SPLIT=True, SINK=False)
+        self._fold(programs, parts, sums[..., 0, :], stats, out, lse)
 
     def _forward(
-        self, grid: tuple[int, ...], out: Tensor, lse: Tensor, steps: tuple[int, int], **variant: bool
+        self, grid: tuple[int, ...], out: Tensor, stats: Tensor, lse: Tensor, **variant: bool
     ) -> None:
+        """``stats`` is lse itself, or has room for all segments at each of its places."""
         numerics = self.numerics
         forward_kernel[grid](
-            *self.read, out, lse, *self.aux, *self.places,
+            *self.read, out, stats, *self.aux, *self.places,
             *(stride for x in (*self.read, out) for stride in strides_of(x)), *lse_strides(lse),
-            self.tiles, self.group, *self.sides, *self.batches, *self.of_scores, *self.cache, *steps,
+            self.tiles, self.group, *self.sides, *self.batches, *self.of_scores, *self.cache,
             **self.head, **self.variant | variant,
             ROWS=self.shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
             ROOM=numerics.room, **self.options,
         )  # fmt: skip
 
-    def _fold(
-        self, programs: int, sums: Tensor, stats: Tensor, steps: tuple[int, int], out: Tensor, lse: Tensor
-    ) -> None:
+    def _fold(self, programs: int, parts: int, sums: Tensor, stats: Tensor, out: Tensor, lse: Tensor) -> None:
         batch, seqlen_cached, total_q, most, size, _ = self.cache
         variant = {name: self.variant[name] for name in ("SINK", "DROPOUT", "CACHED")}
         head = {name: self.head[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "REST_DV")}
         rescale = self.of_scores[3]
         fold_segments_kernel[(programs, self.shape.rows // FOLDED_ROWS)](
             sums, stats, out, lse, self.aux[0], *self.places,
-            *strides_of(out), *lse_strides(lse), *steps,
-            self.tiles, self.group, *self.sides, rescale, batch, seqlen_cached, total_q, most * size,
+            *strides_of(sums), *strides_of(out), *lse_strides(lse),
+            parts, self.tiles, self.group, *self.sides, rescale, batch, seqlen_cached, total_q, most * size,
             **variant, **head, TILE_ROWS=self.shape.rows, ROWS=FOLDED_ROWS, SEGMENT=self.numerics.segment,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip

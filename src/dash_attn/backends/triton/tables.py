@@ -90,7 +90,7 @@ def forward_table(problem: Problem, packed: bool, keys: Keys | None, rows: int) 
 def most_segments(records: Words, mask: Mask, rows: int, segment: int) -> int:
     """No tile of ``forward_table`` sees keys of more segments, as its program counts them.
 
-    >>> problem = Problem.dense(seqlen_q=100, seqlen_k=300, head_dim=64, mask=Mask.window(150, 0))
+    >>> problem = Problem.dense(seqlen_q=100, seqlen_k=300, head_dim=64, mask=Mask.window(120, 0))
     >>> [most_segments(forward_table(problem, True, None, n), problem.mask, n, 128) for n in (16, 64)]
     [2, 3]
     """
