@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -201,6 +202,79 @@ def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", TILES)
 def test_the_forward_over_a_cache_fits(head_dim: int, arch: int) -> None:
     _assert_fits("forward", arch, "bfloat16", head_dim, CACHED=True, SINK=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "cached"), [(80, False), (80, True), pytest.param(90, True, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("head_dim", TILES)
+def test_the_forward_that_is_split_fits(head_dim: int, arch: int, cached: bool) -> None:
+    _assert_fits("forward", arch, "bfloat16", head_dim, CACHED=cached, SPLIT=True)
+    _assert_fits("segments", arch, "bfloat16", head_dim, CACHED=cached, SINK=True)
+
+
+OPERATIONS = "|".join(
+    (
+        r"arith\.(?:addf|subf|mulf|divf|maxnumf|maximumf|cmpf|truncf|negf)\b",
+        r"arith\.select\b.*f32",
+        r"math\.\w+",
+        r"tt\.precise_divf",
+        r"tt\.dot",
+        r"ttng\.(?:warp_group_dot|tc_gen5_mma)\b",
+        r"\}\) : \(tensor<\w+xf32",  # what a reduction is of
+    )
+)
+"""Of floating-point numbers, and what chooses among them."""
+
+
+def arithmetic(
+    name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool
+) -> list[str]:
+    """The operations of a kernel in their order, with the shapes and layouts of what they take."""
+    code = compiled(name, arch, dtype, head_dims, **scores).asm["ttgir"]
+    named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    found = []
+    for line in re.findall(rf"^\s*(?:%\S+ = )?((?:{OPERATIONS}).*)$", code, re.MULTILINE):
+        line = re.sub(r" loc\(.*\)$", "", re.sub(r"%[\w#]+", "%", line))
+        for _ in range(3):  # layouts name layouts
+            line = re.sub(r"#\w+", lambda match: named.get(match[0], match[0]), line)
+        found.append(line)
+    return found
+
+
+def names_of(operations: list[str]) -> list[str]:
+    """Without repetitions: what is needed in two layouts may be computed in both."""
+    return [name for name, _ in groupby(line.split()[0] for line in operations)]
+
+
+SPLITS = [
+    (80, "bfloat16", 64, {}),
+    (90, "bfloat16", 128, {"CACHED": True}),
+    (80, "float32", 64, {"CACHED": True}),
+    (90, "bfloat16", 64, {"INTERVALS": True, "DROPOUT": True, "SOFTCAP": True, "ALIBI": True}),
+]
+SLOW_SPLITS = [
+    (arch, dtype, head_dim, scores)
+    for arch, dtype in (QUICK, *SLOW)
+    for head_dim in HEAD_DIMS
+    for scores in ({}, {"CACHED": True})
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "scores"),
+    [*SPLITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SPLITS)],
+)
+def test_a_split_changes_no_operation(arch: int, dtype: str, head_dim: int, scores: dict[str, bool]) -> None:
+    """One kernel has those of the one that is split, with the same layouts, and then those of the fold."""
+    whole = arithmetic("forward", arch, dtype, head_dim, SINK=True, **scores)
+    parts = arithmetic("forward", arch, dtype, head_dim, SPLIT=True, **scores)
+    fold = arithmetic("segments", arch, dtype, head_dim, SINK=True, **scores)
+    reduced = [line for line in parts if line.startswith("}) : (tensor")]
+    assert len(reduced) >= 2
+    assert all("<{" in line for line in reduced)  # layouts are spelt out
+    assert whole[: len(parts)] == parts
+    assert names_of(whole[len(parts) :]) == names_of(fold)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
