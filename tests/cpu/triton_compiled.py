@@ -6,8 +6,8 @@ Triton's compiler ends the process where it fails, and cannot compile what was l
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
-from itertools import groupby
 from typing import Any
 
 import pytest
@@ -242,9 +242,11 @@ def arithmetic(
     return found
 
 
-def names_of(operations: list[str]) -> list[str]:
-    """Without repetitions: what is needed in two layouts may be computed in both."""
-    return [name for name, _ in groupby(line.split()[0] for line in operations)]
+def counts_of(operations: list[str]) -> Counter[str]:
+    """By name; 1 for those that make a row's factor, which is computed in each layout that needs it."""
+    found = Counter(line.split()[0] for line in operations)
+    factors = ("arith.maxnumf", "arith.cmpf", "arith.select", "arith.subf", "math.exp2")
+    return Counter({name: 1 if name in factors else count for name, count in found.items()})
 
 
 SPLITS = [
@@ -255,7 +257,7 @@ SPLITS = [
 ]
 SLOW_SPLITS = [
     (arch, dtype, head_dim, scores)
-    for arch, dtype in (QUICK, *SLOW)
+    for arch, dtype in (QUICK, *SLOW[:3], (80, "float32"))
     for head_dim in HEAD_DIMS
     for scores in ({}, {"CACHED": True})
 ]
@@ -274,7 +276,7 @@ def test_a_split_changes_no_operation(arch: int, dtype: str, head_dim: int, scor
     assert len(reduced) >= 2
     assert all("<{" in line for line in reduced)  # layouts are spelt out
     assert whole[: len(parts)] == parts
-    assert names_of(whole[len(parts) :]) == names_of(fold)
+    assert counts_of(whole[len(parts) :]) == counts_of(fold)
 
 
 @pytest.mark.parametrize("head_dim", TILES)
