@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import pytest
+from torch import Tensor
 
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.problem import Problem
+from dash_attn.testing import assert_same_bytes
 
 
 def triton_problem(
@@ -16,3 +21,38 @@ def triton_problem(
     return Problem.varlen(
         lengths, head_dim=head_dim, head_dim_v=head_dim_v, tile_m=tile_m, tile_n=tile_n, **shape
     )
+
+
+Results = tuple[Tensor, Tensor]
+
+
+def noted_folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many segments per row there are in every launch of the forward that is split, from now on."""
+    from dash_attn.backends.triton.split import Launch
+
+    found: list[int] = []
+    fold = Launch._fold
+
+    def noted(self: Launch, programs: int, parts: int, *rest: Any) -> None:
+        found.append(parts)
+        fold(self, programs, parts, *rest)
+
+    monkeypatch.setattr(Launch, "_fold", noted)
+    return found
+
+
+def with_and_without_a_split(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Results]) -> Results:
+    """out and lse of a call, which has the same bytes when its one launch is split, as if SMs were many."""
+    from dash_attn.backends.triton import split
+
+    with monkeypatch.context() as patch:
+        folds = noted_folds(patch)
+        patch.setattr(split, "processors", lambda device: 0)
+        whole = call()
+        assert not folds
+        patch.setattr(split, "processors", lambda device: 10**6)
+        for name, found, wanted in zip(("out", "lse"), call(), whole):
+            assert_same_bytes(found, wanted, name)
+        assert len(folds) == 1
+        assert folds[0] > 1
+    return whole

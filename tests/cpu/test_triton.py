@@ -62,6 +62,12 @@ def test_interpreted_feature_by_feature(part: str) -> None:
 
 
 @with_triton
+@pytest.mark.parametrize("speed", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_interpreted_where_few_rows_are_split(speed: str) -> None:
+    run_file("triton_split.py", "-m", speed, TRITON_INTERPRET="1")
+
+
+@with_triton
 def test_compiled(tmp_path: Path) -> None:
     run_file("triton_compiled.py", "-m", "not slow", TRITON_CACHE_DIR=str(tmp_path))
 

@@ -6,6 +6,7 @@ Triton's compiler ends the process where it fails, and cannot compile what was l
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -25,7 +26,16 @@ from dash_attn.backends.triton.backward_kernels import (
     sinks_kernel,
 )
 from dash_attn.backends.triton.forward_kernel import forward_kernel
-from dash_attn.backends.triton.tiles import FOLDED_KEYS, ROOMY, TILES, columns_of, padded, shapes_of
+from dash_attn.backends.triton.segments_kernel import fold_segments_kernel
+from dash_attn.backends.triton.tiles import (
+    FOLDED_KEYS,
+    FOLDED_ROWS,
+    ROOMY,
+    TILES,
+    columns_of,
+    padded,
+    shapes_of,
+)
 from dash_attn.schedule.constants import SINK_ROWS
 
 SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -86,9 +96,10 @@ def sources(
     of_v = {"HEAD_DIM_V": head_dim_v, "BLOCK_DV": columns_v.block, "REST_DV": columns_v.rest}
     head = {"HEAD_DIM": head_dim, "BLOCK_D": columns.block, "REST_D": columns.rest} | of_v
     tile = {"TILE_M": tile_m, "TILE_N": tile_n}
-    tile |= {name: of_scores[name] for name in of_scores if name not in ("SINK", "CACHED")}
+    tile |= {name: of_scores[name] for name in of_scores if name not in ("SINK", "CACHED", "SPLIT")}
     numbers = {
         "CACHED": False,
+        "SPLIT": False,
         **of_scores,
         "SCALED": of_scores["SOFTCAP"] or of_scores["ALIBI"],
         "ROWS": forward.rows,
@@ -97,12 +108,15 @@ def sources(
         "KEEP": 5.0,
         "ROOM": 5,
     }
+    of_parts = {name: numbers[name] for name in ("SINK", "DROPOUT", "CACHED", "SEGMENT")}
+    of_parts |= {"TILE_ROWS": forward.rows, "ROWS": FOLDED_ROWS}
     of_keys = {}
     for launch, (shape, k, v) in zip(("dkdv", "dv"), shapes.of_keys()):
         sums = {"ROWS": shape.rows, "KEYS": shape.keys, "OF_K": k, "OF_V": v}
         of_keys[launch] = (dkdv_kernel, head | tile | sums, *shape[2:])
     return of_keys | {
         "forward": (forward_kernel, head | numbers, *forward[2:]),
+        "segments": (fold_segments_kernel, of_v | of_parts, 4, 3),
         "dq": (dq_kernel, head | tile | {"ROWS": dq.rows, "KEYS": dq.keys, "LATE": shapes.late}, *dq[2:]),
         "fold": (fold_kernel, head | {"KEYS": FOLDED_KEYS, "TILE_N": tile_n}, 4, 3),
         "prepare": (prepare_kernel, of_v | {"ROWS": tile_m}, 4, 3),
@@ -120,7 +134,7 @@ def compiled(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int],
     kernel, constants, warps, stages = sources(head_dims, dtype, arch, **scores)[name]
     signature, aligned = {}, {}
     for at, argument in enumerate(kernel.arg_names):
-        kind = _type_of(argument, dtype, name)
+        kind = "*fp32" if argument == "out" and scores.get("SPLIT") else _type_of(argument, dtype, name)
         signature[argument] = "constexpr" if argument in constants else kind
         if kind.startswith("*"):
             aligned[(at,)] = [["tt.divisibility", 16]]
@@ -133,7 +147,7 @@ def _type_of(argument: str, dtype: str, name: str) -> str:
     if argument == "seed":
         return "*i64"
     if argument == "stats":
-        return "*fp32" if name in ("prepare", "sink") else "*i64"
+        return "*fp32" if name in ("prepare", "sink", "segments") else "*i64"
     if argument in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         return TYPES[dtype]
     if argument in ("lse", "sums", "sink", "dsink", "slopes"):
@@ -189,6 +203,81 @@ def test_kernels_with_a_softcap_fit(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", TILES)
 def test_the_forward_over_a_cache_fits(head_dim: int, arch: int) -> None:
     _assert_fits("forward", arch, "bfloat16", head_dim, CACHED=True, SINK=True)
+
+
+@pytest.mark.parametrize(
+    ("arch", "cached"), [(80, False), (80, True), pytest.param(90, True, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("head_dim", TILES)
+def test_the_forward_that_is_split_fits(head_dim: int, arch: int, cached: bool) -> None:
+    _assert_fits("forward", arch, "bfloat16", head_dim, CACHED=cached, SPLIT=True)
+    _assert_fits("segments", arch, "bfloat16", head_dim, CACHED=cached, SINK=True)
+
+
+OPERATIONS = "|".join(
+    (
+        r"arith\.(?:addf|subf|mulf|divf|maxnumf|maximumf|cmpf|truncf|negf)\b",
+        r"arith\.select\b.*f32",
+        r"math\.\w+",
+        r"tt\.precise_divf",
+        r"tt\.dot",
+        r"ttng\.(?:warp_group_dot|tc_gen5_mma)\b",
+        r"\}\) : \(tensor<\w+xf32",  # what a reduction is of
+    )
+)
+"""Of floating-point numbers, and what chooses among them."""
+
+
+def arithmetic(
+    name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool
+) -> list[str]:
+    """The operations of a kernel in their order, with the shapes and layouts of what they take."""
+    code = compiled(name, arch, dtype, head_dims, **scores).asm["ttgir"]
+    named = dict(re.findall(r"^(#\w+) = (.*)$", code, re.MULTILINE))
+    found = []
+    for line in re.findall(rf"^\s*(?:%\S+ = )?((?:{OPERATIONS}).*)$", code, re.MULTILINE):
+        line = re.sub(r" loc\(.*\)$", "", re.sub(r"%[\w#]+", "%", line))
+        for _ in range(3):  # layouts name layouts
+            line = re.sub(r"#\w+", lambda match: named.get(match[0], match[0]), line)
+        found.append(line)
+    return found
+
+
+def counts_of(operations: list[str]) -> Counter[str]:
+    """By name; 1 for those that make a row's factor, which is computed in each layout that needs it."""
+    found = Counter(line.split()[0] for line in operations)
+    factors = ("arith.maxnumf", "arith.cmpf", "arith.select", "arith.subf", "math.exp2")
+    return Counter({name: 1 if name in factors else count for name, count in found.items()})
+
+
+SPLITS = [
+    (80, "bfloat16", 64, {}),
+    (90, "bfloat16", 128, {"CACHED": True}),
+    (80, "float32", 64, {"CACHED": True}),
+    (90, "bfloat16", 64, {"INTERVALS": True, "DROPOUT": True, "SOFTCAP": True, "ALIBI": True}),
+]
+SLOW_SPLITS = [
+    (arch, dtype, head_dim, scores)
+    for arch, dtype in (QUICK, *SLOW[:3], (80, "float32"))
+    for head_dim in HEAD_DIMS
+    for scores in ({}, {"CACHED": True})
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "head_dim", "scores"),
+    [*SPLITS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SPLITS)],
+)
+def test_a_split_changes_no_operation(arch: int, dtype: str, head_dim: int, scores: dict[str, bool]) -> None:
+    """One kernel has those of the one that is split, with the same layouts, and then those of the fold."""
+    whole = arithmetic("forward", arch, dtype, head_dim, SINK=True, **scores)
+    parts = arithmetic("forward", arch, dtype, head_dim, SPLIT=True, **scores)
+    fold = arithmetic("segments", arch, dtype, head_dim, SINK=True, **scores)
+    reduced = [line for line in parts if line.startswith("}) : (tensor")]
+    assert len(reduced) >= 2
+    assert all("<{" in line for line in reduced)  # layouts are spelt out
+    assert whole[: len(parts)] == parts
+    assert counts_of(whole[len(parts) :]) == counts_of(fold)
 
 
 @pytest.mark.parametrize("head_dim", TILES)

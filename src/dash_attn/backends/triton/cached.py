@@ -11,26 +11,17 @@ from ...schedule import ForwardNumerics
 from ...scores import Scores
 from ..base import NO_AUX, AuxTensors
 from ..cached import CachedProblem, CachedTensors, PreparedCached
-from .forward_kernel import forward_kernel
-from .launch import (
-    aligned,
-    head_of,
-    is_roomy,
-    is_scaled,
-    lse_strides,
-    of_scores,
-    options_of,
-    strides_of,
-    values_of,
-    variant_of,
-)
+from .launch import head_of, is_roomy, is_scaled, of_scores, options_of, variant_of
+from .split import Launch
+from .strides import aligned, values_of
 from .tiles import fingerprint_of, forward_numerics, shapes_of
 
 __all__ = ["Cached"]
 
 
 class Cached(PreparedCached):
-    """The forward of a problem on a device: a program per q tile and kv head goes through all keys."""
+    """The forward of a problem on a device: a program per q tile and kv head goes through all keys, or with
+    few of them through those of a segment."""
 
     def __init__(self, problem: CachedProblem, device: torch.device) -> None:
         self.problem, whole = problem, problem.problem()
@@ -45,27 +36,36 @@ class Cached(PreparedCached):
     def forward(
         self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        p, shape, numerics = self.problem, self._shape, self._numerics
+        p = self.problem
         q, k, v, lengths, table, bounds = tensors
         out = torch.empty((*q.shape[:-1], p.head_dim_v), dtype=q.dtype, device=q.device)
         *batch, rows, heads, _ = q.shape
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
-        q, k, v = (aligned(x) for x in (q, k, v))
-        tiles = p.q_tiles(shape.rows)
-        forward_kernel[(tiles * p.kv_heads,)](
-            q, k, v, out, lse, values_of(aux.learnable_sink, lse), lse, lse, table, table, _whole(table),
-            _whole(lengths), _whole(lengths if bounds is None else bounds),
-            *strides_of(q), *strides_of(k), *strides_of(v), *strides_of(out), *lse_strides(lse),
-            tiles, p.group, *p.sides, 0, 0, *of_scores(scores),
-            p.batch, p.seqlen_q, p.total_q, p.most_pages, p.page_size, p.pages,
-            **self._head, **variant_of(scores, NO_AUX), CACHED=True, SINK=aux.learnable_sink is not None,
-            SCALED=is_scaled(scores, NO_AUX),
-            ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
-            ROOM=numerics.room, **options_of(shape),
+        tiles = p.q_tiles(self._shape.rows)
+        places = _whole(table), _whole(lengths), _whole(lengths if bounds is None else bounds)
+        flags = {"CACHED": True, "SINK": aux.learnable_sink is not None, "SCALED": is_scaled(scores, NO_AUX)}
+        launch = Launch(
+            (aligned(q), aligned(k), aligned(v)),
+            (values_of(aux.learnable_sink, lse), lse, lse, table, table), places,
+            tiles, p.group, p.sides, (0, 0), of_scores(scores),
+            (p.batch, p.seqlen_q, p.total_q, p.most_pages, p.page_size, p.pages),
+            self._numerics, self._shape, options_of(self._shape),
+            self._head, variant_of(scores, NO_AUX) | flags,
         )  # fmt: skip
+        launch(tiles * p.kv_heads, self._segments, out, lse)
         return out, lse
+
+    @cached_property
+    def _segments(self) -> int:
+        """No tile sees keys of more, whatever lengths are on the device."""
+        p, segment = self.problem, self._numerics.segment
+        left, right = p.sides
+        if left < 0 or right < 0:
+            return -(-p.keys // segment)
+        tokens = -(-(self._shape.rows - 1) // p.group) + 1  # of a tile, wherever in a token's group it begins
+        return min(-(-p.keys // segment), (left + tokens + right + segment - 2) // segment + 1)
 
 
 def _whole(x: Tensor) -> Tensor:

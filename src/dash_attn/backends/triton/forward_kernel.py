@@ -10,16 +10,10 @@ output is multiplied by the reciprocal of its row's sum: a division per element 
 import triton
 import triton.language as tl
 
-from .cached_parts import (
-    cached_tile,
-    load_group_head,
-    load_pages_head,
-    store_group_head,
-    whole_columns_of_group,
-)
+from .cached_parts import load_group_head, load_pages_head, store_group_head, whole_columns_of_group
+from .forward_parts import LOG2E, folded, lse_of, output_of, tile_of, with_sink
 from .parts import (
     add_products,
-    added,
     capped,
     distance,
     intervals_of,
@@ -29,15 +23,11 @@ from .parts import (
     row_interval,
     scaled,
     scores_of,
-    sequence_of,
     slope_of,
     store_head,
     whole_columns,
     zeros,
 )
-
-LN2 = tl.constexpr(0.6931471805599453)
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(
@@ -57,7 +47,7 @@ def forward_kernel(
     origin_sequence, origin_head, origin_row, origin_quarter,
     batch, seqlen_cached, total_q, most, size, number,
     SOFTCAP: tl.constexpr, SINK: tl.constexpr, ALIBI: tl.constexpr, DROPOUT: tl.constexpr,
-    INTERVALS: tl.constexpr, CACHED: tl.constexpr, SCALED: tl.constexpr,
+    INTERVALS: tl.constexpr, CACHED: tl.constexpr, SCALED: tl.constexpr, SPLIT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST_D: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr, KEEP: tl.constexpr, ROOM: tl.constexpr,
@@ -69,16 +59,18 @@ def forward_kernel(
 
     CACHED: ``table`` has page numbers, (batch, most), of pages of ``size`` tokens; lengths of keys and bounds
     of rows are on the device, and ``seqlen_cached`` is the number of rows where q is dense, otherwise -1.
-    Rows of a tile are those of all q heads of kv head ``head``, token by token."""
+    Rows of a tile are those of all q heads of kv head ``head``, token by token.
+
+    SPLIT: program (., n) has the n-th segment of those that its tile sees, and leaves it to
+    ``segments_kernel.py``, in fp32. For every row ``out`` has the sums of all segments, one behind the other,
+    and ``lse`` the maximum and the sum of weights of each."""
     origin = (origin_sequence, origin_head, origin_row, origin_quarter)
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
+    record, batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal, top = tile_of(
+        pid % tiles, table, lengths, bounds, batch, seqlen_cached, total_q, most * size, group, CACHED, ROWS
+    )
     if CACHED:
-        record = table  # unread
-        sequence, batch_q, start_q, seqlen_q, seqlen_k, top = cached_tile(
-            lengths, bounds, pid % tiles, batch, seqlen_cached, total_q, most * size, group, ROWS
-        )
-        diagonal = seqlen_k - seqlen_q
         packed_rows = top + tl.arange(0, ROWS)
         rows = packed_rows // group
         heads = head * group + packed_rows % group
@@ -86,15 +78,12 @@ def forward_kernel(
         q_base = q + batch_q * q_batch * 8 + start_q * q_row * 8
         k_base = k + head * k_head * 8
         v_base = v + head * v_head * 8
-        pages = table + sequence * most
+        pages = table + batch_k * most
         q_tile = load_group_head(q_base, q_row, q_head, rows, heads, there, HEAD_DIM, BLOCK_D, REST_D)
         all_first, all_last = whole_columns_of_group(
             top, ROWS, group, diagonal, seqlen_q, seqlen_k, left, right
         )
     else:
-        record = table + (pid % tiles) * 16
-        batch_q, start_q, batch_k, start_k, seqlen_q, seqlen_k, diagonal = sequence_of(record)
-        top = tl.load(record + 7) * ROWS
         rows = top + tl.arange(0, ROWS)
         heads = head
         there = rows < seqlen_q
@@ -110,6 +99,12 @@ def forward_kernel(
     # What the tile's rows see together. Keys beyond it are not read: they might be NaN.
     lowest = tl.min(first, 0)
     highest = tl.max(last, 0)
+    if SPLIT:  # from here on there are no other keys than those of the segment
+        part = tl.program_id(1)
+        begin_here = (lowest // SEGMENT + part) * SEGMENT
+        there &= begin_here <= highest
+        lowest = tl.maximum(lowest, begin_here)
+        highest = tl.minimum(highest, begin_here + SEGMENT - 1)
     if INTERVALS:
         row_starts += batch_k * rows_batch + start_k
         row_ends += batch_k * rows_batch + start_k
@@ -180,30 +175,24 @@ def forward_kernel(
                 )
             here = add_products(p, v_tile, scaled(here, decay[:, None], REST_DV), REST_DV)
             m = new
-        both = tl.maximum(maximum, m)
-        shift = tl.where(both == float("-inf"), 0.0, both)
-        before = tl.exp2(maximum - shift)
-        after = tl.exp2(m - shift)
-        total = total * before + total_here * after
-        acc = scaled(acc, before[:, None], REST_DV)
-        acc = added(acc, scaled(here, after[:, None], REST_DV), REST_DV)
-        maximum = both
-    if SINK:  # a segment of one key without a value, behind all others
-        m_sink = tl.load(sink + heads) * LOG2E
-        both = tl.maximum(maximum, m_sink)
-        shift = tl.where(both == float("-inf"), 0.0, both)
-        before = tl.exp2(maximum - shift)
-        total = total * before + tl.exp2(m_sink - shift)
-        acc = scaled(acc, before[:, None], REST_DV)
-        maximum = both
+        if SPLIT:
+            maximum, total, acc = m, total_here, here
+        else:
+            maximum, total, acc = folded(maximum, total, acc, m, total_here, here, REST_DV)
 
-    lse_tile = (tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log2(total)) * LN2
-    tl.store(lse + batch_q * lse_batch + heads * lse_head + start_q + rows, lse_tile, mask=there)
-    # 0 for -0: a fold with what a row does not see makes 0 of -0, too.
-    inverse = tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
-    if DROPOUT:
-        inverse = inverse * rescale
-    acc = added(scaled(acc, inverse[:, None], REST_DV), zeros(ROWS, BLOCK_DV, REST_DV), REST_DV)
+    if SPLIT:
+        out += part * HEAD_DIM_V
+        row = batch_q * lse_batch + heads * lse_head + start_q + rows
+        place = lse + (row * tl.num_programs(1) + part) * 2
+        tl.store(place, maximum, mask=there)
+        tl.store(place + 1, total, mask=there)
+    else:
+        if SINK:
+            m_sink = tl.load(sink + heads) * LOG2E
+            maximum, total, acc = with_sink(maximum, total, acc, m_sink, REST_DV)
+        lse_tile = lse_of(maximum, total)
+        tl.store(lse + batch_q * lse_batch + heads * lse_head + start_q + rows, lse_tile, mask=there)
+        acc = output_of(acc, total, rescale, DROPOUT, ROWS, BLOCK_DV, REST_DV)
     out_base = out + batch_q * out_batch * 8 + start_q * out_row * 8
     if CACHED:
         store_group_head(out_base, out_row, out_head, rows, heads, there, acc, HEAD_DIM_V, BLOCK_DV, REST_DV)

@@ -28,17 +28,12 @@ from .backward_kernels import (
     sink_kernel,
     sinks_kernel,
 )
-from .forward_kernel import forward_kernel
-from .tables import WORDS, backward_tables, forward_table
+from .split import Launch
+from .strides import aligned, lse_strides, strides_of, values_of
+from .tables import WORDS, backward_tables, forward_table, most_segments
 from .tiles import FOLDED_KEYS, ROOMY, Shape, columns_of, forward_numerics, shapes_of
 
 __all__ = ["Backward", "Forward"]
-
-UNIT = 8
-"""Elements: what strides are counted in."""
-
-MOST_STRIDE = 2**24
-"""Elements between rows: places of a tile's rows, counted from its first one, must fit 32 bits."""
 
 _LOG2E = math.log2(math.e)
 
@@ -76,36 +71,38 @@ class Forward:
         self.numerics = forward_numerics(problem, is_roomy(device))
         self._shape = shapes_of(problem.widest, problem.dtype, is_roomy(device)).forward
         self._table: _OnDevice | None = None
-        self._tiles = 0
+        self._tiles = self._segments = 0
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors
     ) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
-        problem, shape, numerics = self.problem, self._shape, self.numerics
+        problem = self.problem
         if self._table is None:
-            records = forward_table(problem, *self._placed, shape.rows)
-            self._tiles, self._table = len(records), _OnDevice(problem, [records], self._device)
+            self._table = self._made_table()
         out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
         *batch, rows, heads, _ = q.shape
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
-        q, k, v = (aligned(x) for x in (q, k, v))
         (table,) = self._table.use()
         *starts_ends, rows_batch = _intervals(aux, table)
-        forward_kernel[(self._tiles * heads,)](
-            q, k, v, out, lse, values_of(aux.learnable_sink, lse), values_of(aux.alibi_slopes, lse),
-            _seed(aux, lse), *starts_ends, table, table, table,
-            *strides_of(q), *strides_of(k), *strides_of(v), *strides_of(out), *lse_strides(lse),
-            self._tiles, problem.group, *problem.mask.sides, _slope_batch(aux), rows_batch,
-            *of_scores(scores), 0, 0, 0, 0, 0, 0,
-            **head_of(problem), **variant_of(scores, aux), CACHED=False, SINK=aux.learnable_sink is not None,
-            SCALED=is_scaled(scores, aux),
-            ROWS=shape.rows, TILE=numerics.tile, SEGMENT=numerics.segment, KEEP=numerics.keep,
-            ROOM=numerics.room, **options_of(shape),
+        others = values_of(aux.learnable_sink, lse), values_of(aux.alibi_slopes, lse), _seed(aux, lse)
+        flags = {"CACHED": False, "SINK": aux.learnable_sink is not None, "SCALED": is_scaled(scores, aux)}
+        launch = Launch(
+            (aligned(q), aligned(k), aligned(v)), (*others, *starts_ends), (table, table, table),
+            self._tiles, problem.group, problem.mask.sides, (_slope_batch(aux), rows_batch),
+            of_scores(scores), (0, 0, 0, 0, 0, 0), self.numerics, self._shape, options_of(self._shape),
+            head_of(problem), variant_of(scores, aux) | flags,
         )  # fmt: skip
+        launch(self._tiles * heads, self._segments, out, lse)
         return out, lse
+
+    def _made_table(self) -> _OnDevice:
+        records = forward_table(self.problem, *self._placed, self._shape.rows)
+        self._tiles = len(records)
+        self._segments = most_segments(records, self.problem.mask, self._shape.rows, self.numerics.segment)
+        return _OnDevice(self.problem, [records], self._device)
 
 
 class _Tables(NamedTuple):
@@ -229,17 +226,6 @@ def _seed(aux: AuxTensors, unread: Tensor) -> Tensor:
     return seed.clone() if seed.data_ptr() % 16 else seed
 
 
-def values_of(x: Tensor | None, unread: Tensor) -> Tensor:
-    """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others.
-
-    Without any ``unread``, a tensor of fp32 that stands in its place.
-    """
-    if x is None:
-        return unread
-    x = x.detach().to(torch.float32).contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
-
-
 def _intervals(aux: AuxTensors, unread: Tensor) -> tuple[Tensor, Tensor, int]:
     """Which rows see each key, and how far apart those of two sequences are; without any ``unread`` twice."""
     if aux.rows is None:
@@ -292,28 +278,6 @@ def is_scaled(scores: Scores, aux: AuxTensors) -> bool:
     The largest product is not the largest score where the scale is negative.
     """
     return scores.softcap > 0 or aux.alibi_slopes is not None or scores.softmax_scale <= 0
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself if its rows are contiguous, with strides in UNITs and a base of 16 bytes; otherwise a copy."""
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
-    near = x.shape[-3] == 1 or x.stride(-3) < MOST_STRIDE
-    plain = near and x.stride(-1) == 1 and all(s % UNIT == 0 and s >= 0 for s in strides)
-    if plain and x.data_ptr() % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def strides_of(x: Tensor) -> tuple[int, ...]:
-    """Of batch, row and head in UNITs; 0 where there is one or none."""
-    steps = [stride // UNIT if size > 1 else 0 for stride, size in zip(x.stride()[:-1], x.shape)]
-    return (0, *steps)[-3:]
-
-
-def lse_strides(lse: Tensor) -> tuple[int, int]:
-    """Of batch and head, of a contiguous lse."""
-    heads, rows = lse.shape[-2:]
-    return heads * rows, rows
 
 
 assert WORDS == 16, "the kernels know it"

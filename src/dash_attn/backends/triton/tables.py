@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ...problem import IntArray, Problem
+from ...problem import IntArray, Mask, Problem
 from ...schedule import Plan
 from ...schedule.batch import first_of_each
 from ...schedule.plan import HeadPattern
@@ -27,6 +27,7 @@ __all__ = [
     "Stretches",
     "backward_tables",
     "forward_table",
+    "most_segments",
     "stretches_of",
     "visits_of",
 ]
@@ -84,6 +85,23 @@ def forward_table(problem: Problem, packed: bool, keys: Keys | None, rows: int) 
         _, last = grids[shape].columns(np.minimum(top[mine] + rows, shape[0]) - 1)
         seen[mine] = last - first
     return records[np.argsort(-seen, kind="stable")]
+
+
+def most_segments(records: Words, mask: Mask, rows: int, segment: int) -> int:
+    """No tile of ``forward_table`` sees keys of more segments, as its program counts them.
+
+    >>> problem = Problem.dense(seqlen_q=100, seqlen_k=300, head_dim=64, mask=Mask.window(120, 0))
+    >>> [most_segments(forward_table(problem, True, None, n), problem.mask, n, 128) for n in (16, 64)]
+    [2, 3]
+    """
+    top = records[:, _TILE].astype(np.int64) * rows
+    keys, diagonal = records[:, 5], records[:, 6]
+    left, right = mask.sides
+    first = np.zeros_like(top) if left < 0 else np.maximum(top + diagonal - left, 0)
+    bottom = np.minimum(top + rows, records[:, 4]) - 1
+    last = keys - 1 if right < 0 else np.minimum(bottom + diagonal + right, keys - 1)
+    counts = (np.maximum(last, -1) + segment) // segment - first // segment
+    return int(counts.max(initial=0))
 
 
 def backward_tables(plan: Plan, packed: bool, disorder: random.Random | None = None) -> BackwardTables:

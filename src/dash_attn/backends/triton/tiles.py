@@ -19,6 +19,7 @@ from ...schedule.constants import TRITON_VERSION
 __all__ = [
     "DTYPES",
     "FOLDED_KEYS",
+    "FOLDED_ROWS",
     "HEAD_DIMS",
     "ROOMY",
     "TILES",
@@ -34,6 +35,9 @@ __all__ = [
 
 FOLDED_KEYS = 32
 """Keys per program of the kernel that adds the sums of head groups."""
+
+FOLDED_ROWS = 16
+"""Rows per program of the kernel that folds segments."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 

@@ -59,4 +59,5 @@ def sorted_by(codes: IntArray, *keys: IntArray) -> IntArray:
         room *= span
     # One sort of distinct numbers is several times as fast as a stable sort of several keys.
     rank.sort()
-    return codes[rank & place]
+    found: IntArray = codes[rank & place]
+    return found
