@@ -62,6 +62,13 @@ def test_interpreted_feature_by_feature(part: str) -> None:
 
 
 @with_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["models", "not models"])
+def test_interpreted_from_end_to_end(part: str) -> None:
+    run_file("triton_end_to_end.py", "-k", part, TRITON_INTERPRET="1")
+
+
+@with_triton
 def test_compiled(tmp_path: Path) -> None:
     run_file("triton_compiled.py", "-m", "not slow", TRITON_CACHE_DIR=str(tmp_path))
 
