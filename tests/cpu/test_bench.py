@@ -80,6 +80,27 @@ def test_another_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_shape(SHAPE, Settings(), print)
 
 
+def test_a_backend_that_is_named_needs_no_hopper_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command asks for one only where a shape leaves the backend open."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+
+    def bench(shape: Shape, *_: object) -> Result:
+        asked.append(shape.backend)
+        return Result(shape, "NVIDIA A100", ROWS)
+
+    monkeypatch.setattr("dash_attn.tools.bench.bench_shape", bench)
+    assert main(["bench", "--seqlen", "512", "--backend", "triton", "--json"]) == 0
+    assert asked == ["triton"]
+    assert main(["bench", "--seqlen", "512"]) == 2
+    assert "NVIDIA A100, sm_80" in capsys.readouterr().err
+    assert asked == ["triton"]
+
+
 @pytest.mark.usefixtures("_no_gpu")
 @pytest.mark.parametrize(
     ("line", "message"), [("--rounds 0", "rounds must be >= 1, got 0"), ("--seqlen 5 --seqlens 3", "seqlens")]

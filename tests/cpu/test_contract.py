@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from contract_cases import ENDS, Way, all_same, attend, beside, gradients, leaves_of
 
+torch.set_num_threads(1)
+
 CPU = Way("cpu", everything=True)
 LAYOUTS = pytest.mark.parametrize("layout", ["dense", "packed"])
 

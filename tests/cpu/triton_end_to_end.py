@@ -41,8 +41,8 @@ def test_errors_and_bytes_of_random_problems(features: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--batch 2 --seqlen 200 --heads 2 --kv-heads 1 --head-dim 72 --mask causal --dtype float16",
-        "--seqlens 200 0 17 --heads 2 --head-dim 72 --head-dim-v 24 --window 90 0 --dtype float32",
+        "--batch 1 --seqlen 140 --heads 2 --kv-heads 1 --head-dim 72 --mask causal --dtype float16",
+        "--seqlens 140 0 17 --heads 1 --head-dim 72 --head-dim-v 24 --window 90 0 --dtype float32",
     ],
 )
 def test_verify(capsys: pytest.CaptureFixture[str], line: str) -> None:
