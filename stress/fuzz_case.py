@@ -272,7 +272,8 @@ def from_rounded_out(
     """
     dout, q, k, _ = (x.double() for x in one)
     d = (dout * (out.to(one.q.dtype).double() - out)).sum(-1).T
-    at, columns = torch.arange(len(q), device=q.device) + len(k) - len(q), torch.arange(len(k), device=q.device)
+    at, columns = (torch.arange(len(x), device=x.device) for x in (q, k))
+    at = at + len(k) - len(q)
     hidden = hidden_elements(mask, at, len(k))
     if aux.rows is not None:
         hidden |= outside_intervals(aux.rows, 0, len(q))

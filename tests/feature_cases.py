@@ -1,4 +1,4 @@
-"""Random problems over all features, their results by plain PyTorch, and how far a backend's may be from them.
+"""Random problems over all features, their results by plain PyTorch, and how far others may be from them.
 
 What kernels are compiled for, head dims, dtype and features, is one of some variants per combination of
 features: compiling takes longer than running. All else is drawn from a seed.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,14 @@ FIRST = {
 }
 """Combinations of features, and a variant that is met first. The others are drawn."""
 
-WIDTHS = (range(8, 17, 8), range(24, 33, 8), range(40, 65, 8), range(72, 97, 8), range(104, 129, 8), range(136, 257, 8))
+WIDTHS = (
+    range(8, 17, 8),
+    range(24, 33, 8),
+    range(40, 65, 8),
+    range(72, 97, 8),
+    range(104, 129, 8),
+    range(136, 257, 8),
+)
 """Head dims that take the same columns in Triton's products."""
 
 
@@ -96,8 +103,8 @@ class Drawn(NamedTuple):
     def scores(self) -> Scores:
         how = self.how
         return Scores(
-            self.leaves[0].shape[2] ** -0.5, how.get("softcap", 0.0), len(self.leaves) > 3, "alibi_slopes" in how,
-            how.get("dropout_p", 0.0), "row_starts" in how,
+            self.leaves[0].shape[2] ** -0.5, how.get("softcap", 0.0), len(self.leaves) > 3,
+            "alibi_slopes" in how, how.get("dropout_p", 0.0), "row_starts" in how,
         )  # fmt: skip
 
     @property
@@ -268,7 +275,7 @@ class Bound(NamedTuple):
 
 
 def bound_of(one: Drawn) -> Bound:
-    """Twice the errors of plain PyTorch in the dtype, the rounding of sums, and what the rounding of out does.
+    """Twice the errors of plain PyTorch in the dtype, rounding of sums, and what the rounding of out does.
 
     A backward reads delta from the rounded out, and plain PyTorch does not: that part of the errors of dq, dk
     and dsink is known exactly. The gradient of a sink is one number per head, and two draws of rounding noise

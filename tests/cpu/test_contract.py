@@ -1,4 +1,4 @@
-"""All features at once on the CPU: compiled, checkpointed, on threads. ``test_gpu_api.py`` has more of them."""
+"""All features at once on the CPU: compiled, checkpointed, on threads. ``test_gpu_api.py`` has more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors over all features by the CPU backend are within the bounds of ``test_gpu_features.py``, which refuse."""
+"""The bounds of ``test_gpu_features.py``: the CPU backend is within them, and larger errors are refused."""
 
 from __future__ import annotations
 

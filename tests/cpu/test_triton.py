@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -46,6 +47,15 @@ def run_file(name: str, *options: str, **environment: str) -> None:
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
+
+
+def test_no_kernel_is_tuned_at_run_time_or_adds_in_the_order_of_time() -> None:
+    """Both would let time choose bits. ``triton_compiled.py`` looks for such additions in PTX."""
+    sources = sorted(Path(backend_module.__file__).parent.glob("*.py"))
+    assert len(sources) > 5
+    for path in sources:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"autotune|heuristics|do_bench|atomic_", text), path.name
 
 
 @with_triton

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
+from contract_cases import ENDS, WAYS, Way, all_same, attend, beside, gradients, leaves_of
 from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.backends.base import NO_AUX
 from dash_attn.errors import InputError
@@ -21,7 +22,6 @@ from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
 from dash_attn.spec import AttentionSpec
 from dash_attn.testing import same_bytes
-from contract_cases import ENDS, WAYS, Way, all_same, attend, beside, gradients, leaves_of
 from gpu_cases import has_fa4
 
 AUTO = Way()

@@ -53,8 +53,8 @@ def test_rows_of_triton(shape: Shape) -> None:
 
 def test_the_command_times_triton(capsys: pytest.CaptureFixture[str]) -> None:
     """Also what sm90 does not have."""
-    line = "--backend triton --seqlen 1000 --heads 4 --head-dim 32 --dtype float32 --rounds 2 --no-peers --json"
-    assert main(["bench", *line.split()]) == 0
+    line = "--backend triton --seqlen 1000 --heads 4 --head-dim 32 --dtype float32 --rounds 2 --no-peers"
+    assert main(["bench", "--json", *line.split()]) == 0
     (result,) = json.loads(capsys.readouterr().out)["results"]
     (row,) = result["rows"]
     assert row["impl"] == "dash_attn"

@@ -1,8 +1,8 @@
 """Random problems over all features by every backend that covers them, against float64, and twice.
 
-``DASH_ATTN_PROBLEMS`` problems in all, dealt to the combinations of features. Of each combination some variants
-of the kernels are compiled, one after the other as problems ask for them. How far errors were from what is
-allowed is printed (``pytest -rP``), and is a property of the test in its XML.
+``DASH_ATTN_PROBLEMS`` problems in all, dealt to the combinations of features. Of each some variants of the
+kernels are compiled, when a problem first asks for one. Errors as shares of what is allowed are printed
+(``pytest -rP``), and are properties of the tests in an XML.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ PROBLEMS = int(os.environ.get("DASH_ATTN_PROBLEMS", "60"))
 
 
 @pytest.mark.parametrize("features", FIRST, ids=lambda features: "-".join(features) or "plain")
-def test_errors_and_bytes(
-    features: tuple[str, ...], record_property: Callable[[str, object], None]
-) -> None:
+def test_errors_and_bytes(features: tuple[str, ...], record_property: Callable[[str, object], None]) -> None:
     """Forced Triton; sm90 where it covers a problem, which is what ``auto`` takes then."""
     variants, worst = variants_of(features), {}
     for seed in range(-(-PROBLEMS // len(FIRST))):
