@@ -58,13 +58,9 @@ FIRST = {
 }
 """Combinations of features, and a variant that is met first. The others are drawn."""
 
-WIDTHS = (
-    range(8, 17, 8),
-    range(24, 33, 8),
-    range(40, 65, 8),
-    range(72, 97, 8),
-    range(104, 129, 8),
-    range(136, 257, 8),
+WIDTHS = tuple(
+    range(first, last + 1, 8)
+    for first, last in ((8, 16), (24, 32), (40, 64), (72, 96), (104, 128), (136, 256))
 )
 """Head dims that take the same columns in Triton's products."""
 

@@ -1,4 +1,4 @@
-"""Where sm90 covers a problem, its results and Triton's differ by rounding only; ``auto`` has those of sm90."""
+"""Where sm90 covers a problem, its results and Triton's differ by rounding only; ``auto`` takes sm90."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 NORM, ELEMENT = 1.0, 4.0
-"""Epsilons of the dtype that norms, and single elements beside the largest one, may be apart. Those of the CPU
-backend are 0.3 and up to 0.7 from float64."""
+"""Epsilons of the dtype that norms, and single elements beside the largest one, may be apart. On the CPU they
+are 0.3 and up to 0.7 from float64."""
 
 
 def drawn(dims: tuple[int, int], dtype: torch.dtype, device: str, *rows: int) -> tuple[list[Tensor], Tensor]:
