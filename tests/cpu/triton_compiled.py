@@ -43,8 +43,8 @@ MOST_LOCAL_WITH_INTERVALS = 1088
 """dQ of heads of 256 on Hopper."""
 
 MOST_LOCAL_WITH_EVERYTHING = {80: 960, 90: 1280}
-"""With all that scores can take at once: dK and dV of heads of 64 on sm_80, dQ of heads of 192 on Hopper. Newer
-GPUs need less than sm_80."""
+"""With all that scores can take at once: dK and dV of heads of 64 on sm_80, dQ of heads of 192 on Hopper.
+Newer GPUs need less than sm_80."""
 
 MOST_LOCAL_OVER_A_CACHE = 2816
 """Heads of 256 on Hopper, with the tiles of training, whose bits they must have. It is slow there."""
