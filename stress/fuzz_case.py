@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Tensors
+from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors
 from dash_attn.backends.cpu import plain_attention
+from dash_attn.backends.cpu.masks import hidden_elements, outside_intervals
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.errors import HandOverError
 from dash_attn.problem import Mask, Problem
@@ -250,7 +251,8 @@ def _allowed(case: FuzzCase, one: Sequence, exact: Any) -> list[float]:
     floor = (64 * 2**-52 if double else 4 * capped * 2**-23) * float(one.dout.double().norm())
     score = scale * q * k
     allowed = []
-    of_out = _from_rounded_out(case, one, exact[0])
+    of_q, of_k, _ = from_rounded_out(one, mask, case.scores, *exact[:2])
+    of_out = float(of_q.norm()), float(of_k.norm()), 0.0
     for error, by_out, x, products in zip(
         plain, of_out, exact[2:], (scale * k * v, scale * q * v, 1 + score)
     ):
@@ -260,17 +262,37 @@ def _allowed(case: FuzzCase, one: Sequence, exact: Any) -> list[float]:
     return allowed
 
 
-def _from_rounded_out(case: FuzzCase, one: Sequence, out: Tensor) -> tuple[float, float, float]:
-    """Norms of what dq, dk and dv miss because delta is dout . out with a rounded out.
+def from_rounded_out(
+    one: Sequence, mask: Mask, scores: Scores, out: Tensor, lse: Tensor, aux: AuxTensors = NO_AUX
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What dq, dk and the gradient of a sink miss because delta is dout . out with a rounded out, float64.
 
-    delta is wrong by d per row, so dS by -P d: dq by d times attention over K in place of V, dk by the
-    gradient of these values for d q. A softcap makes dS smaller, never larger.
+    delta is wrong by d per row, so dS by -P d, also where dropout drops a weight. ``out`` and ``lse`` are the
+    exact ones of the sequence: (rows, heads, head dim of V) and (heads, rows).
     """
-    d = (one.dout.double() * (out.to(one.q.dtype).double() - out)).sum(-1, keepdim=True)
-    over_keys = one._replace(v=one.k, dout=d * one.q.double())
-    found = plain_attention(over_keys, case.problem.mask, case.scores, torch.float64)
-    scale = case.scores.softmax_scale
-    return scale * float((d * found[0]).norm()), scale * float(found[4].norm()), 0.0
+    dout, q, k, _ = (x.double() for x in one)
+    d = (dout * (out.to(one.q.dtype).double() - out)).sum(-1).T
+    at, columns = (torch.arange(len(x), device=x.device) for x in (q, k))
+    at = at + len(k) - len(q)
+    hidden = hidden_elements(mask, at, len(k))
+    if aux.rows is not None:
+        hidden |= outside_intervals(aux.rows, 0, len(q))
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    for head in range(q.shape[1]):
+        kv = head // (q.shape[1] // k.shape[1])
+        s, slope = q[:, head] @ k[:, kv].T * scores.softmax_scale, 1.0
+        if scores.softcap:
+            capped = (s / scores.softcap).tanh()
+            s, slope = scores.softcap * capped, 1.0 - capped * capped
+        if aux.alibi_slopes is not None:
+            s = s - aux.alibi_slopes[head].double() * (at[:, None] - columns).abs()
+        p = (s - lse[head][:, None]).exp().masked_fill(hidden, 0.0)
+        ds = p * d[head][:, None] * slope * scores.softmax_scale
+        dq[:, head] = ds @ k[:, kv]
+        dk[:, kv] += ds.T @ q[:, head]
+    if aux.learnable_sink is None:
+        return dq, dk, None
+    return dq, dk, ((aux.learnable_sink.detach().double()[:, None] - lse).exp() * d).sum(1)
 
 
 # Running

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from dash_attn.backends.base import BACKENDS
 from dash_attn.backends.cpu.dropout import Dropout
 from dash_attn.integrations import sdpa
-from dash_attn.integrations.transformers import register
+from dash_attn.integrations import transformers as dash
 from dash_attn.scores import Scores
 from dash_attn.tools.demo.repeatable import deterministic_torch
 
@@ -41,12 +42,12 @@ class Case(NamedTuple):
     """A model.
 
     Attributes:
-        make: the model, given the name of an attention.
+        make: the model, given the name of an attention and a number of layers.
         inputs: what a step is called with, given a generator and a length; also ``labels``.
         backend: what ``auto`` must take on a Hopper GPU.
     """
 
-    make: Callable[[str], nn.Module]
+    make: Callable[[str, int], nn.Module]
     inputs: Callable[[torch.Generator, int], dict[str, Tensor]]
     backend: str
 
@@ -65,13 +66,18 @@ class Trained(NamedTuple):
 
 
 def train(
-    case: Case, implementation: str, length: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    case: Case,
+    implementation: str,
+    length: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    layers: int = LAYERS,
 ) -> Trained:
     """Three steps of SGD with PyTorch's deterministic algorithms. Weights and inputs are the same ones for
     every ``implementation``, and in every dtype up to rounding."""
-    register()
+    dash.register()
     torch.manual_seed(0)
-    model = case.make(implementation).to(device, dtype).train()
+    model = case.make(implementation, layers).to(device, dtype).train()
     _draw_sinks(model)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=RATE), []
     torch.manual_seed(4)  # of dropout
@@ -139,6 +145,14 @@ def _recording(found: set[tuple[str, str]], entry: tuple[str, str], method: Any)
     return recording
 
 
+def force(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """Models are run by a backend, which ``auto`` might not take."""
+    for module in (dash, sdpa):
+        for name in ("flash_attn_func", "flash_attn_varlen_func"):
+            if (function := getattr(module, name, None)) is not None:
+                monkeypatch.setattr(module, name, partial(function, backend=backend))
+
+
 @pytest.fixture
 def same_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As :func:`drop_alike`."""
@@ -178,9 +192,20 @@ def _translation(generator: torch.Generator, length: int) -> dict[str, Tensor]:
     return {"input_ids": tokens, "labels": tokens[:, : length // 2 + 3].contiguous()}
 
 
-def _causal(name: str, **change: Any) -> Callable[[str], nn.Module]:
-    def make(implementation: str) -> nn.Module:
-        config = getattr(transformers, f"{name}Config")(**{**TEXT, **change})
+DEPTHS = ("num_hidden_layers", "n_layer", "encoder_layers", "decoder_layers", "num_layers")
+
+
+def _config(name: str, layers: int, config: dict[str, Any]) -> Any:
+    """The configuration of a model, with so many of its layers."""
+    config = config | {depth: layers for depth in DEPTHS if depth in config}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    return getattr(transformers, f"{name}Config")(**config)
+
+
+def _causal(name: str, **change: Any) -> Callable[[str, int], nn.Module]:
+    def make(implementation: str, layers: int) -> nn.Module:
+        config = _config(name, layers, {**TEXT, **change})
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation=implementation, **EAGER_EXPERTS.get(name, {})
         )
@@ -194,9 +219,9 @@ EAGER_EXPERTS = {"GptOss": {"experts_implementation": "eager"}}
 """Grouped products are not deterministic on a GPU in every version of PyTorch."""
 
 
-def _model(kind: str, name: str, **config: Any) -> Callable[[str], nn.Module]:
-    def make(implementation: str) -> nn.Module:
-        made = getattr(transformers, f"{name}Config")(**config)
+def _model(kind: str, name: str, **config: Any) -> Callable[[str, int], nn.Module]:
+    def make(implementation: str, layers: int) -> nn.Module:
+        made = _config(name, layers, config)
         return getattr(transformers, kind).from_config(made, attn_implementation=implementation)
 
     return make
@@ -256,7 +281,7 @@ class JointAttention(nn.Module):
 
     HEADS, HEAD_DIM = 2, 64
 
-    def __init__(self, implementation: str) -> None:
+    def __init__(self, implementation: str, layers: int) -> None:
         super().__init__()
         width = self.HEADS * self.HEAD_DIM
         self.attention = sdpa.enabled if implementation == "dash" else nullcontext
@@ -269,7 +294,7 @@ class JointAttention(nn.Module):
                 }
                 | {f"norm_{x}": nn.RMSNorm(self.HEAD_DIM, eps=1e-6) for x in "qk"}
             )
-            for _ in range(LAYERS)
+            for _ in range(layers)
         )
 
     def forward(self, image: Tensor, text: Tensor, labels: Tensor) -> Output:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -48,6 +49,15 @@ def run_file(name: str, *options: str, **environment: str) -> None:
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
 
 
+def test_no_kernel_is_tuned_at_run_time_or_adds_in_the_order_of_time() -> None:
+    """Both would let time choose bits. ``triton_compiled.py`` looks for such additions in PTX."""
+    sources = sorted(Path(backend_module.__file__).parent.glob("*.py"))
+    assert len(sources) > 5
+    for path in sources:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"autotune|heuristics|do_bench|atomic_", text), path.name
+
+
 @with_triton
 @pytest.mark.parametrize("part", PARTS)
 def test_interpreted(part: str) -> None:
@@ -65,6 +75,13 @@ def test_interpreted_feature_by_feature(part: str) -> None:
 @pytest.mark.parametrize("speed", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_interpreted_where_few_rows_are_split(speed: str) -> None:
     run_file("triton_split.py", "-m", speed, TRITON_INTERPRET="1")
+
+
+@with_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["models", "not models"])
+def test_interpreted_from_end_to_end(part: str) -> None:
+    run_file("triton_end_to_end.py", "-k", part, TRITON_INTERPRET="1")
 
 
 @with_triton

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -38,8 +39,8 @@ from dash_attn.backends.triton.tiles import (
 )
 from dash_attn.schedule.constants import SINK_ROWS
 
-SHARED = {80: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Bytes that a block may use. Code for sm_80 also runs on sm_86 and sm_89, which have less than an A100."""
+SHARED = {80: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Bytes that a block may use. Code for sm_80 also runs on sm_86, which has less than an A100."""
 
 HEAD_DIMS = (*TILES, 80, 96, 192)
 
@@ -52,8 +53,9 @@ MOST_LOCAL = 768
 MOST_LOCAL_WITH_INTERVALS = 1088
 """dQ of heads of 256 on Hopper."""
 
-MOST_LOCAL_WITH_EVERYTHING = 960
-"""dK and dV of heads of 64 on sm_80, with all that scores can take at once."""
+MOST_LOCAL_WITH_EVERYTHING = {80: 960, 90: 1280}
+"""With all that scores can take at once: dK and dV of heads of 64 on sm_80, dQ of heads of 192 on Hopper.
+Newer GPUs need less than sm_80."""
 
 MOST_LOCAL_OVER_A_CACHE = 2816
 """Heads of 256 on Hopper, with the tiles of training, whose bits they must have. It is slow there."""
@@ -75,6 +77,12 @@ CASES = [
     for n in HEAD_DIMS
 ]
 """fp16 has the programs of bf16; fp32 has one table for all GPUs."""
+
+FEATURES = ("SOFTCAP", "SINK", "ALIBI", "DROPOUT")
+NEWER = [90, 100, 120]
+
+FLOATS_ADDED = re.compile(r"\b(?:atom|red)\.\S*\.(?:f16|bf16|f32|f64|f16x2|bf16x2)\b")
+"""In PTX: an addition to memory, in the order of time. Of integers any order has the same sum."""
 
 TILED = [pytest.param(n, marks=() if n in QUICK_HEAD_DIMS else pytest.mark.slow) for n in TILES]
 
@@ -285,6 +293,14 @@ def test_the_forward_with_a_sink_fits(head_dim: int) -> None:
     _assert_fits("forward", *QUICK, head_dim, SINK=True)
 
 
+@pytest.mark.parametrize("arch", NEWER)
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.slow
+def test_kernels_with_a_feature_fit_on_newer_gpus(feature: str, arch: int) -> None:
+    for name in MAIN if feature != "SINK" else ("forward",):
+        _assert_fits(name, arch, "bfloat16", 128, **{feature: True})
+
+
 @pytest.mark.parametrize("head_dim", TILES)
 @pytest.mark.slow
 def test_kernels_with_alibi_fit(head_dim: int) -> None:
@@ -299,7 +315,7 @@ def test_kernels_with_dropout_fit(head_dim: int) -> None:
         _assert_fits(name, *QUICK, head_dim, DROPOUT=True)
 
 
-@pytest.mark.parametrize(("arch", "dtype"), [QUICK, *SLOW])
+@pytest.mark.parametrize(("arch", "dtype"), [QUICK, *(one for one in SLOW if one[0] != 89)])
 @pytest.mark.parametrize("head_dims", [*TILES, (192, 128)], ids=str)
 @pytest.mark.slow
 def test_kernels_with_intervals_fit(head_dims: int | tuple[int, int], arch: int, dtype: str) -> None:
@@ -307,23 +323,44 @@ def test_kernels_with_intervals_fit(head_dims: int | tuple[int, int], arch: int,
         _assert_fits(name, arch, dtype, head_dims, INTERVALS=True)
 
 
+@pytest.mark.parametrize(
+    "arch", [80, *(pytest.param(arch, marks=pytest.mark.slow) for arch in SHARED if arch != 80)]
+)
 @pytest.mark.parametrize("head_dims", [64, (192, 128)], ids=str)
-def test_kernels_with_everything_fit(head_dims: int | tuple[int, int]) -> None:
+def test_kernels_with_everything_fit(head_dims: int | tuple[int, int], arch: int) -> None:
     everything = dict.fromkeys(PLAIN, True)
     for name in MAIN:
-        _assert_fits(name, *QUICK, head_dims, **everything)
+        _assert_fits(name, arch, "bfloat16", head_dims, **everything)
 
 
 def _assert_fits(name: str, arch: int, dtype: str, head_dims: int | tuple[int, int], **scores: bool) -> None:
     if name not in sources(head_dims, dtype, arch, **scores):
         return
     found = compiled(name, arch, dtype, head_dims, **scores)
+    assert not FLOATS_ADDED.findall(found.asm["ptx"]), name
     assert found.metadata.shared <= SHARED[arch], name
     (kernel,) = resources_of_cubin(found.asm["cubin"])
     most = MOST_LOCAL_WITH_INTERVALS if scores.get("INTERVALS") else MOST_LOCAL
     if scores.get("CACHED") and (arch, head_dims) == (90, 256):
         most = MOST_LOCAL_OVER_A_CACHE
-    assert kernel.stack <= (MOST_LOCAL_WITH_EVERYTHING if all(scores.get(x) for x in PLAIN) else most), name
+    if all(scores.get(x) for x in PLAIN):
+        most = MOST_LOCAL_WITH_EVERYTHING[90 if arch == 90 else 80]
+    assert kernel.stack <= most, name
+
+
+@triton.jit
+def adding_kernel(out, x):
+    tl.atomic_add(out, tl.load(x))
+
+
+@pytest.mark.parametrize(("kind", "floats"), [("fp32", True), ("fp16", True), ("i32", False)])
+def test_additions_in_the_order_of_time_are_found(kind: str, floats: bool) -> None:
+    """The control of :func:`_assert_fits`, which looks for them in every kernel."""
+    source = ASTSource(fn=adding_kernel, signature={"out": f"*{kind}", "x": f"*{kind}"}, constexprs={})
+    for arch in (80, 90):
+        text = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
+        assert re.search(r"\b(atom|red)\.", text)
+        assert bool(FLOATS_ADDED.search(text)) == floats
 
 
 @pytest.mark.parametrize(

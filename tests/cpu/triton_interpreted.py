@@ -1088,24 +1088,3 @@ def test_lengths_pages_and_bounds_out_of_range_are_clamped() -> None:
     assert cache[1, 15].all()  # the second one has no room
     assert cache[0, 0].all()  # the first one has no place
     assert cache.sum() == 3 * 16
-
-
-# Models
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "deepseek-v3", "gpt2"])
-def test_models_train_as_in_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cap, sinks and windows, another head dim of V, dropout."""
-    pytest.importorskip("transformers")
-    from dash_attn.integrations import transformers as dash
-    from model_cases import CASES, drop_alike, error_of, recorded_backends, train
-
-    drop_alike(monkeypatch)
-    monkeypatch.setattr(dash, "flash_attn_func", partial(dash.flash_attn_func, backend="triton"))
-    with recorded_backends(monkeypatch) as ran:
-        found = train(CASES[name], "dash", 40)
-    assert ran == {("triton", "forward"), ("triton", "backward")}
-    expected = train(CASES[name], "eager", 40)
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert max(error_of(found, expected).values()) < 1e-4

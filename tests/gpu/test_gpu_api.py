@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
+from contract_cases import ENDS, WAYS, Way, all_same, attend, beside, gradients, leaves_of
 from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.backends.base import NO_AUX
 from dash_attn.errors import InputError
@@ -22,9 +24,10 @@ from dash_attn.spec import AttentionSpec
 from dash_attn.testing import same_bytes
 from gpu_cases import has_fa4
 
-ENDS = [0, 300, 300, 301, 700, 1200]
+AUTO = Way()
 
 needs_fa4 = pytest.mark.skipif(not has_fa4(), reason="packed tensors need FlashAttention-4's forward")
+ALL_WAYS = pytest.mark.parametrize("way", [pytest.param(way, id=name) for name, way in WAYS.items()])
 BOTH_LAYOUTS = pytest.mark.parametrize("layout", ["dense", pytest.param("packed", marks=needs_fa4)])
 
 
@@ -37,34 +40,17 @@ def cu(*ends: int) -> Tensor:
     return torch.tensor(ends, dtype=torch.int32, device="cuda")
 
 
-def inputs(
-    layout: str, seqlen: int = 600, seed: int = 0, dtype: torch.dtype = torch.bfloat16
-) -> list[Tensor]:
-    """q, k, v; packed ones have the rows of ENDS."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    shape = (ENDS[-1],) if layout == "packed" else (2, seqlen)
-    tensors = [torch.randn(*shape, h, 64, generator=generator, device="cuda") for h in (4, 2, 2)]
-    return [x.to(dtype).requires_grad_() for x in tensors]
+def inputs(layout: str, seqlen: int = 600, seed: int = 0, way: Way = AUTO, **how: Any) -> list[Tensor]:
+    """q, k, v, and a sink if the way has one; packed ones have the rows of ENDS."""
+    return leaves_of(way, layout, "cuda", seqlen, seed, **how)
 
 
-def causal(layout: str) -> Callable[..., Tensor]:
-    """Causal attention of q, k, v in a layout."""
-    if layout == "dense":
-        return lambda q, k, v: flash_attn_func(q, k, v, causal=True)
-    ends = cu(*ENDS)
-    return lambda q, k, v: flash_attn_varlen_func(q, k, v, ends, ends, causal=True)
-
-
-def gradients(function: Callable[..., Tensor], tensors: list[Tensor], *rest: object) -> list[Tensor]:
-    """out, dq, dk, dv of the sum of squares."""
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    out = function(*leaves, *rest)
-    out.float().square().sum().backward()
-    return [out.detach(), *(x.grad for x in leaves)]
-
-
-def all_same(results: list[Tensor], others: list[Tensor]) -> bool:
-    return all(same_bytes(a, b) for a, b in zip(results, others))
+def causal(layout: str, way: Way = AUTO) -> Callable[..., Tensor]:
+    """Causal attention of these in a layout."""
+    rest = beside(way, layout, "cuda")
+    if layout == "packed":
+        rest.append(cu(*ENDS))
+    return lambda *leaves: attend(way, *leaves, *rest)
 
 
 @BOTH_LAYOUTS
@@ -78,47 +64,52 @@ def test_opcheck(layout):
     opcheck(functions.backward, (*saved, *rest))
 
 
-def test_compiled_dense_calls_have_the_same_bytes():
-    def run(q, k, v):
-        return flash_attn_func(2 * q, k, v, causal=True)
+@ALL_WAYS
+def test_compiled_dense_calls_have_the_same_bytes(way):
+    def run(q, *rest):
+        return attend(way, 2 * q, *rest)
 
     compiled = torch.compile(run, fullgraph=True)
     for seqlen in (600, 700, 801):  # the second length makes the shape dynamic
-        tensors = inputs("dense", seqlen)
-        assert all_same(gradients(compiled, tensors), gradients(run, tensors))
+        tensors, rest = inputs("dense", seqlen, way=way), beside(way, "dense", "cuda", seqlen)
+        assert all_same(gradients(compiled, tensors, *rest), gradients(run, tensors, *rest))
 
 
 @needs_fa4
+@ALL_WAYS
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
-def test_compiled_packed_calls_have_the_same_bytes(mode, where):
+def test_compiled_packed_calls_have_the_same_bytes(mode, where, way):
     """Under "reduce-overhead" too, where a replayed graph would hold the lengths of another batch."""
 
-    def run(q, k, v, ends):
-        return flash_attn_varlen_func(2 * q, k, v, ends, ends, causal=True)
+    def run(q, *rest):
+        return attend(way, 2 * q, *rest)
 
     compiled = torch.compile(run, fullgraph=True, mode=mode)
     for middle in (300, 500, 300, 900, 17):
         ends = cu(0, middle, ENDS[-1]).to(where)
-        tensors = inputs("packed", seed=middle)
-        assert all_same(gradients(compiled, tensors, ends), gradients(run, tensors, ends))
+        tensors, rest = inputs("packed", seed=middle, way=way), (*beside(way, "packed", "cuda"), ends)
+        assert all_same(gradients(compiled, tensors, *rest), gradients(run, tensors, *rest))
 
 
-def test_compiled_graphs_of_pytorch_have_the_same_bytes():
-    def run(q, k, v):
-        return flash_attn_func(2 * q, k, v, causal=True)
+@ALL_WAYS
+def test_compiled_graphs_of_pytorch_have_the_same_bytes(way):
+    def run(q, *rest):
+        return attend(way, 2 * q, *rest)
 
     compiled = torch.compile(run, fullgraph=True, mode="reduce-overhead")
+    rest = beside(way, "dense", "cuda", 123)
     for seed in range(5):
         # No other test has these shapes: their plan is made while PyTorch watches what a graph allocates.
-        tensors = inputs("dense", 123, seed)
-        assert all_same(gradients(compiled, tensors), gradients(run, tensors))
+        tensors = inputs("dense", 123, seed, way)
+        assert all_same(gradients(compiled, tensors, *rest), gradients(run, tensors, *rest))
 
 
+@ALL_WAYS
 @BOTH_LAYOUTS
-def test_a_captured_graph_replays_the_same_bytes(layout):
-    leaves, run = inputs(layout), causal(layout)
-    first, other = (inputs(layout, seed=seed) for seed in (0, 1))
+def test_a_captured_graph_replays_the_same_bytes(layout, way):
+    leaves, run = inputs(layout, way=way), causal(layout, way)
+    first, other = (inputs(layout, seed=seed, way=way) for seed in (0, 1))
     expected = [gradients(run, tensors) for tensors in (first, other)]
 
     def step() -> list[Tensor]:
@@ -223,10 +214,11 @@ def test_a_sequence_has_the_bytes_it_has_alone():
             assert all_same([x[start:end] for x in together], [x[0] for x in alone])
 
 
+@ALL_WAYS
 @BOTH_LAYOUTS
-def test_streams_share_nothing(layout):
-    run = causal(layout)
-    tensors = [inputs(layout, seed=seed) for seed in range(3)]
+def test_streams_share_nothing(layout, way):
+    run = causal(layout, way)
+    tensors = [inputs(layout, seed=seed, way=way) for seed in range(3)]
     expected = [gradients(run, x) for x in tensors]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in tensors]
@@ -249,10 +241,11 @@ def test_autocast(dtype):
     assert [is_supported(*x).backend for x in (tensors, [y.to(dtype) for y in tensors])] == ["triton", "sm90"]
 
 
+@ALL_WAYS
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_have_the_same_bytes(layout, use_reentrant):
-    tensors, run = inputs(layout), causal(layout)
+def test_checkpoints_have_the_same_bytes(layout, use_reentrant, way):
+    tensors, run = inputs(layout, way=way), causal(layout, way)
     found = gradients(lambda *x: checkpoint(run, *x, use_reentrant=use_reentrant), tensors)
     assert all_same(found, gradients(run, tensors))
 

@@ -279,19 +279,27 @@ def test_two_training_runs_end_in_the_same_bytes(transformers, config):
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "backend"),
     [
-        "--seqlen 1100 --heads 8 --kv-heads 2 --mask causal",
-        "--seqlens 700 0 31 1100 --heads 4 --head-dim 64 --window 300 0 --dtype float16",
+        ("--seqlen 1100 --heads 8 --kv-heads 2 --mask causal", "sm90"),
+        ("--seqlens 700 0 31 1100 --heads 4 --head-dim 64 --window 300 0 --dtype float16", "sm90"),
+        ("--backend triton --seqlen 1100 --heads 8 --kv-heads 2 --mask causal", "triton"),
+        (
+            "--backend triton --seqlens 700 0 31 1100 --heads 4 --head-dim 80 --head-dim-v 40 --window 300 0 "
+            "--dtype float16",
+            "triton",
+        ),
+        ("--backend triton --seqlen 700 --heads 2 --head-dim 256", "triton"),
+        ("--seqlen 600 --heads 2 --head-dim 32 --mask causal --dtype float32", "triton"),
     ],
 )
-def test_verify(capsys, line):
+def test_verify(capsys, line, backend):
     code = main(["verify", "--device", "cuda", "--json", "--replays", "50", *line.split()])
     facts = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in facts["shapes"][0]["checks"]}
     assert code == 0, checks
     assert {check["status"] for check in checks.values()} == {"passed"}
-    assert facts["shapes"][0]["facts"]["backend"] == "sm90"
+    assert facts["shapes"][0]["facts"]["backend"] == backend
 
 
 def test_doctor():

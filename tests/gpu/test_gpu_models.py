@@ -1,6 +1,6 @@
 """Tiny models of many families train on a Hopper GPU in bf16 as with eager attention, and twice alike.
 
-``auto`` takes the backend. Most of the time goes to compiling kernels, which
+``auto`` takes the backend, and Triton is forced. Most of the time goes to compiling kernels, which
 ``pytest -n 6 tests/gpu/test_gpu_models.py`` does on several cores.
 """
 
@@ -22,6 +22,7 @@ from model_cases import (
     REFUSED,
     Trained,
     error_of,
+    force,
     recorded_backends,
     same_dropout,
     total_error,
@@ -37,12 +38,16 @@ on_gpu = partial(train, length=LENGTH, dtype=torch.bfloat16, device="cuda")
 
 
 @pytest.mark.usefixtures("same_dropout")
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 @pytest.mark.parametrize("name", CASES)
-def test_training_is_as_in_eager_and_twice_alike(name, monkeypatch):
+def test_training_is_as_in_eager_and_twice_alike(name, backend, monkeypatch):
     case = CASES[name]
-    with recorded_backends(monkeypatch) as ran:
-        found, again = (on_gpu(case, "dash") for _ in range(2))
-    assert ran == {(case.backend, "forward"), (case.backend, "backward")}
+    taken = case.backend if backend == "auto" else backend
+    with monkeypatch.context() as patch:
+        force(patch, backend)
+        with recorded_backends(patch) as ran:
+            found, again = (on_gpu(case, "dash") for _ in range(2))
+    assert ran == {(taken, "forward"), (taken, "backward")}
     assert again.losses == found.losses
     seconds = dict(again.tensors())
     for tensor, x in found.tensors():
