@@ -26,7 +26,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 LENGTHS = ((70, 70), (0, 30), (40, 0), (33, 3000), (900, 130), (1, 5000))
-MASKS = [Mask.full(), Mask.causal(), Mask.window(300, 0), Mask.window(600, 70)]
+MASKS = [Mask.full(), Mask.causal(), Mask.window(700, 0), Mask.window(600, 70)]
 
 problem_of = partial(triton_problem, mask=Mask.causal(), dtype="bfloat16", heads=4, kv_heads=2)
 
