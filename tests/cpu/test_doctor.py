@@ -69,7 +69,8 @@ def _supported_on(monkeypatch, backend, capability, **how):
     [
         ((9, 0), "yes"),
         ((8, 0), "yes (compiled for sm_80, never run on sm_80)"),
-        ((8, 9), "yes (compiled for sm_80, never run on sm_89)"),
+        ((8, 6), "yes (compiled for sm_80, never run on sm_86)"),
+        ((8, 9), "yes (compiled for sm_89, never run on sm_89)"),
         ((10, 3), "yes (compiled for sm_100, never run on sm_103)"),
         ((12, 0), "yes (compiled for sm_120, never run on sm_120)"),
         ((11, 0), "yes (never compiled for sm_110, and never run there)"),

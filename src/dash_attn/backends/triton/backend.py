@@ -43,7 +43,7 @@ OLDEST = (8, 0)
 TESTED = ((9, 0),)
 """Compute capabilities of the GPUs on which the kernels were run and compared."""
 
-COMPILED = ((8, 0), (9, 0), (10, 0), (12, 0))
+COMPILED = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 """Those that tests compile them for, without such a GPU (tests/cpu/triton_compiled.py)."""
 
 
