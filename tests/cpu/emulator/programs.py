@@ -138,7 +138,7 @@ class Emulated:
             launch.most_pages, *ratios,
         )  # fmt: skip
         named, scalars = [*described, *map(_number, numbers)], [*map(_number, scales)]
-        k = _maps([(_as_rows(tensors.k), c.piece, False)])
+        k = _maps([(_as_rows(tensors.k), c.piece)])
         v = _maps([(_as_rows(tensors.v), c.piece, 2 * c.columns)])
         score, weigh, main, fold = kernels(c)
         tiles = (launch.tiles, kv_heads, launch.batch)
