@@ -34,10 +34,12 @@ with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is 
 OF_SCORES = "sink or alibi or dropout"
 PARTS = (
     "intervals",
+    f"not (intervals or head_dims or masks or bytes or order or {OF_SCORES})",
+)
+SLOW_PARTS = (
     f"({OF_SCORES}) and not intervals",
     f"(head_dims or masks) and not (intervals or {OF_SCORES})",
     f"(bytes or order) and not (intervals or {OF_SCORES})",
-    f"not (intervals or head_dims or masks or bytes or order or {OF_SCORES})",
 )
 
 
@@ -59,7 +61,9 @@ def test_no_kernel_is_tuned_at_run_time_or_adds_in_the_order_of_time() -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", [*PARTS, *(pytest.param(part, marks=pytest.mark.slow) for part in SLOW_PARTS)]
+)
 def test_interpreted(part: str) -> None:
     run_file("triton_interpreted.py", "-m", "not slow", "-k", part, TRITON_INTERPRET="1")
 
@@ -72,7 +76,8 @@ def test_interpreted_feature_by_feature(part: str) -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("speed", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("speed", ["not slow", "slow"])
 def test_interpreted_where_few_rows_are_split(speed: str) -> None:
     run_file("triton_split.py", "-m", speed, TRITON_INTERPRET="1")
 
