@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from dash_attn.backends.triton import split
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.problem import Problem
 from dash_attn.testing import assert_same_bytes
@@ -56,3 +57,19 @@ def with_and_without_a_split(monkeypatch: pytest.MonkeyPatch, call: Callable[[],
         assert len(folds) == 1
         assert folds[0] > 1
     return whole
+
+
+def fold_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on segments are folded in descending order."""
+    fold = split.Launch._fold
+
+    def backwards(
+        self: split.Launch, programs: int, parts: int, sums: Tensor, stats: Tensor, *rest: Any
+    ) -> None:
+        whole = sums._base
+        assert whole is not None
+        whole.copy_(whole.flip(-2))
+        stats.copy_(stats.flip(-2))
+        fold(self, programs, parts, sums, stats, *rest)
+
+    monkeypatch.setattr(split.Launch, "_fold", backwards)

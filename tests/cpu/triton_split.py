@@ -32,7 +32,7 @@ from dash_attn.scores import Origin, Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from interval_cases import random_intervals
 from kvcache_cases import random_history
-from triton_cases import Results, noted_folds, triton_problem, with_and_without_a_split
+from triton_cases import Results, fold_backwards, noted_folds, triton_problem, with_and_without_a_split
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in rows that see nothing
 
@@ -146,18 +146,7 @@ def test_another_order_of_folds_gives_other_bytes(monkeypatch: pytest.MonkeyPatc
     tensors = packed_tensors(problem)[1:]
     wanted = forward(problem, tensors)
     monkeypatch.setattr(split, "processors", lambda device: 10**6)
-    fold = split.Launch._fold
-
-    def backwards(
-        self: split.Launch, programs: int, parts: int, sums: Tensor, stats: Tensor, *rest: Any
-    ) -> None:
-        whole = sums._base
-        assert whole is not None
-        whole.copy_(whole.flip(-2))
-        stats.copy_(stats.flip(-2))
-        fold(self, programs, parts, sums, stats, *rest)
-
-    monkeypatch.setattr(split.Launch, "_fold", backwards)
+    fold_backwards(monkeypatch)
     out, lse = forward(problem, tensors)
     torch.testing.assert_close(lse, wanted[1])
     torch.testing.assert_close(out, wanted[0])

@@ -19,7 +19,7 @@ from dash_attn.problem import Mask
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from interval_cases import random_intervals
-from triton_cases import Results, noted_folds, triton_problem, with_and_without_a_split
+from triton_cases import Results, fold_backwards, noted_folds, triton_problem, with_and_without_a_split
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -115,18 +115,7 @@ def test_another_order_of_folds_gives_other_bytes(monkeypatch: pytest.MonkeyPatc
     prepared = BACKEND.prepare(problem, DEVICE, packed=True)
     monkeypatch.setattr(split, "processors", lambda device: 10**6)
     wanted, _ = prepared.forward(*tensors, Scores(0.125))
-    fold = split.Launch._fold
-
-    def backwards(
-        self: split.Launch, programs: int, parts: int, sums: Tensor, stats: Tensor, *rest: Any
-    ) -> None:
-        whole = sums._base
-        assert whole is not None
-        whole.copy_(whole.flip(-2))
-        stats.copy_(stats.flip(-2))
-        fold(self, programs, parts, sums, stats, *rest)
-
-    monkeypatch.setattr(split.Launch, "_fold", backwards)
+    fold_backwards(monkeypatch)
     found, _ = prepared.forward(*tensors, Scores(0.125))
     torch.testing.assert_close(found, wanted)
     assert not same_bytes(found, wanted)
