@@ -49,6 +49,11 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
     def nothing(_device: torch.device) -> nullcontext[None]:
         return nullcontext()
 
+    # Emulated programs are given matrices and LSE as tensors of rank 4 and 3 in place of their addresses.
+    as_tensors: dict[str, object] = {
+        "place_of": lambda x: (x if x.dim() == 4 else x.unsqueeze(0),),
+        "address_of": lambda x: x if x.dim() == 3 else x.unsqueeze(0),
+    }
     why_not = backend.BACKEND.why_not
 
     def why_not_here(problem: Problem, _device: torch.device, packed: bool, scores: Scores = PLAIN) -> str:
@@ -59,11 +64,11 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
         backend.BACKEND: {"why_not": why_not_here},
         launch: {
             "program": program, "multiprocessors": count, "usable_multiprocessors": count,
-            "as_current": nothing, "in_turn": nothing,
+            "as_current": nothing, "in_turn": nothing, **as_tensors,
         },
         resident: {"Upload": _Upload},
         segments: {"program": program, "as_current": nothing},
-        forward: {"program": program, "multiprocessors": count, "Upload": _Upload},
+        forward: {"program": program, "multiprocessors": count, "Upload": _Upload, **as_tensors},
         cached: {"program": program, "multiprocessors": count},
     }  # fmt: skip
     with ExitStack() as stack:

@@ -16,6 +16,7 @@ from dash_attn.backends.sm90.cached import arguments as cached
 from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ROWS
+from dash_attn.backends.sm90.places import Sizes
 from dash_attn.backends.sm90.sinks.kernels import SinkTotals
 from dash_attn.backends.sm90.spread import arguments as spread
 from dash_attn.backends.sm90.tiles import row_bytes_of
@@ -66,10 +67,12 @@ class Emulated:
 
     def _forward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
-        tensors, workspace = forward.Tensors(*given[:5]), forward.Workspace(*given[5:9])
-        launch, extra, scales = forward.Launch(*given[9:16]), given[16:], given[9:10]
-        if c.softcap:
-            extra, scales = extra[:-2], extra[-2:]
+        named, matrices, parts, launch, cap = _given(forward, c, given)
+        work = _parts(named["work"], parts)
+        work["claimed"] = work["claimed"].view(torch.int32)
+        workspace = forward.Workspace(named["table"], **work)
+        tensors, scales = forward.Tensors(**matrices), cap or [launch.scale]
+        extra = [x for name, x in named.items() if name not in ("table", "work")]
         claims, main, fold = kernels(c)
         heads, k = tensors.q.shape[2], tensors.k
         if launch.grid < launch.entries * heads:
@@ -169,8 +172,12 @@ class Emulated:
 
     def _backward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
-        tensors, workspace = backward.Tensors(*given[:9]), backward.Workspace(*given[9:18])
-        launch, cap = backward.Launch(*given[18:24]), given[24:]
+        passed, matrices, parts, launch, cap = _given(backward, c, given)
+        table, work = passed.pop("table"), _parts(passed.pop("work"), parts)
+        work["control"] = work["control"].view(torch.int32)
+        unused = {"errors": table, "dq_contributions": table.view(1, -1), "trace": table.view(1, -1)}
+        workspace = backward.Workspace(table=table, **(unused | work | passed))
+        tensors = backward.Tensors(**matrices)
         before, main, after = kernels(c)
         heads, named = tensors.q.shape[2], tensors._asdict() | workspace._asdict()
 
@@ -193,6 +200,23 @@ class Emulated:
         if converted + launch.kv_tiles:
             parameters = [*memory_of(backward.AfterMemory._fields), _number(launch.scale), _number(converted)]
             self._launch(after, (converted + launch.kv_tiles, heads), parameters, memory)
+
+
+def _given(module: Any, config: Config, given: list[Any]) -> tuple[Any, ...]:
+    """The arguments of a forward or backward by name: what is passed as tensors, ``Tensors``, the words of
+    the parts of the buffer, ``Launch``, and the numbers of a softcap."""
+    names, flat = module.tensors_of(config), iter(given)
+    passed = {name: next(flat) for name in names}
+    matrices = {name: next(flat) for name in (*module.MATRICES, "lse")}
+    for _ in Sizes._fields:
+        next(flat)
+    words = {name: next(flat) for name in module.WORDS}
+    launch = module.Launch(*(next(flat) for _ in module.Launch._fields))
+    return passed, matrices, words, launch, list(flat)
+
+
+def _parts(work: Tensor, words: dict[str, int]) -> dict[str, Tensor]:
+    return dict(zip(words, work.split_with_sizes(list(words.values()))))
 
 
 def _maps(of: Iterable[tuple[Any, ...]]) -> list[Parameter]:

@@ -2,7 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from .places import Place, Sizes
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of a compiled function, in their order.
+
+    Attributes:
+        tensors: those that are passed as tensors; the plan table and the buffer of the call are among them.
+        places: matrices, which are passed as numbers.
+        lse: the address of the forward's LSE, contiguous.
+        sizes: extents of all matrices.
+        words: of the parts of the buffer, each a multiple of 128 bytes.
+        launch: the numbers of the call.
+        cap: of variants with a softcap, see `Cap`.
+    """
+
+    tensors: dict[str, Any]
+    places: dict[str, Place]
+    lse: Any
+    sizes: Sizes
+    words: Sequence[Any]
+    launch: Any
+    cap: Sequence[Any]
+
+    @classmethod
+    def of(
+        cls,
+        arguments: Sequence[Any],
+        tensors: Sequence[str],
+        matrices: Sequence[str],
+        words: Sequence[str],
+        launch: Any,
+    ) -> Given:
+        """The arguments by name again. ``tensors``, ``matrices`` and ``words``: names; ``launch``: what holds
+        its numbers."""
+        flat = iter(arguments)
+
+        def take(number: int) -> list[Any]:
+            return [next(flat) for _ in range(number)]
+
+        return cls(
+            dict(zip(tensors, take(len(tensors)))),
+            {name: Place(*take(len(Place._fields))) for name in matrices},
+            next(flat),
+            Sizes(*take(len(Sizes._fields))),
+            take(len(words)),
+            launch(*take(len(launch._fields))),
+            tuple(flat),
+        )
 
 
 def regrouped(flat: tuple[Any, ...], *kinds: Any) -> list[Any]:

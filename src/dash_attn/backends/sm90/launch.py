@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ from ..cuda.upload import loadable
 from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
+from .places import address_of, place_of
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
 from .softcap import cap_of
@@ -162,10 +164,9 @@ def launch(
     if ordered:
         check_workers(plan, available)
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
-    all_tensors = [loadable(x) for x in (q, k, v, given.out, given.dout)]
-    all_tensors += [given.lse.contiguous(), *grads[:3]]
-    if q.dim() == 3:
-        all_tensors = [x.unsqueeze(0) for x in all_tensors]
+    # As in arguments.MATRICES. They, and what is copied, live until the launch is on its stream.
+    matrices = [*map(loadable, (q, k, v, given.out, given.dout)), *grads[:3]]
+    lse = given.lse.contiguous()
     numbers = arguments.Launch(
         scale=scores.softmax_scale,
         q_tiles=place.q_tiles,
@@ -175,14 +176,17 @@ def launch(
         complete=place.complete_tiles,
     )
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
-        variant.run(*arguments.Tensors(*all_tensors), *work.buffers, *numbers, *cap_of(scores))
-        return None if sink is None else _sink_gradient(plan, work.buffers, sink)
+        variant.run(
+            *work.tensors, *chain.from_iterable(map(place_of, matrices)), address_of(lse),
+            *place.extents(q, k, v), *variant.sizes, *numbers, *cap_of(scores),
+        )  # fmt: skip
+        return None if sink is None else _sink_gradient(plan, work, sink)
 
 
-def _sink_gradient(plan: Plan, buffers: arguments.Workspace, sink: Tensor) -> Tensor:
+def _sink_gradient(plan: Plan, work: Workspace, sink: Tensor) -> Tensor:
     sequences = len(plan.problem.sequences)
     parts, dsink = sink.new_empty(sequences * len(sink)), torch.empty_like(sink)
-    statistics = (buffers.table, buffers.lse2, buffers.delta)
+    statistics = (work.place.table, work.part("lse2"), work.part("delta"))
     program(SinkConfig())(*statistics, sink, parts, dsink, sequences)
     return dsink
 
@@ -213,10 +217,11 @@ def variant_of(place: OnDevice, plan: Plan, asked: Demand) -> Variant:
 
 
 def check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
-    """The plan's shapes and dtype: the kernels take them from the plan table and from the tensors."""
-    shapes = place.shapes.get(given.q.ndim, Shapes()).of_tensors
+    """The plan's shapes and dtype, and one device: kernels take them from the plan table and from q."""
+    shapes, device = place.shapes.get(given.q.ndim, Shapes()).of_tensors, given.q.device
     dtypes = (*[place.dtype] * 5, torch.float32)
-    if tuple(x.shape for x in given) == shapes and tuple(x.dtype for x in given) == dtypes:
+    found = tuple([x.shape for x in given]), tuple([x.dtype for x in given])
+    if found == (shapes, dtypes) and {x.device for x in given} == {device}:
         return
     for name, x, shape, dtype in zip(Tensors._fields, given, shapes, dtypes):
         if x.shape != shape or x.dtype != dtype:
@@ -224,6 +229,8 @@ def check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
                 f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; {plan} is for "
                 f"{shape or 'packed tensors'} and {dtype}"
             )
+        if x.device != device:
+            raise PlanMismatchError(f"{name} is on {x.device}, q on {device}")
 
 
 @cache
@@ -243,56 +250,50 @@ def _config(kernel: Kernel, dtype: str, asked: Demand, spin_limit: int) -> Backw
     )
 
 
-def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
-    """fp32 buffers of these sizes, in one allocation."""
-    return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(sizes)
-
-
 class Workspace:
-    """The plan on the device and the buffers of one call. The kernels initialise what they read."""
+    """The plan on the device and the buffers of one call. The kernels initialise what they read.
+
+    Attributes:
+        tensors: what a launch is given as tensors, see ``arguments.tensors_of``.
+    """
 
     def __init__(
         self, variant: Variant, place: OnDevice, device: torch.device, key_sums: Tensor | None = None
     ) -> None:
-        self.config, self.place = variant.config, place
-        lse2, delta, dq_acc, group_sums, control = allocate(variant.sizes, device)
-        control = control.view(torch.int32)
-        # What only debugging variants touch is any memory of the right type for the others. Nothing is kept
-        # from call to call: memory of the first one may belong to the pool of a CUDA graph.
-        errors, contributions, trace = control, lse2.unsqueeze(0), control.view(torch.int64).unsqueeze(0)
+        self.config, self.place, self._sizes = variant.config, place, variant.sizes
+        self._memory = torch.empty(sum(variant.sizes), dtype=torch.float32, device=device)
+        self.tensors = [place.table, self._memory]
+        if key_sums is not None:
+            self.tensors.append(key_sums)
         tiles = place.heads * place.q_tiles
         if self.config.spin_limit:
-            errors = torch.zeros(8, dtype=torch.int32, device=device)
+            self.errors = torch.zeros(8, dtype=torch.int32, device=device)
+            self.tensors.append(self.errors)
         if self.config.dump_contributions:
             size = tiles * place.tickets * self.config.dq_elements
-            contributions = torch.empty(size, dtype=torch.float32, device=device).view(tiles, -1)
+            self.contributions = torch.empty(size, dtype=torch.float32, device=device).view(tiles, -1)
+            self.tensors.append(self.contributions)
         if self.config.trace:
-            trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
-        self.buffers = arguments.Workspace(
-            place.table,
-            lse2,
-            delta,
-            dq_acc,
-            group_sums if key_sums is None else key_sums,
-            control,
-            errors,
-            contributions,
-            trace,
-        )
+            self.trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
+            self.tensors.append(self.trace)
+
+    def part(self, name: str) -> Tensor:
+        """A part of the buffer, one of ``arguments.WORDS``."""
+        return self._memory.split_with_sizes(self._sizes)[arguments.WORDS.index(name)]
 
     def result(self, grads: Gradients, debug: Debug) -> Result:
         """The gradients with what a debugging run kept."""
         config, tickets = self.config, self.place.tickets
         tiles = self.place.heads * self.place.q_tiles
-        trace = self.buffers.trace.view(tiles, tickets, 4) if debug.trace else None
+        trace = self.trace.view(tiles, tickets, 4) if debug.trace else None
         if debug.bounded:
-            check_hand_overs(self.buffers.errors, trace)
+            check_hand_overs(self.errors, trace)
         if not debug.contributions:
             return Result(*grads, trace=trace)
         order = _accumulator_order(config.tile_m, config.head_dim).to(grads.dq.device)
         shape = (tiles, tickets, config.tile_m, config.head_dim)
-        contributions = self.buffers.dq_contributions.view(tiles, tickets, -1)[..., order].view(shape)
-        return Result(*grads, contributions, self.buffers.dq_acc.view(tiles, -1)[..., order], trace)
+        contributions = self.contributions.view(tiles, tickets, -1)[..., order].view(shape)
+        return Result(*grads, contributions, self.part("dq_acc").view(tiles, -1)[..., order], trace)
 
 
 def check_hand_overs(errors: Tensor, trace: Tensor | None) -> None:

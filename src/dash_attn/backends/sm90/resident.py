@@ -15,6 +15,7 @@ from ...schedule.table import shared_sums, to_table
 from ..base import Shapes, tensor_shapes
 from ..cuda.upload import Upload
 from .backward.config import CONTROL_WORDS, BackwardConfig
+from .places import Sizes, sizes_of
 from .tiles import kernel_of, name_of, tiles_of
 
 __all__ = ["OnDevice", "on_device"]
@@ -51,12 +52,18 @@ class OnDevice:
     min_workers: int
     converting: float
     variants: dict[object, Any] = field(default_factory=dict)
+    _extents: dict[int, Sizes] = field(default_factory=dict)
 
     @property
     def table(self) -> Tensor:
         """The plan table, for work that is next on the current stream."""
         assert self.upload is not None
         return self.upload.use()[0]
+
+    def extents(self, q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+        """Of tensors of the plan's shapes."""
+        rank = q.dim()
+        return self._extents.get(rank) or self._extents.setdefault(rank, sizes_of(q, k, v))
 
     def workspace(self, config: BackwardConfig) -> list[int]:
         """fp32 words of lse2, delta, dq, group sums and control, each a multiple of 128 bytes."""

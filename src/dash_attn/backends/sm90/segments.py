@@ -68,7 +68,7 @@ def run_segment(
     grads = Gradients(dq, tensors.k, tensors.v)  # nothing is written to dK and dV
     dsink = launch(plan, (variant, place, work), tensors, grads, scores, sink, None)
     if debug.bounded:
-        check_hand_overs(work.buffers.errors, None)
+        check_hand_overs(work.errors, None)
     return dsink
 
 

@@ -6,9 +6,17 @@ The order of the fields is the order of the compiled function's arguments, and o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..arguments import Copy
+from ..arguments import Copy, Given
+from .config import BackwardConfig
+
+MATRICES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+"""Of :class:`Tensors`, those that a launch is given as places."""
+
+WORDS = ("lse2", "delta", "dq_acc", "group_sums", "control")
+"""Parts of the buffer of a call, each a multiple of 128 bytes. See :class:`Workspace`."""
 
 
 class Tensors(NamedTuple):
@@ -79,6 +87,21 @@ class Launch(NamedTuple):
     grid: Any
     workers: Any
     complete: Any
+
+
+def tensors_of(config: BackwardConfig) -> list[str]:
+    """What a launch is given as a tensor: the plan table, the buffer of the call, and where a variant
+    leaves what others do not."""
+    asked = {
+        "group_sums": config.key_sums, "errors": config.spin_limit > 0,
+        "dq_contributions": config.dump_contributions, "trace": config.trace,
+    }  # fmt: skip
+    return ["table", "work", *(name for name, wanted in asked.items() if wanted)]
+
+
+def given(config: BackwardConfig, arguments: Sequence[Any]) -> Given:
+    """The arguments of a compiled function by name."""
+    return Given.of(arguments, tensors_of(config), MATRICES, WORDS, Launch)
 
 
 class Copies(NamedTuple):

@@ -1,17 +1,17 @@
 """One compiled callable per configuration: the kernel before, the main one and, where needed, one after."""
 
-from functools import partial
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
-from ..arguments import regrouped
-from ..device import fakes
-from ..device.fakes import statistics, vector
+from ..arguments import Given
+from ..device.fakes import vector
 from ..device.operands import DTYPES
+from ..device.places import fake_places, matrix_at, parts_of, statistics_at, unused_rows, words_of
+from ..places import Sizes
 from ..softcap import Cap
-from .arguments import Launch, Tensors, Workspace
+from .arguments import MATRICES, WORDS, Launch, Tensors, Workspace, tensors_of
+from .arguments import given as named
 from .config import BackwardConfig
 from .kernel import Backward
 from .preprocess import Convert, Preprocess
@@ -26,55 +26,62 @@ class Program:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Called with ``(*Tensors, *Workspace, *Launch)``, and with a softcap ``*Cap``, see arguments.py
-        and ..softcap; traced with a stream behind.
+        """Called with what ``arguments.given`` names; traced with a stream behind.
 
         The call is flat: what calls the compiled function builds no containers.
         """
-        stream = arguments[-1]
-        tensors, workspace, launch = regrouped(arguments[:-1], Tensors, Workspace, Launch)
-        cap = arguments[len(tensors + workspace + launch) : -1]
-        self.preprocess(tensors, workspace, launch, stream)
-        self.backward(tensors, workspace, launch, cap, stream)
-        converted = 0 if const_expr(self.config.ordered) else launch.q_tiles
-        if converted + launch.kv_tiles > 0:
-            self.convert(tensors, workspace, launch, converted, stream)
+        c, stream = self.config, arguments[-1]
+        given = named(c, arguments[:-1])
+        tensors, workspace = self._tensors(given), self._workspace(given)
+        self.preprocess(tensors, workspace, given.launch, stream)
+        self.backward(tensors, workspace, given.launch, given.cap, stream)
+        converted = 0 if const_expr(c.ordered) else given.launch.q_tiles
+        if converted + given.launch.kv_tiles > 0:
+            self.convert(tensors, workspace, given.launch, converted, stream)
+
+    def _tensors(self, given: Given) -> Tensors:
+        c, dtype, sizes = self.config, DTYPES[self.config.dtype], given.sizes
+        of_q, of_k = sizes[:4], (*sizes[4:7], sizes.columns)
+        columns = {"v": c.head_dim_v, "out": c.head_dim_v, "dout": c.head_dim_v, "dv": c.head_dim_v}
+        found = {"lse": statistics_at(given.lse, of_q)}
+        for name, place in given.places.items():
+            extents = of_k if name in ("k", "v", "dk", "dv") else of_q
+            if name in columns:
+                extents = (*extents[:3], sizes.v_columns)
+            constant = None if c.padded else columns.get(name, c.head_dim)
+            found[name] = matrix_at(dtype, place, extents, constant)
+        return Tensors(**found)
+
+    def _workspace(self, given: Given) -> Workspace:
+        table, work = given.tensors["table"], given.tensors["work"]
+        lse2, delta, dq_acc, group_sums, control = parts_of(work, given.words)
+        found = {
+            "errors": words_of(table, Int32, 16), "dq_contributions": unused_rows(table, Float32),
+            "trace": unused_rows(table, Int64), "group_sums": group_sums,
+        }  # fmt: skip
+        others = {name: x for name, x in given.tensors.items() if name not in ("table", "work")}
+        return Workspace(
+            table=table, lse2=lse2, delta=delta, dq_acc=dq_acc, control=words_of(control, Int32, 128),
+            **(found | others),
+        )  # fmt: skip
 
 
 def fake_arguments(config: BackwardConfig, env_stream: bool):
-    """Tensors without data, in the order of `Program.__call__`."""
-    matrix, of_v = (
-        partial(fakes.matrix, DTYPES[config.dtype], None if config.padded else columns)
-        for columns in (config.head_dim, config.head_dim_v)
-    )
+    """What stands for the arguments of `Program.__call__` while it is compiled."""
 
     def rows(element):
         return make_fake_tensor(
             element, (cute.sym_int32(), cute.sym_int32()), (cute.sym_int64(), 1), assumed_align=16
         )
 
-    tensors = Tensors(
-        q=matrix(), k=matrix(), v=of_v(), out=of_v(), dout=of_v(), lse=statistics(),
-        dq=matrix(), dk=matrix(), dv=of_v(),
-    )  # fmt: skip
-    workspace = Workspace(
-        table=vector(Int32, 16),
-        lse2=vector(Float32, 128),
-        delta=vector(Float32, 128),
-        dq_acc=vector(Float32, 128),
-        group_sums=vector(Float32, 128),
-        control=vector(Int32, 128),
-        errors=vector(Int32, 16),
-        dq_contributions=rows(Float32),
-        trace=rows(Int64),
-    )
-    launch = Launch(
-        scale=Float32(1.0),
-        q_tiles=Int32(1),
-        kv_tiles=Int32(0),
-        grid=Int32(1),
-        workers=Int32(1),
-        complete=Int32(1),
-    )
+    kinds = {
+        "table": vector(Int32, 16), "work": vector(Float32, 128), "group_sums": vector(Float32, 128),
+        "errors": vector(Int32, 16), "dq_contributions": rows(Float32), "trace": rows(Int64),
+    }  # fmt: skip
+    launch = Launch(Float32(1.0), *(Int32(1) for _ in Launch._fields[1:]))
     cap = Cap(Float32(1.0), Float32(1.0)) if config.softcap else ()
-    return [*tensors, *workspace, *launch, *cap, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]
+    return [
+        *(kinds[name] for name in tensors_of(config)), *fake_places(len(MATRICES)), Int64(0),
+        *(Int32(1) for _ in Sizes._fields), *(Int64(32) for _ in WORDS), *launch, *cap,
+        make_fake_stream(use_tvm_ffi_env_stream=env_stream),
+    ]  # fmt: skip

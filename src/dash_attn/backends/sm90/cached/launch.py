@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,17 +19,22 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import loadable
 from ..compile import program
 from ..forward.config import ROWS
-from ..forward.launch import allocate, numerics_of, why_no_scale
+from ..forward.launch import numerics_of, why_no_scale
 from ..launch import DTYPES
 from ..softcap import cap_of, why_no_cap
 from ..tiles import forward_kernel_of
 from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
 from .config import CachedConfig, cached_config
 
-__all__ = ["Cached", "config_of"]
+__all__ = ["Cached", "allocate", "config_of"]
 
 EAGER = {True: 4, False: 1}
 """A tile is split if it is longer than a block's share, divided by this. Few rows leave little behind."""
+
+
+def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
+    """Buffers of so many fp32 words, from one allocation."""
+    return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(sizes)
 
 
 def config_of(problem: CachedProblem) -> CachedConfig:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..arguments import Copy
+from ..arguments import Copy, Given
+from .config import ForwardConfig
+
+MATRICES = ("q", "k", "v", "out")
+"""Of :class:`Tensors`, those that a launch is given as places."""
+
+WORDS = ("claimed", "state", "partial")
+"""Parts of the buffer of a call, each a multiple of 128 bytes. See :class:`Workspace`."""
 
 TRACE_WORDS = 3
 """Of an item in a trace: nanoseconds at which it began and was done, and the SM."""
@@ -49,7 +57,7 @@ class Launch(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """The last arguments, each of the variants whose configuration asks for it.
+    """What only some variants have.
 
     sink: (H,) fp32, natural logarithms; trace: int64, `TRACE_WORDS` per item, see trace.py; inner, outer: of
     a softcap, fp32, see `Cap`."""
@@ -58,6 +66,16 @@ class Extra(NamedTuple):
     trace: Any = None
     inner: Any = None
     outer: Any = None
+
+
+def tensors_of(config: ForwardConfig) -> list[str]:
+    """What a launch is given as a tensor: the table, the buffer of the call, and of `Extra` what there is."""
+    return ["table", "work", *["sink"] * config.sink, *["trace"] * config.trace]
+
+
+def given(config: ForwardConfig, arguments: Sequence[Any]) -> Given:
+    """The arguments of a compiled function by name."""
+    return Given.of(arguments, tensors_of(config), MATRICES, WORDS, Launch)
 
 
 class Copies(NamedTuple):

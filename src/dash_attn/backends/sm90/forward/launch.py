@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -18,18 +17,13 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
 from ..launch import DTYPES
+from ..places import Sizes, address_of, place_of, sizes_of
 from ..softcap import Cap
 from ..tiles import forward_kernel_of
-from .arguments import Launch, Workspace
 from .config import ForwardConfig, forward_config
 from .table import forward_table
 
 __all__ = ["Forward", "config_of", "numerics_of", "why_no_scale"]
-
-
-def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
-    """Buffers of so many fp32 words, from one allocation."""
-    return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(sizes)
 
 
 @lru_cache
@@ -86,6 +80,7 @@ class Forward:
         self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
         self.config = config_of(problem) if config is None else config
         self._uploads: dict[int, Upload] = {}
+        self._extents: dict[int, Sizes] = {}
 
     def plan(self) -> ForwardPlan:
         """What the device will do."""
@@ -103,7 +98,9 @@ class Forward:
         grid = max(1, min(available, plan.items))
         several = int(problem.lengths[:, 1].max()) > config.segment
         partial = plan.places * problem.heads * config.warpgroups * config.partial_words
-        self._sizes = [32, *(max(words, 32) for words in (several * grid * config.state_words, partial))]
+        words = [32, *(max(n, 32) for n in (several * grid * config.state_words, partial))]
+        self._words = [sum(words), *words]
+        # As in arguments.Launch, behind the scale.
         self._numbers = (len(plan.entries), len(plan.folds), plan.section, grid, *problem.mask.sides)
         self._program = program(config)
         return self._uploads.setdefault(step, upload)
@@ -136,29 +133,30 @@ class Forward:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)  # takes less time
         else:
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        packed = q.dim() == 3
-        shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        four = [loadable(q), loadable(k), loadable(v), out]
-        four = [x.unsqueeze(0) if x.dim() == 3 else x for x in four]
-        step = 0
-        if self._keys is not None and four[1].shape[0] > 1:
-            four[1:3], step = _as_packed(*four[1:3])
+        # They, and what is copied, live until the launch is on its stream.
+        q, k, v = loadable(q), loadable(k), loadable(v)
+        step, extents = 0, self._extents.get(q.dim())
+        if self._keys is not None:
+            k, v = (x.unsqueeze(0) if x.dim() == 3 else x for x in (k, v))
+            if k.shape[0] > 1:
+                k, v, step = _as_packed(k, v)
+            extents = sizes_of(q, k, v)
         upload = self._uploads.get(step) or self._prepare(step)
-        claimed, state, partial = allocate(self._sizes, q.device)
+        if extents is None:
+            extents = self._extents[q.dim()] = sizes_of(q, k, v)
+        shape = (extents.batch, extents.heads, extents.rows)[4 - q.dim() :]
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        work = torch.empty(self._words[0], dtype=torch.float32, device=q.device)
         self._program(
-            *four,
-            lse,
-            *Workspace(upload.use()[0], claimed.view(torch.int32), state, partial),
-            *Launch(softmax_scale, *self._numbers),
-            *(() if sink is None else (sink,)),
+            upload.use()[0], work, *(() if sink is None else (sink,)),
             *(() if trace is None else (trace.view(-1),)),
-            *cap,
-        )
-        return out, lse.squeeze(0) if packed else lse
+            *place_of(q), *place_of(k), *place_of(v), *place_of(out), address_of(lse), *extents,
+            *self._words[1:], softmax_scale, *self._numbers, *cap,
+        )  # fmt: skip
+        return out, lse
 
 
-def _as_packed(k: Tensor, v: Tensor) -> tuple[list[Tensor], int]:
+def _as_packed(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
     """k and v, (batch, rows, kv_heads, head_dim), as rows of one batch, and how many rows apart sequences
     begin. Rows of a packed tensor end where the used keys of a sequence end; of a dense one they do not.
     Copied where a sequence begins no whole number of rows behind the one before it, as many in both."""
@@ -168,4 +166,5 @@ def _as_packed(k: Tensor, v: Tensor) -> tuple[list[Tensor], int]:
         steps = {k.shape[1]}
     (step,) = steps
     rows = (k.shape[0] - 1) * step + k.shape[1]
-    return [x.as_strided((1, rows, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (k, v)], step
+    k, v = (x.as_strided((1, rows, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (k, v))
+    return k, v, step

@@ -1,16 +1,16 @@
 """One compiled callable per configuration."""
 
-from functools import partial
-
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.runtime import make_fake_stream
 
-from ..arguments import regrouped
-from ..device import fakes
-from ..device.fakes import statistics, vector
+from ..arguments import Given
+from ..device.fakes import vector
 from ..device.operands import DTYPES
-from .arguments import Extra, Launch, Tensors, Workspace
+from ..device.places import fake_places, matrix_at, parts_of, statistics_at, words_of
+from ..places import Sizes
+from .arguments import MATRICES, WORDS, Extra, Launch, Tensors, Workspace, tensors_of
+from .arguments import given as named
 from .claims import Claims
 from .config import ForwardConfig
 from .fold import Fold
@@ -24,42 +24,36 @@ class Program:
 
     @cute.jit
     def __call__(self, *arguments):
-        stream = arguments[-1]
-        tensors, workspace, launch = regrouped(arguments, Tensors, Workspace, Launch)
-        given = arguments[len(tensors + workspace + launch) : -1]
-        extra = Extra(**dict(zip(extras_of(self.config), given)))
+        """Called with what ``arguments.given`` names; traced with a stream behind."""
+        stream, given = arguments[-1], named(self.config, arguments[:-1])
+        tensors, launch = self._tensors(given), given.launch
+        claimed, state, partial = parts_of(given.tensors["work"], given.words)
+        workspace = Workspace(given.tensors["table"], words_of(claimed, Int32, 4), state, partial)
+        extra = Extra(given.tensors.get("sink"), given.tensors.get("trace"), *given.cap)
         if launch.grid < launch.entries * tensors.q.shape[2]:
             self.claims(workspace.claimed, stream)
         self.forward(tensors, workspace, launch, extra, stream)
         if launch.folds > 0:
             self.fold(tensors, workspace, launch, extra.sink, stream)
 
-
-def extras_of(config: ForwardConfig) -> list[str]:
-    """The fields of `Extra` that a variant has."""
-    asked = Extra(config.sink, config.trace, config.softcap, config.softcap)
-    return [name for name, wanted in asked._asdict().items() if wanted]
+    def _tensors(self, given: Given) -> Tensors:
+        dtype, sizes = DTYPES[self.config.dtype], given.sizes
+        of_q, of_k, of_v = sizes[:4], (*sizes[4:7], sizes.columns), (*sizes[4:7], sizes.v_columns)
+        extents = {"q": of_q, "k": of_k, "v": of_v, "out": (*of_q[:3], sizes.v_columns)}
+        matrices = {name: matrix_at(dtype, place, extents[name]) for name, place in given.places.items()}
+        return Tensors(**matrices, lse=statistics_at(given.lse, of_q))
 
 
 def fake_arguments(config: ForwardConfig, env_stream: bool):
-    """Tensors without data, in the order of `Program.__call__`."""
-    matrix = partial(fakes.matrix, DTYPES[config.dtype], None)
-    tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=statistics())
-    workspace = Workspace(
-        table=vector(Int32, 16),
-        claimed=vector(Int32, 4),
-        state=vector(Float32, 128),
-        partial=vector(Float32, 128),
-    )
-    launch = Launch(
-        scale=Float32(1.0),
-        entries=Int32(1),
-        folds=Int32(0),
-        heads=Int32(1),
-        grid=Int32(1),
-        left=Int32(-1),
-        right=Int32(-1),
-    )
-    kinds = Extra(sink=vector(Float32, 4), trace=vector(Int64, 8), inner=Float32(1.0), outer=Float32(1.0))
-    extra = [getattr(kinds, name) for name in extras_of(config)]
-    return [*tensors, *workspace, *launch, *extra, make_fake_stream(use_tvm_ffi_env_stream=env_stream)]
+    """What stands for the arguments of `Program.__call__` while it is compiled."""
+    kinds = {
+        "table": vector(Int32, 16), "work": vector(Float32, 128), "sink": vector(Float32, 4),
+        "trace": vector(Int64, 8),
+    }  # fmt: skip
+    launch = Launch(Float32(1.0), *(Int32(1) for _ in Launch._fields[1:]))
+    cap = [Float32(1.0), Float32(1.0)] if config.softcap else []
+    return [
+        *(kinds[name] for name in tensors_of(config)), *fake_places(len(MATRICES)), Int64(0),
+        *(Int32(1) for _ in Sizes._fields), *(Int64(32) for _ in WORDS), *launch, *cap,
+        make_fake_stream(use_tvm_ffi_env_stream=env_stream),
+    ]  # fmt: skip

@@ -11,9 +11,8 @@ import torch
 from ....machine import L2_BYTES
 from ....schedule.constants import FORWARD_SEGMENT, FORWARD_TILE
 from ...cached import CachedProblem
-from ..cached.launch import Cached, config_of
+from ..cached.launch import Cached, allocate, config_of
 from ..forward.config import ROWS
-from ..forward.launch import allocate
 from .arguments import Launch, Workspace
 from .config import HEAD_DIMS, WARP_ROWS, SpreadConfig, spread_config
 

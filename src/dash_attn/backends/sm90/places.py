@@ -1,0 +1,62 @@
+"""Tensors as numbers, which is how the kernels' launches are given most of them. No cutlass here.
+
+An address and strides cost the host less than a view with a batch of one, and than an argument that is a
+tensor. A launch has one tensor at least: from it the compiled function takes the device and the stream.
+Whoever passes an address keeps the tensor until the launch is on its stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Place", "Sizes", "address_of", "place_of", "sizes_of"]
+
+
+class Place(NamedTuple):
+    """A tensor (batch, rows, heads, columns), or packed (rows, heads, columns): its address, and how many
+    elements apart batches, rows and heads are. Addresses are multiples of 16 bytes, and so are strides."""
+
+    address: Any
+    batch: Any
+    row: Any
+    head: Any
+
+
+class Sizes(NamedTuple):
+    """Extents of tensors: of q, and of what is like it; and of k and v. Packed tensors are a batch of one."""
+
+    batch: Any
+    rows: Any
+    heads: Any
+    columns: Any
+    k_batch: Any
+    k_rows: Any
+    k_heads: Any
+    v_columns: Any
+
+
+def place_of(x: Tensor) -> tuple[int, int, int, int]:
+    """:class:`Place` of a tensor.
+
+    >>> import torch
+    >>> place_of(torch.zeros(2, 3, 4, 8))[1:], place_of(torch.zeros(3, 4, 8))[1:]
+    ((96, 32, 8), (0, 32, 8))
+    """
+    if x.dim() == 3:
+        row, head, _ = x.stride()
+        return x.data_ptr(), 0, row, head
+    batch, row, head, _ = x.stride()
+    return x.data_ptr(), batch, row, head
+
+
+def address_of(x: Tensor) -> int:
+    """Of a contiguous tensor."""
+    return x.data_ptr()
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+    """Extents of q, k and v, each dense or packed."""
+    of_q, of_k = ((1, *x.shape)[-4:] for x in (q, k))
+    return Sizes._make((*of_q, *of_k[:3], v.shape[-1]))
