@@ -1,17 +1,9 @@
 """What the roles of a block share of an item."""
 
-from dataclasses import dataclass
-from typing import Any
+from ..forward.item import TURN_BARRIER
 
-from ..device.ring import Ring
+ITEM_BARRIER = TURN_BARRIER
+"""The first of the barriers, one per stage of Q, at which an item's words are there; there are no turns."""
 
-
-@dataclass(frozen=True)
-class Rings:
-    """q: tiles of Q with their item, until these have been used; k, v: tiles of K and V; item: the first of
-    the mbarriers, one per stage of Q, at which an item's words are there."""
-
-    q: Ring
-    k: Ring
-    v: Ring
-    item: Any
+Q_WARPS = 3
+"""Warps that copy rows of Q."""

@@ -15,13 +15,14 @@ from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
 from ..forward.arguments import Layouts, Products
 from ..forward.block import layouts_of, products_of, shared_of, storage_of
+from ..forward.item import Rings
 from .arguments import Copies, Memory
 from .config import CachedConfig
-from .item import Rings
+from .item import Q_WARPS
 from .load import CachedLoad, box_of
 from .mma import CachedMma
 
-LOAD_WARP, Q_WARP, FIRST_MMA_WARP = 0, 1, 4
+LOAD_WARP, FIRST_Q_WARP, FIRST_MMA_WARP = 0, 1, 4
 
 
 @cute.jit
@@ -63,7 +64,7 @@ class Cached:
         c = self.config
         warps = 4 * c.warpgroups
         return {
-            "item_full": (c.q_stages, 1), "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, warps),
+            "q_full": (c.q_stages, Q_WARPS), "q_empty": (c.q_stages, warps),
             "k_full": (c.kv_stages, 1), "k_empty": (c.kv_stages, warps),
             "v_full": (c.kv_stages, 1), "v_empty": (c.kv_stages, warps),
         }  # fmt: skip
@@ -108,7 +109,6 @@ class Cached:
             q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
             k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
             v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
-            item=barriers["item_full"],
         )
         shared = shared_of(storage, c, layouts)
         if warp_idx == LOAD_WARP:
@@ -124,8 +124,8 @@ class Cached:
                 cute.arch.setmaxregister_decrease(c.registers[1])
             if warp_idx == LOAD_WARP:
                 self.load_role.run(copies, memory, shared, rings, numbers[of_scores:])
-            elif warp_idx == Q_WARP:
-                self.load_role.copy_queries(memory, shared, rings)
+            else:
+                self.load_role.copy_queries(memory, shared, rings, warp_idx - FIRST_Q_WARP)
         else:
             if const_expr(c.warpgroups > 1):
                 cute.arch.setmaxregister_increase(c.registers[0])

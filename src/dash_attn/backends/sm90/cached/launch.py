@@ -29,7 +29,7 @@ from .config import CachedConfig, cached_config
 __all__ = ["Cached", "allocate", "config_of"]
 
 EAGER = {True: 4, False: 1}
-"""A tile is split if it is longer than a block's share, divided by this. Few rows leave little behind."""
+"""Blocks count as so many when it is decided which tiles are split: few rows leave little behind."""
 
 
 def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:

@@ -1,4 +1,4 @@
-"""The warps that load: one claims items, and loads K and V page by page; the other one copies rows of Q."""
+"""The warps that load: one claims items, and loads K and V page by page; the others copy rows of Q."""
 
 from math import gcd
 
@@ -14,9 +14,11 @@ from ..forward.item import Info
 from ..tiles import row_bytes_of
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
+from .item import ITEM_BARRIER, Q_WARPS
 
 # The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
 CLAIM_BEFORE, READ_BEFORE = 4, 2
+THREADS_OF_ITEM = 32 * (1 + Q_WARPS)
 
 
 def box_of(config: CachedConfig) -> int:
@@ -63,7 +65,7 @@ class CachedLoad:
                 )  # fmt: skip
                 for i, value in enumerate(words):
                     shared.item[i, stage] = value
-                cute.arch.mbarrier_arrive(rings.item + stage)
+            self._tell(stage)
             kv_tiles = cutlass.max(kv_last - kv_first + 1, 0)
             begin, to_load, claimed = kv_first, kv_tiles, items - blocks
             while begin <= kv_last:
@@ -100,21 +102,28 @@ class CachedLoad:
         rings.q.wait_empty(n_item)
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
-            cute.arch.mbarrier_arrive(rings.item + rings.q.stage(n_item))
+        self._tell(rings.q.stage(n_item))
+
+    def _tell(self, stage) -> None:
+        """The words of a stage are there. Nobody still waits for those before: the stage was empty."""
+        cute.arch.sync_warp()
+        cute.arch.barrier_arrive(barrier_id=ITEM_BARRIER + stage, number_of_threads=THREADS_OF_ITEM)
 
     @cute.jit
-    def copy_queries(self, memory, shared, rings) -> None:
-        """The other warp: copy Q of every item, and let those who multiply have it with the item's words."""
+    def copy_queries(self, memory, shared, rings, part: Int32) -> None:
+        """Each of the other warps copies a part of the Q of every item, and lets those who multiply have it
+        with the item's words."""
         n_item, go_on = Int32(0), Int32(1)
         while go_on == 1:
             stage = rings.q.stage(n_item)
-            cute.arch.mbarrier_wait(rings.item + stage, rings.q.phase(n_item))
+            # No mbarrier: a warp that waits long for one looks again and again, and takes time from others.
+            cute.arch.barrier(barrier_id=ITEM_BARRIER + stage, number_of_threads=THREADS_OF_ITEM)
             words = shared.item[None, stage]
             go_on = words[Info.valid]
             if go_on == 1:
                 top, rows = words[Info.row], words[Info.seqlen_q]
                 place = (words[Info.batch], words[Info.row_first] + top, words[Info.q_head])
-                self._copy_rows(memory.q, shared.q, place, rows - top, stage)
+                self._copy_rows(memory.q, shared.q, place, rows - top, stage, part)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -123,8 +132,8 @@ class CachedLoad:
             n_item += 1
 
     @cute.jit
-    def _copy_rows(self, mQ, sQ, place, exist: Int32, stage) -> None:
-        """Start to copy rows of Q, 16 bytes at a time; those that do not exist are zeros."""
+    def _copy_rows(self, mQ, sQ, place, exist: Int32, stage, part: Int32) -> None:
+        """Start to copy a part of the rows of Q, 16 bytes at a time; those that do not exist are zeros."""
         c, (batch, first, head) = self.config, place
         lane, vectors = cute.arch.lane_idx(), c.head_dim // 8
         column, own = lane % vectors, lane // vectors
@@ -132,7 +141,7 @@ class CachedLoad:
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
         step = 32 // vectors
-        for i in cutlass.range(c.tile_m // step, unroll=1):
+        for i in cutlass.range(part, c.tile_m // step, Q_WARPS, unroll=1):
             row = i * step + own
             # Lanes that are too many for a whole number of rows copy a part of the last row again.
             if const_expr(32 % vectors != 0):
