@@ -123,7 +123,7 @@ class CachedLoad:
             if go_on == 1:
                 top, rows = words[Info.row], words[Info.seqlen_q]
                 place = (words[Info.batch], words[Info.row_first] + top, words[Info.q_head])
-                self._copy_rows(memory.q, shared.q, place, rows - top, stage, part)
+                self._copy_rows(memory.q, shared.q, place, rows - top, stage, part, Q_WARPS)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -132,7 +132,9 @@ class CachedLoad:
             n_item += 1
 
     @cute.jit
-    def _copy_rows(self, mQ, sQ, place, exist: Int32, stage, part: Int32) -> None:
+    def _copy_rows(
+        self, mQ, sQ, place, exist: Int32, stage, part: Int32, parts: cutlass.Constexpr[int]
+    ) -> None:
         """Start to copy a part of the rows of Q, 16 bytes at a time; those that do not exist are zeros."""
         c, (batch, first, head) = self.config, place
         lane, vectors = cute.arch.lane_idx(), c.head_dim // 8
@@ -141,7 +143,7 @@ class CachedLoad:
         zeros = cute.make_rmem_tensor(8, self.dtype)
         zeros.fill(0.0)
         step = 32 // vectors
-        for i in cutlass.range(part, c.tile_m // step, Q_WARPS, unroll=1):
+        for i in cutlass.range(part, c.tile_m // step, parts, unroll=1):
             row = i * step + own
             # Lanes that are too many for a whole number of rows copy a part of the last row again.
             if const_expr(32 % vectors != 0):
