@@ -35,6 +35,7 @@ from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.backends.sm90.forward.traced import empty_trace
 from dash_attn.backends.sm90.key_sums.config import KeySumsConfig
 from dash_attn.backends.sm90.launch import Debug, run_backward
+from dash_attn.backends.sm90.places import Buffer
 from dash_attn.backends.sm90.segments import add_sums, finish_keys, run_segment
 from dash_attn.backends.sm90.sinks.config import SinkConfig
 from dash_attn.backends.sm90.softcap import cap_of
@@ -237,6 +238,17 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
         )
 
 
+class Apart(Buffer):
+    """Every part an allocation of its own, so that the tool knows its ends."""
+
+    def __init__(self, words: Sequence[int], device: torch.device) -> None:
+        self._parts = [torch.empty(n, dtype=torch.float32, device=device) for n in words]
+        self.whole, self.addresses = self._parts[0], [x.data_ptr() for x in self._parts]
+
+    def part(self, index: int) -> Tensor:
+        return self._parts[index]
+
+
 def launch(config: BackwardConfig, plan: Plan) -> None:
     """One backward with random inputs, waited for.
 
@@ -255,16 +267,12 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
             x.fill_(torch.nan)
         return x
 
-    def apart(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-        """Every buffer an allocation of its own, so that the tool knows its ends."""
-        return [torch.empty(n, dtype=torch.float32, device=device) for n in sizes]
-
     arguments = inputs(problem)
     debug = Debug(config.spin_limit > 0, config.dump_contributions, config.trace)
     with (
         mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
-        mock.patch.object(launcher, "allocate", apart),
+        mock.patch.object(launcher, "Buffer", Apart),
     ):
         scores = Scores(problem.head_dim**-0.5, CAP * config.softcap)
         result = run_backward(plan, arguments, scores, ordered=config.ordered, debug=debug)
@@ -308,12 +316,9 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, 
     def fill(x: Tensor) -> Tensor:
         return x.fill_(torch.nan) if x.is_cuda and x.is_floating_point() else x
 
-    def apart(sizes: Sequence[int], device: torch.device) -> list[Tensor]:
-        return [fill(empty(n, dtype=torch.float32, device=device)) for n in sizes]
-
     q, k, v = inputs(problem)[1:4]
     with (
-        mock.patch.object(forward_launcher, "allocate", apart),
+        mock.patch.object(forward_launcher, "Buffer", Apart),
         mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
     ):

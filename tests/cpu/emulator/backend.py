@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
@@ -12,6 +12,7 @@ from dash_attn.backends.sm90 import backend, launch, resident, segments
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
+from dash_attn.backends.sm90.places import Buffer
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
@@ -27,6 +28,14 @@ class _Upload:
 
     def use(self) -> list[torch.Tensor]:
         return self._tensors
+
+
+class _Buffer(Buffer):
+    """Its addresses are its parts."""
+
+    def __init__(self, words: Sequence[int], device: torch.device) -> None:
+        super().__init__(words, device)
+        self.addresses = [self.part(i) for i in range(len(words))]  # type: ignore[misc]
 
 
 @contextmanager
@@ -49,10 +58,11 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
     def nothing(_device: torch.device) -> nullcontext[None]:
         return nullcontext()
 
-    # Emulated programs are given matrices and LSE as tensors of rank 4 and 3 in place of their addresses.
+    # Emulated programs are given tensors in place of addresses: matrices of rank 4, and LSE of rank 3.
     as_tensors: dict[str, object] = {
         "place_of": lambda x: (x if x.dim() == 4 else x.unsqueeze(0),),
         "address_of": lambda x: x if x.dim() == 3 else x.unsqueeze(0),
+        "Buffer": _Buffer,
     }
     why_not = backend.BACKEND.why_not
 

@@ -67,8 +67,7 @@ class Emulated:
 
     def _forward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
-        named, matrices, parts, launch, cap = _given(forward, c, given)
-        work = _parts(named["work"], parts)
+        named, matrices, work, launch, cap = _given(forward, c, given)
         work["claimed"] = work["claimed"].view(torch.int32)
         workspace = forward.Workspace(named["table"], **work)
         tensors, scales = forward.Tensors(**matrices), cap or [launch.scale]
@@ -172,8 +171,8 @@ class Emulated:
 
     def _backward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
-        passed, matrices, parts, launch, cap = _given(backward, c, given)
-        table, work = passed.pop("table"), _parts(passed.pop("work"), parts)
+        passed, matrices, work, launch, cap = _given(backward, c, given)
+        table, _ = passed.pop("table"), passed.pop("work")
         work["control"] = work["control"].view(torch.int32)
         unused = {"errors": table, "dq_contributions": table.view(1, -1), "trace": table.view(1, -1)}
         workspace = backward.Workspace(table=table, **(unused | work | passed))
@@ -203,20 +202,18 @@ class Emulated:
 
 
 def _given(module: Any, config: Config, given: list[Any]) -> tuple[Any, ...]:
-    """The arguments of a forward or backward by name: what is passed as tensors, ``Tensors``, the words of
-    the parts of the buffer, ``Launch``, and the numbers of a softcap."""
+    """The arguments of a forward or backward by name: what is passed as tensors, ``Tensors``, the parts of
+    the buffer, ``Launch``, and the numbers of a softcap."""
     names, flat = module.tensors_of(config), iter(given)
     passed = {name: next(flat) for name in names}
     matrices = {name: next(flat) for name in (*module.MATRICES, "lse")}
     for _ in Sizes._fields:
         next(flat)
-    words = {name: next(flat) for name in module.WORDS}
+    parts = {name: next(flat) for name in module.PARTS}
+    for _ in parts:
+        next(flat)  # how many words it has
     launch = module.Launch(*(next(flat) for _ in module.Launch._fields))
-    return passed, matrices, words, launch, list(flat)
-
-
-def _parts(work: Tensor, words: dict[str, int]) -> dict[str, Tensor]:
-    return dict(zip(words, work.split_with_sizes(list(words.values()))))
+    return passed, matrices, parts, launch, list(flat)
 
 
 def _maps(of: Iterable[tuple[Any, ...]]) -> list[Parameter]:

@@ -18,7 +18,7 @@ class Given:
         places: matrices, which are passed as numbers.
         lse: the address of the forward's LSE, contiguous.
         sizes: extents of all matrices.
-        words: of the parts of the buffer, each a multiple of 128 bytes.
+        parts: of the buffer: address, a multiple of 128 bytes, and fp32 words.
         launch: the numbers of the call.
         cap: of variants with a softcap, see `Cap`.
     """
@@ -27,7 +27,7 @@ class Given:
     places: dict[str, Place]
     lse: Any
     sizes: Sizes
-    words: Sequence[Any]
+    parts: list[tuple[Any, Any]]
     launch: Any
     cap: Sequence[Any]
 
@@ -37,11 +37,11 @@ class Given:
         arguments: Sequence[Any],
         tensors: Sequence[str],
         matrices: Sequence[str],
-        words: Sequence[str],
+        parts: int,
         launch: Any,
     ) -> Given:
-        """The arguments by name again. ``tensors``, ``matrices`` and ``words``: names; ``launch``: what holds
-        its numbers."""
+        """The arguments by name again. ``tensors`` and ``matrices`` are names, ``parts`` is how many parts the
+        buffer has, ``launch`` what holds the numbers of a call."""
         flat = iter(arguments)
 
         def take(number: int) -> list[Any]:
@@ -52,7 +52,7 @@ class Given:
             {name: Place(*take(len(Place._fields))) for name in matrices},
             next(flat),
             Sizes(*take(len(Sizes._fields))),
-            take(len(words)),
+            list(zip(take(parts), take(parts))),
             launch(*take(len(launch._fields))),
             tuple(flat),
         )

@@ -32,7 +32,7 @@ from ..cuda.upload import loadable
 from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
-from .places import address_of, place_of
+from .places import Buffer, address_of, place_of
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
 from .softcap import cap_of
@@ -178,7 +178,7 @@ def launch(
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
         variant.run(
             *work.tensors, *chain.from_iterable(map(place_of, matrices)), address_of(lse),
-            *place.extents(q, k, v), *variant.sizes, *numbers, *cap_of(scores),
+            *place.extents(q, k, v), *work.buffer.addresses, *variant.sizes, *numbers, *cap_of(scores),
         )  # fmt: skip
         return None if sink is None else _sink_gradient(plan, work, sink)
 
@@ -255,14 +255,15 @@ class Workspace:
 
     Attributes:
         tensors: what a launch is given as tensors, see ``arguments.tensors_of``.
+        buffer: its parts are ``arguments.PARTS``.
     """
 
     def __init__(
         self, variant: Variant, place: OnDevice, device: torch.device, key_sums: Tensor | None = None
     ) -> None:
-        self.config, self.place, self._sizes = variant.config, place, variant.sizes
-        self._memory = torch.empty(sum(variant.sizes), dtype=torch.float32, device=device)
-        self.tensors = [place.table, self._memory]
+        self.config, self.place = variant.config, place
+        self.buffer = Buffer(variant.sizes, device)
+        self.tensors = [place.table, self.buffer.whole]
         if key_sums is not None:
             self.tensors.append(key_sums)
         tiles = place.heads * place.q_tiles
@@ -278,8 +279,8 @@ class Workspace:
             self.tensors.append(self.trace)
 
     def part(self, name: str) -> Tensor:
-        """A part of the buffer, one of ``arguments.WORDS``."""
-        return self._memory.split_with_sizes(self._sizes)[arguments.WORDS.index(name)]
+        """A part of the buffer, one of ``arguments.PARTS``."""
+        return self.buffer.part(arguments.PARTS.index(name))
 
     def result(self, grads: Gradients, debug: Debug) -> Result:
         """The gradients with what a debugging run kept."""

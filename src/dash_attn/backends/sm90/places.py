@@ -7,11 +7,13 @@ Whoever passes an address keeps the tensor until the launch is on its stream.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-__all__ = ["Place", "Sizes", "address_of", "place_of", "sizes_of"]
+__all__ = ["Buffer", "Place", "Sizes", "address_of", "place_of", "sizes_of"]
 
 
 class Place(NamedTuple):
@@ -35,6 +37,27 @@ class Sizes(NamedTuple):
     k_rows: Any
     k_heads: Any
     v_columns: Any
+
+
+class Buffer:
+    """Memory of one call, in parts of so many fp32 words.
+
+    Attributes:
+        whole: what a launch is given as a tensor.
+        addresses: of the parts.
+    """
+
+    def __init__(self, words: Sequence[int], device: torch.device) -> None:
+        self._words = words
+        self.whole = torch.empty(sum(words), dtype=torch.float32, device=device)
+        self.addresses, address = [], self.whole.data_ptr()
+        for n in words:
+            self.addresses.append(address)
+            address += 4 * n
+
+    def part(self, index: int) -> Tensor:
+        """One of the parts as a tensor."""
+        return self.whole.split_with_sizes([*self._words])[index]
 
 
 def place_of(x: Tensor) -> tuple[int, int, int, int]:

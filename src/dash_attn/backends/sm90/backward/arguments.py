@@ -15,7 +15,7 @@ from .config import BackwardConfig
 MATRICES = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 """Of :class:`Tensors`, those that a launch is given as places."""
 
-WORDS = ("lse2", "delta", "dq_acc", "group_sums", "control")
+PARTS = ("lse2", "delta", "dq_acc", "group_sums", "control")
 """Parts of the buffer of a call, each a multiple of 128 bytes. See :class:`Workspace`."""
 
 
@@ -101,7 +101,7 @@ def tensors_of(config: BackwardConfig) -> list[str]:
 
 def given(config: BackwardConfig, arguments: Sequence[Any]) -> Given:
     """The arguments of a compiled function by name."""
-    return Given.of(arguments, tensors_of(config), MATRICES, WORDS, Launch)
+    return Given.of(arguments, tensors_of(config), MATRICES, len(PARTS), Launch)
 
 
 class Copies(NamedTuple):

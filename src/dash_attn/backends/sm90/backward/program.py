@@ -7,10 +7,10 @@ from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 from ..arguments import Given
 from ..device.fakes import vector
 from ..device.operands import DTYPES
-from ..device.places import fake_places, matrix_at, parts_of, statistics_at, unused_rows, words_of
+from ..device.places import fake_places, matrix_at, statistics_at, unused_rows, vector_at, words_of
 from ..places import Sizes
 from ..softcap import Cap
-from .arguments import MATRICES, WORDS, Launch, Tensors, Workspace, tensors_of
+from .arguments import MATRICES, PARTS, Launch, Tensors, Workspace, tensors_of
 from .arguments import given as named
 from .config import BackwardConfig
 from .kernel import Backward
@@ -53,8 +53,8 @@ class Program:
         return Tensors(**found)
 
     def _workspace(self, given: Given) -> Workspace:
-        table, work = given.tensors["table"], given.tensors["work"]
-        lse2, delta, dq_acc, group_sums, control = parts_of(work, given.words)
+        table = given.tensors["table"]
+        lse2, delta, dq_acc, group_sums, control = (vector_at(*part) for part in given.parts)
         found = {
             "errors": words_of(table, Int32, 16), "dq_contributions": unused_rows(table, Float32),
             "trace": unused_rows(table, Int64), "group_sums": group_sums,
@@ -82,6 +82,6 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
     cap = Cap(Float32(1.0), Float32(1.0)) if config.softcap else ()
     return [
         *(kinds[name] for name in tensors_of(config)), *fake_places(len(MATRICES)), Int64(0),
-        *(Int32(1) for _ in Sizes._fields), *(Int64(32) for _ in WORDS), *launch, *cap,
+        *(Int32(1) for _ in Sizes._fields), *(Int64(32) for _ in 2 * PARTS), *launch, *cap,
         make_fake_stream(use_tvm_ffi_env_stream=env_stream),
     ]  # fmt: skip

@@ -23,14 +23,10 @@ def statistics_at(address, extents):
     return cute.make_tensor(pointer, cute.make_layout((batch, heads, rows), stride=strides))
 
 
-def parts_of(work, sizes):
-    """The parts of a buffer, one behind the other: vectors of so many words, each a multiple of 32."""
-    found, first = [], Int64(0)
-    for size in sizes:
-        start = work.iterator + cute.assume(first, divby=32)
-        found.append(cute.make_tensor(start, cute.make_layout((size,), stride=(1,))))
-        first = first + size
-    return found
+def vector_at(address, words):
+    """A part of a buffer: fp32 words, from a multiple of 128 bytes on."""
+    pointer = cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=128)
+    return cute.make_tensor(pointer, cute.make_layout((words,), stride=(1,)))
 
 
 def words_of(vector, element, align: int):

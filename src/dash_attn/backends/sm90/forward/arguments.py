@@ -11,7 +11,7 @@ from .config import ForwardConfig
 MATRICES = ("q", "k", "v", "out")
 """Of :class:`Tensors`, those that a launch is given as places."""
 
-WORDS = ("claimed", "state", "partial")
+PARTS = ("claimed", "state", "partial")
 """Parts of the buffer of a call, each a multiple of 128 bytes. See :class:`Workspace`."""
 
 TRACE_WORDS = 3
@@ -75,7 +75,7 @@ def tensors_of(config: ForwardConfig) -> list[str]:
 
 def given(config: ForwardConfig, arguments: Sequence[Any]) -> Given:
     """The arguments of a compiled function by name."""
-    return Given.of(arguments, tensors_of(config), MATRICES, WORDS, Launch)
+    return Given.of(arguments, tensors_of(config), MATRICES, len(PARTS), Launch)
 
 
 class Copies(NamedTuple):

@@ -17,7 +17,7 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
 from ..launch import DTYPES
-from ..places import Sizes, address_of, place_of, sizes_of
+from ..places import Buffer, Sizes, address_of, place_of, sizes_of
 from ..softcap import Cap
 from ..tiles import forward_kernel_of
 from .config import ForwardConfig, forward_config
@@ -98,8 +98,8 @@ class Forward:
         grid = max(1, min(available, plan.items))
         several = int(problem.lengths[:, 1].max()) > config.segment
         partial = plan.places * problem.heads * config.warpgroups * config.partial_words
-        words = [32, *(max(n, 32) for n in (several * grid * config.state_words, partial))]
-        self._words = [sum(words), *words]
+        # As in arguments.PARTS.
+        self._words = [32, *(max(n, 32) for n in (several * grid * config.state_words, partial))]
         # As in arguments.Launch, behind the scale.
         self._numbers = (len(plan.entries), len(plan.folds), plan.section, grid, *problem.mask.sides)
         self._program = program(config)
@@ -146,12 +146,12 @@ class Forward:
             extents = self._extents[q.dim()] = sizes_of(q, k, v)
         shape = (extents.batch, extents.heads, extents.rows)[4 - q.dim() :]
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        work = torch.empty(self._words[0], dtype=torch.float32, device=q.device)
+        buffer = Buffer(self._words, q.device)
         self._program(
-            upload.use()[0], work, *(() if sink is None else (sink,)),
+            upload.use()[0], buffer.whole, *(() if sink is None else (sink,)),
             *(() if trace is None else (trace.view(-1),)),
             *place_of(q), *place_of(k), *place_of(v), *place_of(out), address_of(lse), *extents,
-            *self._words[1:], softmax_scale, *self._numbers, *cap,
+            *buffer.addresses, *self._words, softmax_scale, *self._numbers, *cap,
         )  # fmt: skip
         return out, lse
 

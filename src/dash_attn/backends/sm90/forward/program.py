@@ -7,9 +7,9 @@ from cutlass.cute.runtime import make_fake_stream
 from ..arguments import Given
 from ..device.fakes import vector
 from ..device.operands import DTYPES
-from ..device.places import fake_places, matrix_at, parts_of, statistics_at, words_of
+from ..device.places import fake_places, matrix_at, statistics_at, vector_at, words_of
 from ..places import Sizes
-from .arguments import MATRICES, WORDS, Extra, Launch, Tensors, Workspace, tensors_of
+from .arguments import MATRICES, PARTS, Extra, Launch, Tensors, Workspace, tensors_of
 from .arguments import given as named
 from .claims import Claims
 from .config import ForwardConfig
@@ -27,7 +27,7 @@ class Program:
         """Called with what ``arguments.given`` names; traced with a stream behind."""
         stream, given = arguments[-1], named(self.config, arguments[:-1])
         tensors, launch = self._tensors(given), given.launch
-        claimed, state, partial = parts_of(given.tensors["work"], given.words)
+        claimed, state, partial = (vector_at(*part) for part in given.parts)
         workspace = Workspace(given.tensors["table"], words_of(claimed, Int32, 4), state, partial)
         extra = Extra(given.tensors.get("sink"), given.tensors.get("trace"), *given.cap)
         if launch.grid < launch.entries * tensors.q.shape[2]:
@@ -54,6 +54,6 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
     cap = [Float32(1.0), Float32(1.0)] if config.softcap else []
     return [
         *(kinds[name] for name in tensors_of(config)), *fake_places(len(MATRICES)), Int64(0),
-        *(Int32(1) for _ in Sizes._fields), *(Int64(32) for _ in WORDS), *launch, *cap,
+        *(Int32(1) for _ in Sizes._fields), *(Int64(32) for _ in 2 * PARTS), *launch, *cap,
         make_fake_stream(use_tvm_ffi_env_stream=env_stream),
     ]  # fmt: skip
