@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cuda.upload import loadable
 from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.forward.launch import why_no_scale
-from dash_attn.backends.sm90.launch import _accumulator_order
+from dash_attn.backends.sm90.launch import _accumulator_order, check_tensors
+from dash_attn.backends.sm90.resident import _place
 from dash_attn.backends.sm90.tiles import TILES, kernel_of, tiles_of
+from dash_attn.errors import PlanMismatchError
 from dash_attn.problem import Mask, Problem, default_tiles
+from dash_attn.schedule import build_plan
+from dash_attn.scores import Scores
 
 
 def bf16(*shape: int) -> torch.Tensor:
@@ -86,3 +93,37 @@ def test_scales_that_the_kernel_could_not_hold_are_named(scale: float) -> None:
     """1e-46 is 0 in float32, and 2.4e38 log2(e) is infinite."""
     assert why_no_scale(scale).endswith(f"got {scale}")
     assert why_no_scale(1e-30) == ""
+
+
+SMALL = Problem.dense(seqlen=256, heads=2, head_dim=64)
+OTHERS = [
+    (lambda x: x[:, 1:], r"has shape \(1, 255, 2, 64\)"),
+    (lambda x: x.half(), "has .*dtype torch.float16"),
+    (lambda x: x.to("meta"), "is on meta"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), OTHERS, ids=["shape", "dtype", "device"])
+@pytest.mark.parametrize("at", ["k", "v"])
+def test_a_forward_of_tensors_that_do_not_fit_never_begins(
+    at: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    """A kernel is given addresses: it would read whatever is there."""
+    prepared = BACKEND.prepare(SMALL, torch.device("cpu"), False)
+    tensors = {name: bf16(1, 256, 2, 64) for name in "qkv"}
+    tensors[at] = change(tensors[at])
+    with pytest.raises(PlanMismatchError, match=f"^{at} {message}"):
+        prepared.forward(*tensors.values(), Scores(0.125))
+
+
+@pytest.mark.parametrize(("change", "message"), OTHERS, ids=["shape", "dtype", "device"])
+@pytest.mark.parametrize("at", ["dout", "k", "v", "out"])
+def test_a_backward_of_tensors_that_do_not_fit_never_begins(
+    at: str, change: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    given = Tensors(*(bf16(1, 256, 2, 64) for _ in range(5)), torch.zeros(1, 2, 256))
+    plan = build_plan(SMALL, "fa3")
+    place = _place(plan, None)
+    check_tensors(place, plan, given)
+    with pytest.raises(PlanMismatchError, match=f"^{at} {message}"):
+        check_tensors(place, plan, given._replace(**{at: change(getattr(given, at))}))

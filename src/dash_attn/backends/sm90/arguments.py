@@ -40,8 +40,8 @@ class Given:
         parts: int,
         launch: Any,
     ) -> Given:
-        """The arguments by name again. ``tensors`` and ``matrices`` are names, ``parts`` is how many parts the
-        buffer has, ``launch`` what holds the numbers of a call."""
+        """The arguments by name again. ``tensors`` and ``matrices`` are names, ``parts`` is a number, and
+        ``launch`` holds the numbers of a call."""
         flat = iter(arguments)
 
         def take(number: int) -> list[Any]:
