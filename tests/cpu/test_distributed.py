@@ -75,7 +75,8 @@ def _dropout(rank: int, ranks: int) -> None:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_dropout_drops_what_one_process_drops(ranks: int) -> None:
     spawn(_dropout, ranks, ranks)
 
@@ -113,6 +114,7 @@ def _differs(case: Case) -> bool:
     return bool(found)
 
 
+@pytest.mark.slow
 def test_patterns_that_each_rank_counts_for_itself_are_others() -> None:
     spawn(_counted_otherwise, 2)
 
@@ -176,6 +178,7 @@ def _seed_of_a_group(rank: int) -> None:
         assert_same_bytes(attention(x, x, x, group=group, dropout_p=0.3), shard(whole, group))
 
 
+@pytest.mark.slow
 def test_the_first_rank_is_that_of_the_group() -> None:
     spawn(_seed_of_a_group, 3)
 
@@ -248,6 +251,7 @@ def _features(rank: int) -> None:
     assert not sink.grad[2 - 2 * rank : 4 - 2 * rank].any()
 
 
+@pytest.mark.slow
 def test_with_what_pytorch_has() -> None:
     spawn(_features, 2)
 
@@ -272,6 +276,7 @@ def _second_derivatives(rank: int) -> None:
             torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_second_derivative_is_an_error() -> None:
     spawn(_second_derivatives, 2)
 
@@ -418,6 +423,7 @@ def _nothing_to_do(rank: int) -> None:
     assert (out.shape, lse.shape) == ((0, 4, 32), (4, 0))
 
 
+@pytest.mark.slow
 def test_no_sequence_is_no_error() -> None:
     spawn(_nothing_to_do, 2)
 

@@ -240,7 +240,9 @@ def on_failure(rank):
             on_checkpoints,
             on_errors,
         ),
-        (on_compiled_calls, on_multi_head_attention, on_context_parallel),
+        pytest.param(
+            (on_compiled_calls, on_multi_head_attention, on_context_parallel), marks=pytest.mark.slow
+        ),
     ],
     ids=["plain", "beside others"],
 )

@@ -70,7 +70,8 @@ def expected(p: Problem, config: ForwardConfig, item: tuple[int, int, int]) -> l
 
 @pytest.mark.parametrize("in_turns", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("head_dim", "warpgroups"), [pytest.param(64, 2, marks=pytest.mark.slow), (64, 3), (128, 2)]
+    ("head_dim", "warpgroups"),
+    [*(pytest.param(*one, marks=pytest.mark.slow) for one in ((64, 2), (128, 2))), (64, 3)],
 )
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
 def test_it_ends_and_loads_and_stores_what_it_should(

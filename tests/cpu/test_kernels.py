@@ -244,6 +244,7 @@ assert callable(compile.program(compile.variants()["add-sums"]))  # the one that
 """
 
 
+@pytest.mark.slow
 def test_processes_that_make_the_first_call_together(tmp_path: Path) -> None:
     """Two processes compile and store one variant at the same time; a third one loads it."""
     environment = {**os.environ, "DASH_ATTN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(SOURCES)}

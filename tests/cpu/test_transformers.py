@@ -194,7 +194,9 @@ def test_positions_are_looked_at_once_for_all_layers_and_again_after_a_write(mon
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
-@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize(
+    "side", ["left", *(pytest.param(x, marks=pytest.mark.slow) for x in ("right", None))]
+)
 def test_compiled_code_checks_positions_on_the_device(side):
     mask, model = padding_of(side), model_of(sliding).eval()
     expected = model(tokens_of(), attention_mask=mask).logits

@@ -32,11 +32,10 @@ CPU = torch.device("cpu")
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 OF_SCORES = "sink or alibi or dropout"
-PARTS = (
-    "intervals",
-    f"not (intervals or head_dims or masks or bytes or order or {OF_SCORES})",
-)
+LONG = f"intervals or head_dims or head_groups or masks or bytes or order or drops or {OF_SCORES}"
 SLOW_PARTS = (
+    "intervals",
+    f"(head_groups or drops) and not (intervals or masks or bytes or order or head_dims or {OF_SCORES})",
     f"({OF_SCORES}) and not intervals",
     f"(head_dims or masks) and not (intervals or {OF_SCORES})",
     f"(bytes or order) and not (intervals or {OF_SCORES})",
@@ -62,7 +61,7 @@ def test_no_kernel_is_tuned_at_run_time_or_adds_in_the_order_of_time() -> None:
 
 @with_triton
 @pytest.mark.parametrize(
-    "part", [*PARTS, *(pytest.param(part, marks=pytest.mark.slow) for part in SLOW_PARTS)]
+    "part", [f"not ({LONG})", *(pytest.param(part, marks=pytest.mark.slow) for part in SLOW_PARTS)]
 )
 def test_interpreted(part: str) -> None:
     run_file("triton_interpreted.py", "-m", "not slow", "-k", part, TRITON_INTERPRET="1")
