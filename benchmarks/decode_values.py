@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from documents import Value, read, table_of
 from summary import Row
 
-__all__ = ["decode_values", "few_values"]
+__all__ = ["chunk_values", "decode_values", "few_values"]
 
 OURS, TRAINING = "dash", "dash training"
 
@@ -18,6 +18,9 @@ def few_values() -> Iterator[tuple[str, Value]]:
 
 def decode_values() -> Iterator[tuple[str, Value]]:
     yield "table", lambda: decode_table("h200-decode.json", lambda batch: batch > 1)
+
+
+def chunk_values() -> Iterator[tuple[str, Value]]:
     yield "chunks-least", lambda: f"{min(_chunks()):.2f}"
     yield "chunks-most", lambda: f"{max(_chunks()):.2f}"
 
@@ -61,6 +64,8 @@ def _what(row: Row) -> tuple[object, ...]:
 
 def _chunks() -> list[float]:
     """How long chunks over a contiguous cache take, as multiples of the same rows in training."""
-    rows = [row for row in read("h200-decode.json") if row.get("kind") == "chunk" and not row["page_size"]]
+    rows = [
+        row for row in read("h200-decode-chunks.json") if row.get("kind") == "chunk" and not row["page_size"]
+    ]
     ms = {(row["case"], row["impl"]): row["ms"] for row in rows}
     return [ms[case, OURS] / ms[case, TRAINING] for case, impl in ms if impl == OURS]

@@ -14,7 +14,7 @@ from itertools import chain, combinations
 
 from ablation_values import ablation_values
 from block_values import block_values, measured
-from decode_values import decode_values, few_values
+from decode_values import chunk_values, decode_values, few_values
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
@@ -244,7 +244,7 @@ def host_table() -> str:
 
 
 def host_values() -> Iterator[tuple[str, Value]]:
-    """Host times: all known lengths as a table, the others by what they are of; in ms from 1,000 us on."""
+    """Host times: all known lengths as a table, the others by what they are of. New lengths in ms, all else in us."""
     yield "known", host_table
     for name, problem, what, key in (
         ("plan", "64 unseen lengths on cpu", "forward and backward", "plan_for"),
@@ -263,7 +263,7 @@ def _host(problem: str, what: str, key: str) -> str:
     (us,) = (
         row["us"][key] for row in read("h200-host.json") if (row["problem"], row["what"]) == (problem, what)
     )
-    return f"{us / 1000:.1f}" if us >= 1000 else f"{us:.0f}"
+    return f"{us / 1000:.1f}" if key in ("plan_for", "new lengths") else f"{us:.0f}"
 
 
 def _values() -> Iterator[tuple[tuple[str, str], Value]]:
@@ -281,6 +281,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}host.json": host_values(),
         f"{folder}decode.json": decode_values(),
         f"{folder}decode-few.json": few_values(),
+        f"{folder}decode-chunks.json": chunk_values(),
         f"{folder}shapes.json": shape_values("h200-shapes.json"),
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}segments.json": shape_values("h200-segments.json"),
