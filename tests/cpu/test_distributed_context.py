@@ -255,6 +255,7 @@ def in_turns(rank, names):
         globals()[name]()
 
 
+@pytest.mark.slow
 def test_the_error_of_a_rank_is_raised():
     with pytest.raises(RankError, match="rank 1 does not want to"):
         spawn(on_failure, 2)

@@ -267,7 +267,7 @@ TURNS = {
 }
 
 
-@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("name", ["bytes", pytest.param("rest", marks=pytest.mark.slow)])
 def test_two_ranks(name):
     spawn(in_turns, 2, name)
 

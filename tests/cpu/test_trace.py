@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from strategies import plans
 
 from dash_attn.backends.cuda.upload import Upload
+from dash_attn.backends.sm90.arguments import Given
 from dash_attn.backends.sm90.forward import launch
-from dash_attn.backends.sm90.forward.arguments import Launch, Tensors, Workspace
+from dash_attn.backends.sm90.forward.arguments import named
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.traced import traced_forward
 from dash_attn.errors import InputError, PlanMismatchError
@@ -155,20 +156,18 @@ def test_two_timelines_of_a_forward_in_one_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("q_rows", [300, 0])
-def test_the_trace_is_the_last_tensor_of_the_traced_variant(
-    monkeypatch: pytest.MonkeyPatch, q_rows: int
-) -> None:
+def test_the_traced_variant_is_given_a_trace(monkeypatch: pytest.MonkeyPatch, q_rows: int) -> None:
     """A program that records in place of the kernel: there is no GPU."""
     problem = Problem.dense(seqlen_q=q_rows, seqlen_k=300, heads=3, head_dim=64, mask=Mask.causal())
     q, k, v = (torch.randn(1, rows, 3, 64).bfloat16() for rows in (q_rows, 300, 300))
-    calls: list[int] = []
+    calls: list[Given] = []
 
     def program(config: ForwardConfig) -> Callable[..., None]:
         assert config.trace
 
         def run(*arguments: Any) -> None:
-            calls.append(len(arguments))
-            *_, trace = (x for x in arguments if isinstance(x, torch.Tensor))
+            calls.append(named(config, arguments))
+            trace = calls[-1].tensors["trace"]
             assert not trace.any()
             trace.copy_(torch.arange(len(trace)) + len(calls))
 
@@ -188,8 +187,8 @@ def test_the_trace_is_the_last_tensor_of_the_traced_variant(
             traced_forward(problem, (q, k, v), blocks=2)
         return
     found = traced_forward(problem, (q, k, v), blocks=2, runs=2)
-    given = sum(len(kind._fields) for kind in (Tensors, Workspace, Launch)) + 1  # the trace behind them
-    assert calls == 2 * [given]
+    assert [call.places["q"].address for call in calls] == 2 * [q.data_ptr()]
+    assert [(call.launch.grid, tuple(call.cap)) for call in calls] == 2 * [(2, ())]
     assert found.plan.items == 6
     assert found.trace.tolist() == [[3 * item + 2, 3 * item + 3, 3 * item + 4] for item in range(6)]
     assert (found.out.shape, found.lse.shape) == (q.shape, (1, 3, 300))

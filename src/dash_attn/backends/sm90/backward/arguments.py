@@ -99,7 +99,7 @@ def tensors_of(config: BackwardConfig) -> list[str]:
     return ["table", "work", *(name for name, wanted in asked.items() if wanted)]
 
 
-def given(config: BackwardConfig, arguments: Sequence[Any]) -> Given:
+def named(config: BackwardConfig, arguments: Sequence[Any]) -> Given:
     """The arguments of a compiled function by name."""
     return Given.of(arguments, tensors_of(config), MATRICES, len(PARTS), Launch)
 

@@ -10,8 +10,7 @@ from ..device.operands import DTYPES
 from ..device.places import fake_places, matrix_at, statistics_at, unused_rows, vector_at, words_of
 from ..places import Sizes
 from ..softcap import Cap
-from .arguments import MATRICES, PARTS, Launch, Tensors, Workspace, tensors_of
-from .arguments import given as named
+from .arguments import MATRICES, PARTS, Launch, Tensors, Workspace, named, tensors_of
 from .config import BackwardConfig
 from .kernel import Backward
 from .preprocess import Convert, Preprocess
@@ -26,7 +25,7 @@ class Program:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Called with what ``arguments.given`` names; traced with a stream behind.
+        """Called with what ``arguments.named`` names; traced with a stream behind.
 
         The call is flat: what calls the compiled function builds no containers.
         """

@@ -73,7 +73,7 @@ def tensors_of(config: ForwardConfig) -> list[str]:
     return ["table", "work", *["sink"] * config.sink, *["trace"] * config.trace]
 
 
-def given(config: ForwardConfig, arguments: Sequence[Any]) -> Given:
+def named(config: ForwardConfig, arguments: Sequence[Any]) -> Given:
     """The arguments of a compiled function by name."""
     return Given.of(arguments, tensors_of(config), MATRICES, len(PARTS), Launch)
 

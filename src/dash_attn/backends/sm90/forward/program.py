@@ -9,8 +9,7 @@ from ..device.fakes import vector
 from ..device.operands import DTYPES
 from ..device.places import fake_places, matrix_at, statistics_at, vector_at, words_of
 from ..places import Sizes
-from .arguments import MATRICES, PARTS, Extra, Launch, Tensors, Workspace, tensors_of
-from .arguments import given as named
+from .arguments import MATRICES, PARTS, Extra, Launch, Tensors, Workspace, named, tensors_of
 from .claims import Claims
 from .config import ForwardConfig
 from .fold import Fold
@@ -24,7 +23,7 @@ class Program:
 
     @cute.jit
     def __call__(self, *arguments):
-        """Called with what ``arguments.given`` names; traced with a stream behind."""
+        """Called with what ``arguments.named`` names; traced with a stream behind."""
         stream, given = arguments[-1], named(self.config, arguments[:-1])
         tensors, launch = self._tensors(given), given.launch
         claimed, state, partial = (vector_at(*part) for part in given.parts)
