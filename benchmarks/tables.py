@@ -244,7 +244,7 @@ def host_table() -> str:
 
 
 def host_values() -> Iterator[tuple[str, Value]]:
-    """Host times: known lengths as a table, the others by what they are of. New lengths in ms, all else in us."""
+    """Host times: known lengths as a table, the others by what they are of. New lengths in ms."""
     yield "known", host_table
     for name, problem, what, key in (
         ("plan", "64 unseen lengths on cpu", "forward and backward", "plan_for"),

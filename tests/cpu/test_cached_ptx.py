@@ -1,10 +1,14 @@
-"""The protocol of the forward over a cache: it ends, and loads the pages of each item in their order."""
+"""The protocol of the forward over a cache: it ends, and loads the pages of each item in their order.
+
+And what its first kernel deals out."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from cached_machine import (
     Batch,
     CachedMachine,
@@ -14,8 +18,12 @@ from cached_machine import (
     Record,
     cached_ptx,
 )
+from emulator.backend import emulated
+from emulator.programs import Emulated
 from ptx_machine import DeadlockError
 
+from dash_attn import flash_attn_with_kvcache
+from dash_attn.backends.sm90.cached import launch as cached_launch
 from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
 from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
 from dash_attn.backends.sm90.tiles import row_bytes_of
@@ -130,3 +138,49 @@ def test_a_kernel_that_forgets_the_queries_hangs() -> None:
     machine = CachedMachine(config, program, batch, batch.entries(config, False), 2, 1, 0)
     with pytest.raises(DeadlockError):
         machine.run()
+
+
+class Dealt(Exception):
+    """Only the first kernel of a program ran."""
+
+
+class DealOnly(Emulated):
+    def _launch(self, *launch: Any) -> None:
+        super()._launch(*launch)
+        raise Dealt
+
+
+@pytest.mark.parametrize(
+    ("sequences", "keys", "split"),
+    [
+        (16, 16_384, False),  # 128 tiles fill 132 SMs as well as 256 halves fill them twice
+        (8, 16_384, True),
+        (16, 65_536, False),  # 8 rounds of eighths
+        (14, 65_536, True),  # 7
+        (16, 4096, False),  # one segment
+    ],
+)
+def test_tiles_are_split_where_that_saves_a_round(
+    sequences: int, keys: int, split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 tokens of 4 q heads per kv head are one tile. All pages are one, for nothing reads them."""
+    q, cache = torch.zeros(sequences, 32, 32, 128).bfloat16(), torch.zeros(1, 256, 8, 128).bfloat16()
+    pages = torch.zeros(sequences, keys // 256, dtype=torch.int32)
+    lengths = torch.full((sequences,), keys, dtype=torch.int32)
+    tables: list[torch.Tensor] = []
+
+    def kept(words: list[int], device: torch.device) -> list[torch.Tensor]:
+        found = [torch.zeros(n) for n in words]
+        tables.append(found[0].view(torch.int32))
+        return found
+
+    with emulated(blocks=132):
+        monkeypatch.setattr(cached_launch, "program", DealOnly)
+        monkeypatch.setattr(cached_launch, "allocate", kept)
+        with pytest.raises(Dealt):
+            flash_attn_with_kvcache(
+                q, cache, cache, cache_seqlens=lengths, page_table=pages, causal=True, backend="sm90"
+            )
+    entries, folds = tables[0][:2].tolist()
+    assert folds == (sequences if split else 0)
+    assert entries == sequences * (keys // 8192 if split else 1)
