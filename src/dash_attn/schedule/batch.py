@@ -74,18 +74,14 @@ class Batch:
         self.patterns = [patterns[shape] for shape in problem.shapes]
         self.distinct = tuple(dict.fromkeys(self.patterns))
 
-    def reordered(self, order: IntArray) -> tuple[Batch, IntArray]:
-        """The batch with its sequences in another order, and by its codes the codes of this one."""
-        places, counts = order.tolist(), self.items_of_sequence
-        ahead = first_of_each(counts)[order] - first_of_each(counts[order])[:-1]
-        codes: IntArray = np.arange(self.item_count) + np.repeat(ahead, counts[order])
+    def reordered(self, order: IntArray) -> Batch:
+        """The batch with its sequences in another order; codes count them in that order."""
         found = object.__new__(Batch)
         found.problem = self.problem.reordered(order)
-        found.patterns, found.distinct = [self.patterns[i] for i in places], self.distinct
+        found.patterns, found.distinct = [self.patterns[i] for i in order.tolist()], self.distinct
         found.pattern_of = self.pattern_of[order]
         found.sizes = Sizes(*(of_each[order] for of_each in self.sizes))
-        found.columns = Columns(*self._columns.take(codes, axis=0).T)
-        return found, codes
+        return found
 
     @cached_property
     def pattern_of(self) -> IntArray:

@@ -15,7 +15,7 @@ from .batch import Batch
 from .head_groups import default_head_groups
 from .numerics import POLICIES
 from .placement import Placement
-from .plan import HeadPattern, Plan
+from .plan import HeadPattern, Listed, Plan
 from .policy import Numerics, Policy
 from .proof import examine
 from .schedule import Schedule
@@ -67,9 +67,16 @@ def build_plan(
         raise PlacementError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
     patterns = _patterns(problem, schedule.numerics, head_groups)
     batch = Batch(problem, patterns)
-    codes = _placed(batch, schedule)
-    plan = Plan(problem, str(schedule), patterns, batch.items.take(codes, axis=0))
-    plan.__dict__.update(batch=batch, codes=codes)  # what the cached properties would make again
+    # Placed as if the longest sequences came first: what is claimed last should be short, for all others wait
+    # for its end.
+    order = _longest_first(batch)
+    placed = batch if order is None else batch.reordered(order)
+    codes = _claims(placed, schedule)
+    items = placed.items.take(codes, axis=0)
+    if order is not None:
+        items[:, 0] = order[items[:, 0]]
+    plan = Plan(problem, str(schedule), patterns, items)
+    plan.__dict__.update(batch=batch, listed=Listed(placed, codes))  # not to be made again
     object.__setattr__(plan, "verdict", examine(plan))
     return plan
 
@@ -81,22 +88,10 @@ def check_covered(problem: Problem, numerics: Numerics) -> None:
             numerics.for_lengths(shape[0], shape[1]).check(grid)
 
 
-def _placed(batch: Batch, schedule: Schedule) -> IntArray:
-    """The codes in the order of claims, as if the longest sequences came first in the batch.
-
-    What is claimed last should be short: all others wait for its end.
-    """
-    # Tasks that follow one another, in an item and in a dQ tile.
+def _longest_first(batch: Batch) -> IntArray | None:
+    """The sequences by how many tasks follow one another, in an item and in a dQ tile; None: as they are."""
     length = batch.q_tiles * batch.problem.group // batch.head_groups + batch.kv_tiles
-    if (length[1:] <= length[:-1]).all():
-        return _claims(batch, schedule)
-    reordered, codes_of = batch.reordered(np.argsort(-length, kind="stable"))
-    if schedule.placement.one_by_one:
-        codes = _claims(batch, schedule)
-        sequence = batch.sequence[codes]
-        if (sequence[1:] >= sequence[:-1]).all():  # no need to arrange them again
-            return codes[codes_of]
-    return codes_of[_claims(reordered, schedule)]
+    return None if (length[1:] <= length[:-1]).all() else np.argsort(-length, kind="stable")
 
 
 def _claims(batch: Batch, schedule: Schedule) -> IntArray:
@@ -123,23 +118,27 @@ def _patterns(
     kept = type(numerics) in POLICIES.values()
     of_all = problem.group, head_groups, problem.tile_m, problem.tile_n, problem.mask
     known = _known_patterns(numerics, *of_all) if kept else {}
-    found = {shape: known.get(shape) for shape in problem.tile_grids}
+    found = {shape: known.get(shape) for shape in dict.fromkeys(problem.shapes)}
     if missing := [shape for shape, pattern in found.items() if pattern is None]:
-        made = _made(problem, numerics, head_groups, missing)
+        grids = TileGrid.by_shape(missing, problem.tile_m, problem.tile_n, problem.mask)
+        made = _made(problem, numerics, head_groups, grids)
         found.update(made)
         if len(known) + len(made) > _KEPT_SHAPES:
             known.clear()
         known.update((shape, p) for shape, p in made.items() if p.grid.kv_tiles <= _KEPT_KV_TILES)
-    return cast("dict[tuple[int, ...], HeadPattern]", found)
+    patterns = cast("dict[tuple[int, ...], HeadPattern]", found)
+    # The shapes' grids are known with them.
+    problem.__dict__.setdefault("tile_grids", {shape: pattern.grid for shape, pattern in patterns.items()})
+    return patterns
 
 
 def _made(
-    problem: Problem, numerics: Numerics, head_groups: int | None, shapes: list[tuple[int, ...]]
+    problem: Problem, numerics: Numerics, head_groups: int | None, grids: dict[tuple[int, ...], TileGrid]
 ) -> dict[tuple[int, ...], HeadPattern]:
     alike: dict[tuple[int, int], tuple[HeadPattern, Policy]] = {}
     made = {}
-    for shape in shapes:
-        policy, grid = numerics.for_lengths(shape[0], shape[1]), problem.tile_grids[shape]
+    for shape, grid in grids.items():
+        policy = numerics.for_lengths(shape[0], shape[1])
         # Equal grids are one object. Equal policies may be several, which find the pattern in the cache.
         found = alike.get((id(policy), id(grid)))
         if found is None:

@@ -220,6 +220,18 @@ def named(sequence: int, head_group: int, kv_tile: int) -> str:
     return f"sequence {sequence}, head group {head_group}, kv tile {kv_tile}"
 
 
+class Listed(NamedTuple):
+    """The items of a plan in the order in which workers claim them.
+
+    Attributes:
+        batch: the plan's, or one whose sequences are in another order.
+        codes: the code of each item in that batch.
+    """
+
+    batch: Batch
+    codes: IntArray
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Numerics and placement of one problem; :func:`dash_attn.schedule.build.build_plan` makes one.
@@ -271,7 +283,7 @@ class Plan:
 
     @cached_property
     def codes(self) -> IntArray:
-        """The items as codes (:class:`Batch`), in the order in which workers claim them.
+        """The items as codes of :attr:`batch`, in the order in which workers claim them. Read-only.
 
         Raises:
             PlacementError: an item does not exist.
@@ -282,7 +294,14 @@ class Plan:
         exists &= (items[:, 1] < batch.groups[sequence]) & (items[:, 2] < batch.kv_tiles[sequence])
         for at in np.flatnonzero(~exists)[:1]:
             raise PlacementError(f"item {at}: {named(*items[at].tolist())} does not exist")
-        return batch.codes_of(items)
+        codes = batch.codes_of(items)
+        codes.setflags(write=False)
+        return codes
+
+    @cached_property
+    def listed(self) -> Listed:
+        """The items as codes, in the batch in which they were placed."""
+        return Listed(self.batch, self.codes)
 
     @property
     def group_first(self) -> IntArray:

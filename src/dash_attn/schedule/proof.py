@@ -32,7 +32,7 @@ import numpy as np
 
 from ..errors import CoverageError, CycleError, PlacementError, PlanError, TicketError, TooFewWorkersError
 from ..problem import IntArray
-from .batch import Columns
+from .batch import Batch, Columns
 from .plan import Claims, HeadPattern, Plan, Run, Verdict, named
 from .tickets import MAX_HOLD
 
@@ -51,7 +51,7 @@ def prove(plan: Plan) -> Plan:
             tile (item) and q tile.
     """
     verdict, verified = examine(plan), replace(plan)
-    verified.__dict__.update(batch=plan.batch, codes=plan.codes)
+    verified.__dict__.update(batch=plan.batch, listed=plan.listed)
     object.__setattr__(verified, "verdict", verdict)
     return verified
 
@@ -74,8 +74,8 @@ def examine(plan: Plan) -> Verdict:
         if not pattern.proven.covers:
             _check_coverage(pattern, _every_head(plan, pattern))
             pattern.proven.covers = True
-    needs = _last_needed(plan, _places(plan))
-    for own in (needs, plan.codes):
+    needs = _last_needed(plan, *plan.listed)
+    for own in (needs, plan.listed.codes):
         own.setflags(write=False)
     return Verdict(1 + _deepest_dependence(needs), plan.batch.task_count, needs)
 
@@ -95,17 +95,23 @@ def check_workers(plan: Plan, workers: int) -> None:
         )
 
 
-def _places(plan: Plan) -> IntArray:
-    """The place in the list of every item, by code; every item of the problem stands there once."""
-    codes, count = plan.codes, plan.batch.item_count
+def _places(batch: Batch, codes: IntArray) -> IntArray | None:
+    """The place in the list of every item, by code; None unless every item of the batch stands there once."""
+    count = batch.item_count
+    if len(codes) != count:
+        return None
     places = np.full(count, -1, dtype=np.int64)
     places[codes] = np.arange(len(codes))
-    if len(codes) == count and (not count or places.min() >= 0):
-        return places
-    times = np.bincount(codes, minlength=count)
+    return places if not count or places.min() >= 0 else None
+
+
+def _not_once(plan: Plan) -> PlacementError:
+    """Names an item that does not stand once in the list."""
+    codes = plan.codes
+    times = np.bincount(codes, minlength=plan.batch.item_count)
     for at in np.flatnonzero(times[codes] > 1)[:1]:
-        raise PlacementError(f"item {at}: {named(*plan.items[at].tolist())} is listed twice")
-    raise PlacementError(f"{named(*plan.batch.where(int(np.flatnonzero(times == 0)[0])))} is in no item")
+        return PlacementError(f"item {at}: {named(*plan.items[at].tolist())} is listed twice")
+    return PlacementError(f"{named(*plan.batch.where(int(np.flatnonzero(times == 0)[0])))} is in no item")
 
 
 def _check_coverage(pattern: HeadPattern, where: str) -> None:
@@ -156,30 +162,34 @@ def _check_item_coverage(pattern: HeadPattern, kv: int, where: str) -> None:
         raise CoverageError(f"{where}, q tile {first + at}: the task is missing")
 
 
-def _last_needed(plan: Plan, places: IntArray) -> IntArray:
+def _last_needed(plan: Plan, batch: Batch, codes: IntArray) -> IntArray:
     """The place in the list of the last item that each item depends on, or its own; in order of the list.
 
     Nearly always the heads of a pattern claim their kv tiles in one order, and in the one of the plan before.
     So a guess is checked for all heads at once; only where it fails, heads are looked at one by one.
     """
-    batch, found = plan.batch, None
+    places, found = _places(batch, codes), None
+    if places is None:
+        raise _not_once(plan)
     if None not in batch.latest:
-        found = _needed_if(plan, places, batch.columns)
+        found = _needed_if(codes, places, batch.columns)
+    if found is None and batch is not plan.batch:  # in which heads are named
+        return _last_needed(plan, plan.batch, plan.codes)
     if found is None:
-        found = _needed_if(plan, places, batch.columns_with(_of_first_heads(plan, places)))
+        found = _needed_if(codes, places, batch.columns_with(_of_first_heads(plan, places)))
     if found is not None:
         return found
     groups = range(len(plan.batch.items_of_group))
     needed = np.concatenate([_claims(plan, group, places).needed for group in groups])
-    last: IntArray = places[plan.codes + needed[plan.codes]]
+    last: IntArray = places[codes + needed[codes]]
     return last
 
 
-def _needed_if(plan: Plan, places: IntArray, columns: Columns) -> IntArray | None:
+def _needed_if(codes: IntArray, places: IntArray, columns: Columns) -> IntArray | None:
     """:func:`_last_needed` if heads claim their kv tiles as the columns say, or else None."""
     if not np.all(places[np.arange(len(places)) + columns.following] >= places):
         return None
-    found: IntArray = places[plan.codes + columns.needed[plan.codes]]
+    found: IntArray = places[codes + columns.needed[codes]]
     return found
 
 

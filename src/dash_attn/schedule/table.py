@@ -136,13 +136,13 @@ def _pack_runs(runs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _put_items(plan: Plan, run_first: NDArray[np.int64], records: Words) -> None:
     """Write the record of every item; ``run_first``: of the pattern of each sequence."""
-    batch, heads, group = plan.batch, plan.problem.kv_heads, plan.problem.group
+    (batch, codes), heads, group = plan.listed, plan.problem.kv_heads, plan.problem.group
     made = [
         p.tiled(("records", heads, group), lambda p: _records(p, heads, group), 1) for p in batch.distinct
     ]
     # Any mode but "raise": numpy would keep a copy of `out` for that.
-    np.take(np.concatenate(made), batch.gather[plan.codes], axis=0, out=records, mode="clip")
-    sequence = batch.sequence[plan.codes]
+    np.take(np.concatenate(made), batch.gather[codes], axis=0, out=records, mode="clip")
+    sequence = plan.items[:, 0]
     records[:, ITEM.sequence] = sequence
     records[:, ITEM.run_first] += run_first[sequence]
     if batch.head_groups.max() > 1:

@@ -21,11 +21,9 @@ class Placement(ABC):
 
     Attributes:
         name: in names of schedules.
-        one_by_one: whether it mostly takes one sequence after the other.
     """
 
     name: ClassVar[str]
-    one_by_one: ClassVar[bool] = False
 
     def __str__(self) -> str:
         return printed(self, self.name)

@@ -29,7 +29,6 @@ class InOrder(Placement):
     """
 
     name: ClassVar[str] = "in_order"
-    one_by_one: ClassVar[bool] = True
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         codes, queues = np.arange(batch.item_count), queueing(batch)
@@ -52,7 +51,6 @@ class LastFirst(Placement):
     """
 
     name: ClassVar[str] = "last_first"
-    one_by_one: ClassVar[bool] = True
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         return downwards(batch, queueing(batch))
