@@ -88,12 +88,12 @@ class ForwardMachine(Machine):
         name, threads = self._value(thread, operands[0]), self._value(thread, operands[1])
         barrier = self.named[thread.block.index, name]
         if "arrive" in operation:
-            barrier.come(32, threads)
+            barrier.come(thread.stands_for, threads)
             self._notice()
             return True
         if thread not in self.waiting:
             self.waiting[thread] = barrier.phase
-            barrier.come(32, threads)
+            barrier.come(thread.stands_for, threads)
             self._notice()
         if barrier.phase > self.waiting[thread]:
             del self.waiting[thread]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from dash_attn.backends.base import Tensors
 from dash_attn.backends.cuda.upload import loadable
 from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.backend import BACKEND
+from dash_attn.backends.sm90.backward import arguments as backward
+from dash_attn.backends.sm90.backward.config import BackwardConfig
+from dash_attn.backends.sm90.forward import arguments as forward
+from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.launch import why_no_scale
 from dash_attn.backends.sm90.launch import _accumulator_order, check_tensors
+from dash_attn.backends.sm90.places import Buffer, Sizes, place_of, sizes_of
 from dash_attn.backends.sm90.resident import _place
 from dash_attn.backends.sm90.tiles import TILES, kernel_of, tiles_of
 from dash_attn.errors import PlanMismatchError
@@ -127,3 +133,46 @@ def test_a_backward_of_tensors_that_do_not_fit_never_begins(
     check_tensors(place, plan, given)
     with pytest.raises(PlanMismatchError, match=f"^{at} {message}"):
         check_tensors(place, plan, given._replace(**{at: change(getattr(given, at))}))
+
+
+def test_places_are_addresses_and_strides_in_elements() -> None:
+    dense, packed = bf16(2, 5, 6, 64)[:, 1:, ::2], bf16(5, 3, 3, 64)[:, 1]
+    assert place_of(dense) == (dense.data_ptr(), 5 * 6 * 64, 6 * 64, 2 * 64)
+    assert place_of(packed) == (packed.data_ptr(), 0, 3 * 3 * 64, 64)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_extents_of_keys_in_another_batch(packed: bool) -> None:
+    q, k, v = bf16(*(5,) if packed else (2, 5), 4, 64), bf16(3, 7, 2, 64), bf16(3, 7, 2, 40)
+    sizes = sizes_of(q, k, v)
+    assert sizes.of_q == ((1, 5, 4, 64) if packed else (2, 5, 4, 64))
+    assert sizes.of_out == (*sizes.of_q[:3], 40)
+    assert (sizes.of_k, sizes.of_v) == ((3, 7, 2, 64), (3, 7, 2, 40))
+
+
+def test_a_buffer_has_its_parts_one_behind_the_other() -> None:
+    buffer = Buffer([32, 96, 64], torch.device("cpu"))
+    assert [buffer.part(i).data_ptr() for i in range(3)] == buffer.addresses
+    assert [buffer.part(i).numel() for i in range(3)] == [32, 96, 64]
+
+
+@pytest.mark.parametrize("module", [backward, forward], ids=["backward", "forward"])
+@pytest.mark.parametrize("cap", [0, 2])
+def test_arguments_have_their_names_again(module: Any, cap: int) -> None:
+    config = BackwardConfig(64, key_sums=True) if module is backward else ForwardConfig(64, sink=True)
+    passed = module.tensors_of(config)
+    counts = (
+        4 * len(module.MATRICES),
+        1,
+        len(Sizes._fields),
+        2 * len(module.PARTS),
+        len(module.Launch._fields),
+    )
+    found = module.named(config, range(len(passed) + sum(counts) + cap))
+    flat = [*found.tensors.values(), *(n for place in found.places.values() for n in place), found.lse]
+    flat += [*found.sizes, *(address for address, _ in found.parts), *(words for _, words in found.parts)]
+    flat += [*found.launch, *found.cap]
+    assert flat == list(range(len(flat)))
+    assert (list(found.tensors), tuple(found.places), len(found.cap)) == (passed, module.MATRICES, cap)
+    with pytest.raises(AssertionError):
+        module.named(config, range(len(flat) + 1))

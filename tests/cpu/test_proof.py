@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -38,7 +39,10 @@ from dash_attn.schedule import (
     policy_by_name,
     prove,
 )
+from dash_attn.schedule.batch import Batch
 from dash_attn.schedule.interleave import can_deadlock, task_order
+from dash_attn.schedule.placement import Placement
+from dash_attn.schedule.policy import Numerics
 from dash_attn.schedule.proof import _block_of_q_tiles
 from dash_attn.schedule.tickets import MAX_HOLD
 
@@ -257,6 +261,32 @@ def test_placements_that_are_no_list_of_items(
     plan = causal_plan()
     with pytest.raises(PlacementError, match=message):
         prove(plan.with_items(change(plan.items)))
+
+
+@dataclass(frozen=True)
+class Wrong(Placement):
+    """Lists the first item twice, or leaves it out, of the batch that it is given."""
+
+    name: ClassVar[str] = "wrong"
+    twice: bool = True
+
+    def place(self, batch: Batch, numerics: Numerics) -> np.ndarray:
+        codes = np.arange(batch.item_count)
+        return np.concatenate((codes, codes[:1])) if self.twice else codes[1:]
+
+
+@pytest.mark.parametrize(
+    ("twice", "message"),
+    [
+        (True, "sequence 1, head group 0, kv tile 0 is listed twice"),
+        (False, "sequence 1, .* 0 is in no item"),
+    ],
+)
+def test_a_wrong_placement_is_told_the_sequence_of_the_caller(twice: bool, message: str) -> None:
+    """Placements see the longest sequence first: here that is the second one."""
+    problem = Problem.varlen([128, 512], heads=1, head_dim=64)
+    with pytest.raises(PlacementError, match=message):
+        build_plan(problem, FA3(), Wrong(twice))
 
 
 def test_a_large_cycle_is_refused_quickly() -> None:

@@ -71,10 +71,11 @@ def build_plan(
     # for its end.
     order = _longest_first(batch)
     placed = batch if order is None else batch.reordered(order)
-    codes = _claims(placed, schedule)
+    codes = np.array(_claims(placed, schedule))  # our own: the proof is of these
     items = placed.items.take(codes, axis=0)
     if order is not None:
         items[:, 0] = order[items[:, 0]]
+    items.setflags(write=False)
     plan = Plan(problem, str(schedule), patterns, items)
     plan.__dict__.update(batch=batch, listed=Listed(placed, codes))  # not to be made again
     object.__setattr__(plan, "verdict", examine(plan))
@@ -118,27 +119,23 @@ def _patterns(
     kept = type(numerics) in POLICIES.values()
     of_all = problem.group, head_groups, problem.tile_m, problem.tile_n, problem.mask
     known = _known_patterns(numerics, *of_all) if kept else {}
-    found = {shape: known.get(shape) for shape in dict.fromkeys(problem.shapes)}
+    found = {shape: known.get(shape) for shape in problem.tile_grids}
     if missing := [shape for shape, pattern in found.items() if pattern is None]:
-        grids = TileGrid.by_shape(missing, problem.tile_m, problem.tile_n, problem.mask)
-        made = _made(problem, numerics, head_groups, grids)
+        made = _made(problem, numerics, head_groups, missing)
         found.update(made)
         if len(known) + len(made) > _KEPT_SHAPES:
             known.clear()
         known.update((shape, p) for shape, p in made.items() if p.grid.kv_tiles <= _KEPT_KV_TILES)
-    patterns = cast("dict[tuple[int, ...], HeadPattern]", found)
-    # The shapes' grids are known with them.
-    problem.__dict__.setdefault("tile_grids", {shape: pattern.grid for shape, pattern in patterns.items()})
-    return patterns
+    return cast("dict[tuple[int, ...], HeadPattern]", found)
 
 
 def _made(
-    problem: Problem, numerics: Numerics, head_groups: int | None, grids: dict[tuple[int, ...], TileGrid]
+    problem: Problem, numerics: Numerics, head_groups: int | None, shapes: list[tuple[int, ...]]
 ) -> dict[tuple[int, ...], HeadPattern]:
     alike: dict[tuple[int, int], tuple[HeadPattern, Policy]] = {}
     made = {}
-    for shape, grid in grids.items():
-        policy = numerics.for_lengths(shape[0], shape[1])
+    for shape in shapes:
+        policy, grid = numerics.for_lengths(shape[0], shape[1]), problem.tile_grids[shape]
         # Equal grids are one object. Equal policies may be several, which find the pattern in the cache.
         found = alike.get((id(policy), id(grid)))
         if found is None:

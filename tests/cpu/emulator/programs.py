@@ -16,7 +16,7 @@ from dash_attn.backends.sm90.cached import arguments as cached
 from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ROWS
-from dash_attn.backends.sm90.places import Sizes
+from dash_attn.backends.sm90.places import Sizes, sizes_of
 from dash_attn.backends.sm90.sinks.kernels import SinkTotals
 from dash_attn.backends.sm90.spread import arguments as spread
 from dash_attn.backends.sm90.tiles import row_bytes_of
@@ -207,11 +207,12 @@ def _given(module: Any, config: Config, given: list[Any]) -> tuple[Any, ...]:
     names, flat = module.tensors_of(config), iter(given)
     passed = {name: next(flat) for name in names}
     matrices = {name: next(flat) for name in (*module.MATRICES, "lse")}
-    for _ in Sizes._fields:
-        next(flat)
+    sizes = Sizes._make(next(flat) for _ in Sizes._fields)
+    q, k, v, out = (matrices[name] for name in ("q", "k", "v", "out"))
+    assert sizes == sizes_of(q, k, v)
+    assert (sizes.of_q, sizes.of_k, sizes.of_v, sizes.of_out) == (q.shape, k.shape, v.shape, out.shape)
     parts = {name: next(flat) for name in module.PARTS}
-    for _ in parts:
-        next(flat)  # how many words it has
+    assert [next(flat) for _ in parts] == [x.numel() for x in parts.values()]
     launch = module.Launch(*(next(flat) for _ in module.Launch._fields))
     return passed, matrices, parts, launch, list(flat)
 

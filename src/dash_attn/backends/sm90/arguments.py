@@ -47,7 +47,7 @@ class Given:
         def take(number: int) -> list[Any]:
             return [next(flat) for _ in range(number)]
 
-        return cls(
+        found = cls(
             dict(zip(tensors, take(len(tensors)))),
             {name: Place(*take(len(Place._fields))) for name in matrices},
             next(flat),
@@ -56,6 +56,8 @@ class Given:
             launch(*take(len(launch._fields))),
             tuple(flat),
         )
+        assert len(found.cap) in (0, 2)  # no more arguments than names
+        return found
 
 
 def regrouped(flat: tuple[Any, ...], *kinds: Any) -> list[Any]:

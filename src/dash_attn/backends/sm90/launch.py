@@ -186,7 +186,7 @@ def launch(
 def _sink_gradient(plan: Plan, work: Workspace, sink: Tensor) -> Tensor:
     sequences = len(plan.problem.sequences)
     parts, dsink = sink.new_empty(sequences * len(sink)), torch.empty_like(sink)
-    statistics = (work.place.table, work.part("lse2"), work.part("delta"))
+    statistics = (work.tensors[0], work.part("lse2"), work.part("delta"))
     program(SinkConfig())(*statistics, sink, parts, dsink, sequences)
     return dsink
 

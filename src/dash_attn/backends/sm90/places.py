@@ -38,9 +38,25 @@ class Sizes(NamedTuple):
     k_heads: Any
     v_columns: Any
 
+    @property
+    def of_q(self) -> tuple[Any, ...]:
+        return self.batch, self.rows, self.heads, self.columns
+
+    @property
+    def of_out(self) -> tuple[Any, ...]:
+        return self.batch, self.rows, self.heads, self.v_columns
+
+    @property
+    def of_k(self) -> tuple[Any, ...]:
+        return self.k_batch, self.k_rows, self.k_heads, self.columns
+
+    @property
+    def of_v(self) -> tuple[Any, ...]:
+        return self.k_batch, self.k_rows, self.k_heads, self.v_columns
+
 
 class Buffer:
-    """Memory of one call, in parts of so many fp32 words.
+    """Memory of one call, in parts. ``words``: how many fp32 words each part has.
 
     Attributes:
         whole: what a launch is given as a tensor.
@@ -75,7 +91,7 @@ def place_of(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def address_of(x: Tensor) -> int:
-    """Of a contiguous tensor."""
+    """Of a contiguous tensor. A function, so that an emulator can put the tensor in its place."""
     return x.data_ptr()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...scores import Scores, scores_of
 from ..base import Gradients, Tensors, as_current
@@ -61,6 +61,12 @@ def run_segment(
         )
     place = on_device(plan, dq.device, key_sums=True)
     check_tensors(place, plan, tensors)
+    q = tensors.q
+    if (dq.shape, dq.dtype, dq.device) != (q.shape, q.dtype, q.device) or loadable(dq) is not dq:
+        raise PlanMismatchError(
+            f"dq is {tuple(dq.shape)} {dq.dtype} on {dq.device}, strides {dq.stride()}; it must be like q, "
+            f"{tuple(q.shape)} {q.dtype} on {q.device}, and the copy engine must be able to write it"
+        )
     asked = Demand(True, debug, key_sums=True, softcap=scores.softcap > 0)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, dq.device, sums.view(-1))

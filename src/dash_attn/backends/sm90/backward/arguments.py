@@ -1,7 +1,8 @@
 """What the kernels of a backward pass are given, by name.
 
-The host passes torch tensors, and the code that is traced sees them as CuTe tensors, hence no closer types.
-The order of the fields is the order of the compiled function's arguments, and of the kernels' parameters.
+The host passes torch tensors, addresses and numbers, in the order of :class:`~..arguments.Given`. The code
+that is traced sees CuTe tensors, hence no closer types. The order of the fields is that of the kernels'
+parameters.
 """
 
 from __future__ import annotations

@@ -40,15 +40,12 @@ class Program:
 
     def _tensors(self, given: Given) -> Tensors:
         c, dtype, sizes = self.config, DTYPES[self.config.dtype], given.sizes
-        of_q, of_k = sizes[:4], (*sizes[4:7], sizes.columns)
-        columns = {"v": c.head_dim_v, "out": c.head_dim_v, "dout": c.head_dim_v, "dv": c.head_dim_v}
-        found = {"lse": statistics_at(given.lse, of_q)}
+        alike = {"dq": "q", "dk": "k", "dv": "v", "dout": "out"}
+        found = {"lse": statistics_at(given.lse, sizes.of_q)}
         for name, place in given.places.items():
-            extents = of_k if name in ("k", "v", "dk", "dv") else of_q
-            if name in columns:
-                extents = (*extents[:3], sizes.v_columns)
-            constant = None if c.padded else columns.get(name, c.head_dim)
-            found[name] = matrix_at(dtype, place, extents, constant)
+            kind = alike.get(name, name)
+            constant = None if c.padded else c.head_dim if kind in ("q", "k") else c.head_dim_v
+            found[name] = matrix_at(dtype, place, getattr(sizes, f"of_{kind}"), constant)
         return Tensors(**found)
 
     def _workspace(self, given: Given) -> Workspace:

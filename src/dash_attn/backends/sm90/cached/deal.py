@@ -8,10 +8,10 @@ fold (sequence, q tile, first place, number of places, rows, seqlen_k, first row
 heads of a kv head, token by token, and first rows count in q. ``shift`` is the key that is aligned with the
 sequence's first token.
 
-A tile is split into its segments if rounds of segments were done a tenth earlier than rounds of whole tiles,
-were all tiles like it. Which tile that is, where its segments go, and which item comes first, is placement:
-it decides no bit. Numbers are handed out by integer atomics. Items come by their length, within a power of
-two.
+Suppose that all tiles are like this one. It is split into its segments if all segments, in rounds over all
+blocks, are then done at least a tenth earlier than one whole tile. Which tiles that are, where segments go,
+and which item comes first, is placement: it decides no bit. Numbers are handed out by integer atomics. Items
+come by their length, within a power of two.
 """
 
 from types import SimpleNamespace
@@ -153,7 +153,7 @@ class Deal:
         first, segments = self._segments(tile)
         place = Int32(-1)
         if segments > 1:
-            # As if all tiles were like this one: how many there are, and rounds (up) of their segments.
+            # If all tiles are like this one: how many there are, and rounds of their segments, rounded up.
             alike = Float32(total) * Float32(kv_heads) / Float32(tile.kv_tiles)
             rounds = Int32(alike * Float32(segments) / Float32(launch.share) * Float32(0.9999)) + 1
             if 10 * rounds <= 9 * segments:

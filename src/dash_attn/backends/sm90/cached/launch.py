@@ -29,7 +29,8 @@ from .config import CachedConfig, cached_config
 __all__ = ["Cached", "allocate", "config_of"]
 
 EAGER = {True: 4, False: 1}
-"""Blocks count as so many when it is decided which tiles are split: few rows leave little behind."""
+"""How many blocks each block counts as when ``Deal`` decides which tiles to split. More where tiles have few
+rows, since these leave little behind."""
 
 
 def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:

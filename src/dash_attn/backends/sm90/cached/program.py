@@ -53,7 +53,7 @@ class Program:
 
 def fake_arguments(config: CachedConfig, env_stream: bool):
     """Tensors without data, in the order of `Program.__call__`."""
-    matrix = partial(fakes.matrix, DTYPES[config.dtype], None)
+    matrix = partial(fakes.matrix, DTYPES[config.dtype])
     tensors = Tensors(q=matrix(), k=matrix(), v=matrix(), out=matrix(), lse=statistics())
     places = Places(vector(Int32, 4), vector(Int32, 4), vector(Int32, 4), vector(Float32, 4))
     workspace = Workspace(

@@ -5,10 +5,9 @@ from cutlass import Float32
 from cutlass.cute.runtime import make_fake_tensor
 
 
-def matrix(dtype, head_dim: int | None):
-    """(B, S, H, D). ``head_dim``: D; None: any multiple of 8."""
-    columns = cute.sym_int32(divisibility=8) if head_dim is None else head_dim
-    shape = (*(cute.sym_int32() for _ in range(3)), columns)
+def matrix(dtype):
+    """(B, S, H, D), D a multiple of 8."""
+    shape = (*(cute.sym_int32() for _ in range(3)), cute.sym_int32(divisibility=8))
     stride = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
     return make_fake_tensor(dtype, shape, stride, assumed_align=16)
 

@@ -15,7 +15,7 @@ WARPGROUP_BARRIER, TURN_BARRIER, DONE_BARRIER = 1, 4, 7
 
 @dataclass(frozen=True)
 class Rings:
-    """q: tiles of Q with their item, until O has left their place; k, v: tiles of K and V."""
+    """q: tiles of Q with their item, until the item is done with; k, v: tiles of K and V."""
 
     q: Ring
     k: Ring

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....errors import InputError
+from ....errors import InputError, PlanMismatchError
 from ....problem import Problem
 from ....schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 from ...base import Keys
@@ -17,7 +17,7 @@ from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
 from ..launch import DTYPES
-from ..places import Buffer, Sizes, address_of, place_of, sizes_of
+from ..places import Buffer, address_of, place_of, sizes_of
 from ..softcap import Cap
 from ..tiles import forward_kernel_of
 from .config import ForwardConfig, forward_config
@@ -80,7 +80,7 @@ class Forward:
         self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
         self.config = config_of(problem) if config is None else config
         self._uploads: dict[int, Upload] = {}
-        self._extents: dict[int, Sizes] = {}
+        self._dtypes = (getattr(torch, problem.dtype),) * 3
 
     def plan(self) -> ForwardPlan:
         """What the device will do."""
@@ -126,24 +126,24 @@ class Forward:
 
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
+            PlanMismatchError: a tensor has another dtype than the problem, or is on another device than q.
         """
         if reason := why_no_scale(softmax_scale):
             raise InputError(reason)
+        self._check(q, k, v)
         if v.shape[-1] == q.shape[-1]:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)  # takes less time
         else:
             out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         # They, and what is copied, live until the launch is on its stream.
         q, k, v = loadable(q), loadable(k), loadable(v)
-        step, extents = 0, self._extents.get(q.dim())
+        step = 0
         if self._keys is not None:
             k, v = (x.unsqueeze(0) if x.dim() == 3 else x for x in (k, v))
             if k.shape[0] > 1:
                 k, v, step = _as_packed(k, v)
-            extents = sizes_of(q, k, v)
         upload = self._uploads.get(step) or self._prepare(step)
-        if extents is None:
-            extents = self._extents[q.dim()] = sizes_of(q, k, v)
+        extents = sizes_of(q, k, v)
         shape = (extents.batch, extents.heads, extents.rows)[4 - q.dim() :]
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         buffer = Buffer(self._words, q.device)
@@ -154,6 +154,16 @@ class Forward:
             *buffer.addresses, *self._words, softmax_scale, *self._numbers, *cap,
         )  # fmt: skip
         return out, lse
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """One dtype, the problem's, and one device: kernels take addresses, and read whatever is there."""
+        if (q.dtype, k.dtype, v.dtype) == self._dtypes and q.device == k.device == v.device:
+            return
+        for name, x, dtype in zip("qkv", (q, k, v), self._dtypes):
+            if x.dtype != dtype:
+                raise PlanMismatchError(f"{name} has dtype {x.dtype}, the problem says {dtype}")
+            if x.device != q.device:
+                raise PlanMismatchError(f"{name} is on {x.device}, q on {q.device}")
 
 
 def _as_packed(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -37,10 +37,11 @@ class Program:
 
     def _tensors(self, given: Given) -> Tensors:
         dtype, sizes = DTYPES[self.config.dtype], given.sizes
-        of_q, of_k, of_v = sizes[:4], (*sizes[4:7], sizes.columns), (*sizes[4:7], sizes.v_columns)
-        extents = {"q": of_q, "k": of_k, "v": of_v, "out": (*of_q[:3], sizes.v_columns)}
-        matrices = {name: matrix_at(dtype, place, extents[name]) for name, place in given.places.items()}
-        return Tensors(**matrices, lse=statistics_at(given.lse, of_q))
+        matrices = {
+            name: matrix_at(dtype, place, getattr(sizes, f"of_{name}"))
+            for name, place in given.places.items()
+        }
+        return Tensors(**matrices, lse=statistics_at(given.lse, sizes.of_q))
 
 
 def fake_arguments(config: ForwardConfig, env_stream: bool):

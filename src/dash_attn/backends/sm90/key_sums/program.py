@@ -69,7 +69,7 @@ class Program:
 
 def fake_arguments(config: KeySumsConfig, env_stream: bool):
     """Tensors without data, in the order of `Program.__call__`."""
-    matrix = partial(fakes.matrix, DTYPES[config.dtype], None)
+    matrix = partial(fakes.matrix, DTYPES[config.dtype])
     arguments = Arguments(
         sums=fakes.vector(Float32, 128),
         dk=matrix(),

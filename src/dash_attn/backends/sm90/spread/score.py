@@ -66,6 +66,7 @@ class Score:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_n * c.head_dim)
                 self.load._load(copy, k[None, None, 0], where, numbers.k_rows, head, full)
             if warp_idx == 1:
+                # All of Q, to stage 0.
                 self.load._copy_rows(memory.q, q, (sequence, Int32(0), head), item.rows, 0, 0, 1)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
