@@ -44,30 +44,32 @@ def clock_and_power(call: Callable[[], object]) -> tuple[float | None, float | N
     one: the average that nvidia-smi gives by default is over a second.
     """
     start = time.monotonic()
-    _keep_busy(call, lambda: time.monotonic() >= start + HEAT_S)
+    keep_busy(call, lambda: time.monotonic() >= start + HEAT_S)
     command = _command("clocks.sm,power.draw.instant")
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return None, None
     late = time.monotonic() + PATIENCE_S
-    _keep_busy(call, lambda: process.poll() is not None or time.monotonic() > late)
+    keep_busy(call, lambda: process.poll() is not None or time.monotonic() > late)
     process.kill()  # does nothing to one that has ended
     fields = process.communicate()[0].split(",")
     return (_number(fields[0]), _number(fields[1])) if len(fields) == 2 else (None, None)
 
 
-def _keep_busy(call: Callable[[], object], until: Callable[[], bool]) -> None:
-    """Launch ``call`` again and again, one ahead of the GPU, then wait for all of it."""
-    before = None
+def keep_busy(call: Callable[[], object], until: Callable[[], bool]) -> int:
+    """Launch ``call`` again and again, one ahead of the GPU, then wait for all of it; how often."""
+    before, calls = None, 0
     while not until():
         call()
+        calls += 1
         end = torch.cuda.Event()
         end.record()
         if before:
             before.synchronize()
         before = end
     torch.cuda.synchronize()
+    return calls
 
 
 def _command(fields: str) -> list[str]:

@@ -22,7 +22,7 @@ from summary import Row
 from throughput import grid_rows
 
 from dash_attn.model.charts import PALETTE, lighter, new_figure, plotting, save_figure
-from dash_attn.schedule import ByLength
+from dash_attn.schedule import Schedule
 
 DOCS = ROOT / "docs"
 
@@ -69,8 +69,8 @@ def series_name(row: Row) -> str:
     if row["impl"] != "dash_attn":
         return f"{row['impl']} {'det' if row['deterministic'] else 'nondet'}"
     policy = str(row["policy"]).partition("(heads")[0]
-    if policy == str(ByLength()):
-        policy = "descending" if row["seqlen"] >= ByLength().long_from else "spt"
+    if policy.startswith("by_length"):
+        policy = Schedule.parse(policy).numerics.for_lengths(row["seqlen"], row["seqlen"]).name
     return policy if row["deterministic"] else "unordered"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from forward_points import Point
+from points import HIDDEN, SEQLENS, TOKENS
 
 from dash_attn.problem import Mask, Problem
 
@@ -89,6 +90,12 @@ DENSE = (
     _window(2048, 2, 8192, 16, 16, 128),
     _window(8192, 1, 32_768, 16, 4, 128),
     _square("window", 2, 8192, 32, 32, 64, Mask.window(256, 256)),
+    _square("few", 1, 2048, 16, 16, 128),
+    _square("few", 1, 4096, 8, 8, 128),
+    _square("few", 2, 4096, 16, 16, 128),
+    _square("few", 1, 3000, 16, 16, 128, FULL),
+    _square("few", 1, 4096, 16, 16, 64),
+    _square("few", 2, 2048, 32, 32, 64),
     _square("patches", 64, 197, 12, 12, 64, FULL),
     _square("patches", 32, 197, 16, 16, 128, FULL),
     _square("patches", 16, 577, 16, 16, 64, FULL),
@@ -117,6 +124,15 @@ PACKED = (
     Packed(16, 16, 128, FULL, 5),
     Packed(16, 16, 128, CAUSAL, 0, (8192, *64 * (128,))),
 )
+
+
+GRID = tuple(
+    _square("grid", TOKENS // seqlen, seqlen, HIDDEN // head_dim, HIDDEN // head_dim, head_dim, mask)
+    for head_dim in (64, 128)
+    for mask in (FULL, CAUSAL)
+    for seqlen in SEQLENS
+)
+"""The DASH paper's points, as backward.py has them."""
 
 
 HEAD_DIMS = tuple(

@@ -14,10 +14,12 @@ Kind = tuple[str, str, bool]
 """Pass, implementation, whether it is deterministic."""
 
 TRITON = "h200-triton.json"
+STRICT: list[Kind] = [("backward", "fa4", True), ("backward", "cudnn", True)]
+"""Deterministic peers."""
 RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
     "forward": (("forward", "dash_attn", True), [("forward", "fa4", True)]),
-    "det": (("backward", "dash_attn", True), [("backward", "fa4", True)]),
-    "any": (("backward", "dash_attn", True), [("backward", "fa4", True), ("backward", "fa4", False)]),
+    "det": (("backward", "dash_attn", True), STRICT),
+    "any": (("backward", "dash_attn", True), [*STRICT, ("backward", "fa4", False)]),
     "order": (("backward", "dash_attn", True), [("backward", "dash_attn", False)]),
     "whole": (("backward", "dash_attn", True), [("backward", "dash_attn whole", True)]),
 }

@@ -79,6 +79,7 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
         "auto-d128-full-stride4": Problem.dense(seqlen=4050, mask=full),
         "auto-d128-full-few-queries": Problem.dense(heads=2, seqlen_q=300, seqlen_k=2000, mask=full),
         "auto-d128-full-varlen": Problem.varlen([2048, 1, 3050, 300], heads=1, mask=full),
+        "auto-d128-causal-2100": Problem.dense(seqlen=2100, mask=causal),
         "auto-d128-causal-6144": Problem.dense(seqlen=6144, mask=causal),
         "auto-d128-causal-more-keys": Problem.dense(seqlen_q=700, seqlen_k=6300, mask=causal),
         "auto-d128-causal-varlen": Problem.varlen([700, 6200, 64], heads=1, mask=causal),

@@ -6,9 +6,12 @@ What decides bits is in :mod:`dash_attn.schedule.constants`.
 from __future__ import annotations
 
 __all__ = [
+    "COLUMNS_TOGETHER",
     "CONVERSION_CYCLES",
     "FEW_ROUNDS",
     "FORWARD_CYCLES",
+    "GROUPS_TOGETHER",
+    "HEADS_IN_TURNS",
     "HEADS_TOGETHER",
     "HOP_TASKS",
     "ITEM_CYCLES",
@@ -24,9 +27,13 @@ WORKERS = 132
 L2_BYTES = 50 * 2**20
 """L2 cache of an H100 or H200."""
 
-HEADS_TOGETHER = 16
-"""Long heads whose items are claimed together. Fewer leave workers idle between one section of heads and the
-next, more hold more of L2 than they need (docs/performance.md)."""
+HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 32, 16, 128
+"""Heads whose items are claimed together, the longest first: heads of COLUMNS_TOGETHER columns with one q head
+per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers idle
+between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
+
+HEADS_IN_TURNS = 16
+"""Heads that take turns where their items queue, if no more are needed to keep all workers busy."""
 
 HOP_TASKS = 1.25
 """Tasks in the time from one contribution to a dQ tile to the next, by another worker."""

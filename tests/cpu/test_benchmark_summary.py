@@ -130,7 +130,7 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_auto_are_named_as_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     backward, points = load("backward"), load("points")
-    rows = json.loads((FOLDER / "results" / "h200-backward.json").read_text())["rows"]
+    rows = json.loads((FOLDER / "results" / "h200-points.json").read_text())["rows"]
     named = {
         (row["head_dim"], row["mask"], row["seqlen"]): (row["policy"], row["placement"])
         for row in rows
@@ -141,7 +141,7 @@ def test_rows_of_auto_are_named_as_in_the_file(monkeypatch: pytest.MonkeyPatch) 
         name = (shape.head_dim, "causal" if shape.causal else "full", shape.seqlen)
         assert backward._chosen(point) == named.pop(name)
     (grouped, *_) = points.beyond_the_grid((128,), ("causal",))
-    assert backward._chosen(grouped) == ("descending", "lpt")
+    assert backward._chosen(grouped) == ("descending", "long_first(long_from=0)")
     assert not named
 
 

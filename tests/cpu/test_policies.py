@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
+import statistics
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +39,7 @@ from dash_attn.schedule.constants import AUTO_RING
 from dash_attn.schedule.placement import lpt_placement
 from dash_attn.schedule.tickets import SummationGroup, _compress, tickets_of
 
-MEASURED = Path(__file__).parents[2] / "benchmarks/results/h200-ranking.json"
+MEASURED = Path(__file__).parents[2] / "benchmarks/results/h200-choices.json"
 
 
 def orders_by_definition(grid: TileGrid, groups: tuple[SummationGroup, ...]) -> list[list[int]]:
@@ -167,13 +171,29 @@ def test_ring_size_is_what_must_be_resident() -> None:
 
 def test_second_rings_are_claimed_after_other_heads_first() -> None:
     """With rings of half a head, and as many heads together as fill a GPU, no ring waits for another."""
-    problem = Problem.dense(heads=16, seqlen=32 * 128, head_dim=64)
+    problem = Problem.dense(heads=80, seqlen=32 * 128, head_dim=64)
     plan = build_plan(problem, Shift(ring=16))
-    assert plan.items[::16, 1].tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
+    assert plan.items[:512:16, 1].tolist() == [*range(8), *range(8), *range(8, 16), *range(8, 16)]
     assert plan.min_workers == 16
     assert simulate(plan, Costs(5, 2), 128).stall == 0
     head_by_head = prove(plan.with_items(plan.items[np.lexsort((plan.items[:, 2], plan.items[:, 1]))]))
     assert simulate(head_by_head, Costs(5, 2), 128).stall > 0.05
+    few = build_plan(replace(problem, heads=16, kv_heads=16), Shift(ring=16))  # which fit L2 together
+    assert few.items[::16, 1].tolist() == [*range(16), *range(16)]
+
+
+def test_heads_that_fit_l2_take_turns_under_spt() -> None:
+    """From the last kv tile on, among those that have equally many; without it, one head after the other."""
+
+    def claimed(*lengths: int, heads: int = 2) -> list[tuple[int, ...]]:
+        problem = Problem.varlen(lengths, heads=heads, head_dim=64, mask=Mask.causal())
+        plan = build_plan(problem, SPT())
+        assert plan.min_workers == 1
+        return [tuple(item) for item in plan.items.tolist()]
+
+    assert claimed(256, 128) == [(0, 0, 1), (0, 1, 1), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    many = claimed(16_384, heads=20)
+    assert [item[1:] for item in many[:129]] == [*((0, kv) for kv in range(127, -1, -1)), (1, 127)]
 
 
 def test_rings_of_unequal_sequences_are_placed_ring_by_ring() -> None:
@@ -230,17 +250,61 @@ def test_lpt_puts_long_items_first_within_what_fits_l2() -> None:
     assert np.array_equal(lpt_placement(full), full.items)
 
 
-def test_no_measured_plan_is_faster_than_what_auto_chooses() -> None:
-    """By more than 3 %, at the points of the paper on an H200. At most of them some plan is slower."""
-    points: dict[Problem, dict[tuple[str, str], float]] = {}
+SLOWER = {
+    "symmetric shift, where half of the kv tiles of all heads are as many as SMs": (
+        "groups: 1 x 8192, 8:1, 128, causal",
+        "groups: 1 x 8192, 8:1, 64, causal",
+        "groups: 4 x 4096, 4:1, 128, causal",
+        "groups: 1 x 16384, 4:1, 128, causal",
+        "few: 1 x 4096, 8:8, 128, causal",
+        "few: 2 x 4096, 16:16, 128, causal",
+        "few: 1 x 4096, 16:16, 64, causal",
+    ),
+    "longest items first, which lose in packed batches": (
+        "window: 4 x 4096, 16:4, 128, window(1024,0)",
+        "window: 4 x 4096, 16:4, 128, window(512,0)",
+    ),
+    "rings of 8, before the rings of all heads came together": ("few: 1 x 3000, 16:16, 128, full",),
+    "not so in another run": (
+        "rectangle: 1 x 2048 of 16384, 16:16, 128, causal",
+        "groups: 1 x 8192, 8:1, 128, full",
+        "window: 2 x 8192, 32:32, 64, window(256,256)",
+        "packed: 31 up to 5471, 16:16, 64, full",
+    ),
+    "measured once": (
+        "packed: 41 up to 3279, 8:1, 128, causal",
+        "packed: 40 up to 10676, 32:8, 128, causal",
+        "grid: 2 x 8192, 32:32, 64, full",
+        "grid: 1 x 16384, 32:32, 64, causal",
+        "grid: 1 x 16384, 16:16, 128, causal",
+    ),
+}
+"""Cases in which another schedule was more than 3 % faster, by what it was (docs/experiments/choices.md)."""
+
+
+def test_no_measured_schedule_is_faster_than_what_auto_chooses() -> None:
+    """By more than 3 %, but for those that are named. In most cases some schedule is slower by as much."""
+    cases: dict[str, list[dict[str, Any]]] = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
-        mask = {"full": Mask.full(), "causal": Mask.causal()}[row["mask"]]
-        problem = Problem.dense(seqlen=row["seqlen"], head_dim=row["head_dim"], mask=mask)
-        points.setdefault(problem, {})[row["policy"], row["placement"]] = row["ms"]
-    assert len(points) == 24
-    for problem, ms in points.items():
-        assert ms[str(choose_policy(problem)), "policy"] <= 1.03 * min(ms.values()), problem
-    assert sum(max(ms.values()) > 1.03 * min(ms.values()) for ms in points.values()) >= 20
+        if row["head_groups"] is None:
+            cases.setdefault(row["case"], []).append(row)
+    assert len(cases) >= 80
+    default = {
+        name: statistics.mean(row["ms"] for row in rows if row["auto"]) for name, rows in cases.items()
+    }
+    faster = {name for name, rows in cases.items() if default[name] > 1.03 * min(row["ms"] for row in rows)}
+    assert faster == {name for names in SLOWER.values() for name in names}
+    slower = [name for name, rows in cases.items() if max(row["ms"] for row in rows) > 1.03 * default[name]]
+    assert len(slower) > 0.75 * len(cases)
+
+
+def test_measured_defaults_are_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(MEASURED.parents[1])
+    shape_cases = importlib.import_module("shape_cases")
+    named = {row["case"]: row["schedule"] for row in json.loads(MEASURED.read_text())["rows"] if row["auto"]}
+    for name, point in (*shape_cases.cases(), *shape_cases.cases(shape_cases.GRID, ())):
+        assert named.pop(name, str(choose_policy(point.problem))) == str(choose_policy(point.problem)), name
+    assert not named
 
 
 @given(problems())
@@ -282,8 +346,8 @@ def test_by_length_claims_long_sequences_first_and_there_the_longest_items() -> 
     plan = build_plan(Problem(lengths, 20, 20, head_dim=64, mask=Mask.causal()), ByLength(long_from=256))
     heads = [(sequence, head) for sequence in (1, 0) for head in range(20)]  # the longest sequence first
     expected = []
-    for first in range(0, 40, 16):
-        section = [(s, h, kv) for s, h in heads[first : first + 16] for kv in range(2 + 2 * s)]
+    for first in range(0, 40, 32):
+        section = [(s, h, kv) for s, h in heads[first : first + 32] for kv in range(2 + 2 * s)]
         expected += sorted(section, key=lambda item: item[2] - 2 * item[0])
     assert plan.items.tolist() == [list(item) for item in expected] + [[2, head, 0] for head in range(20)]
 
@@ -292,7 +356,7 @@ def test_auto_is_by_length_at_head_dim_128_with_one_q_head_a_kv_head() -> None:
     def auto(**kind: int) -> str:
         return str(choose_policy(Problem.dense(seqlen=8192, mask=Mask.causal(), **kind))[0])
 
-    assert auto(head_dim=128) == "by_length(long_from=6144)"
+    assert auto(head_dim=128) == "by_length(long_from=2048)"
     assert auto(head_dim=64) == "spt"
     assert auto(head_dim=128, heads=2, kv_heads=1) == "descending"
 

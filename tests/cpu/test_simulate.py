@@ -204,7 +204,7 @@ def test_heads_take_turns_behind_many_keys(name: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("more", [0, 100, 511])
 def test_squares_are_head_after_head(more: int, head_dim: int) -> None:
-    lengths = [(3000, 3000 + more), (1000, 1000 + more), (64, 64)]
+    lengths = [(1500, 1500 + more), (1000, 1000 + more), (64, 64)]
     problem = Problem.varlen(lengths, heads=3, head_dim=head_dim, mask=Mask.causal())
     plan = build_plan(problem, choose_policy(problem))
     assert np.array_equal(plan.items, head_after_head(plan).items)
@@ -241,8 +241,9 @@ def test_the_order_of_sequences_in_a_batch_does_not_matter(mask: Mask, kv_heads:
         )
     assert used[0] == used[1] == used[2]
     assert claims[0] == claims[1] == claims[2]
-    # In the model windows lose a little: the longest sequence may overlap with the others either way.
-    assert placed[0] == used[0] <= (1.01 if mask.left is None else 1.1) * placed[2]
+    # In the model windows and groups lose a little: the longest sequence overlaps with the others either way.
+    room = 1.01 if mask.is_full or (mask.is_causal and kv_heads == 16) else 1.1
+    assert placed[0] == used[0] <= room * placed[2]
     if mask.is_full:  # the longest sequence came last
         assert used[0] < 0.9 * placed[2]
 

@@ -43,7 +43,7 @@ __all__ = [
     "TRITON_VERSION",
 ]
 
-NUMERICS_VERSION = 3
+NUMERICS_VERSION = 4
 
 AUTO_RING, AUTO_MIN_STRIDE, AUTO_MAX_STRIDE = 16, 2, 4
 """Rings of "auto" under the full mask: kv tiles per ring, and q tiles between two members. Few members find
@@ -54,7 +54,7 @@ AUTO_MAX_STRIDE_WIDE, AUTO_WIDE_KEYS, AUTO_WIDE_ABOVE = 2, 64, 128
 """The largest stride of kv tiles of AUTO_WIDE_KEYS keys at head dims above AUTO_WIDE_ABOVE: a head has twice
 the bytes."""
 
-LONG_FROM, LONG_ABOVE = 6144, 64
+LONG_FROM, LONG_ABOVE = 2048, 64
 """Keys of the shortest sequence that ``by_length`` sums in descending order; "auto" chooses that at head dims
 above LONG_ABOVE, up to AUTO_WIDE_ABOVE."""
 

@@ -20,6 +20,7 @@ from .constants import (
     LONG_ABOVE,
 )
 from .numerics import SPT, ByLength, Descending, Shift
+from .placement import LongFirst
 from .schedule import Schedule
 
 __all__ = ["AUTO_SHIFT", "AUTO_SHIFT_WIDE", "choose_policy", "choose_policy_of_segment"]
@@ -39,14 +40,17 @@ def choose_policy(problem: Problem) -> Schedule:
     * Causal mask, one q head per kv head: SPT, head after head, which keeps few heads in L2 at a time. At
       head dims 72 to 128 long sequences are descending, longest items first; above 128, with kv tiles of 64
       keys, all are.
-    * Causal mask, several q heads per kv head: descending, longest items first. Under SPT, items would start
-      a whole group of tasks apart.
+    * Causal mask, several q heads per kv head: descending. Under SPT, items would start a whole group of
+      tasks apart. The longest items first: at head dims 72 to 128 of some heads at a time, at others of as
+      many as fit L2.
     * Windows: descending, some heads in turns. Their items are equally long but for the ones at the edges,
       and putting those last would make all others wait for them.
 
+    What each choice gains and loses, by measurement and by the model: docs/experiments/choices.md.
+
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))) for m in (Mask.full(), Mask.causal())]
-    ['shift(ring=16, min_stride=2, max_stride=4)', 'by_length(long_from=6144)']
+    ['shift(ring=16, min_stride=2, max_stride=4)', 'by_length(long_from=2048)']
     >>> of_256 = [Problem.dense(seqlen=1024, mask=m, head_dim=256) for m in (Mask.full(), Mask.causal())]
     >>> [str(choose_policy(problem)) for problem in of_256]
     ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=0)']
@@ -81,7 +85,7 @@ def _chosen(mask: Mask, grouped: bool, wide: bool, halved: bool) -> Schedule:
     if not mask.is_causal:
         return Schedule.of(Descending())
     if grouped:
-        return Schedule.of(Descending(), "lpt")
+        return Schedule.of(Descending(), LongFirst(long_from=0) if wide else "lpt")
     if halved:
         return Schedule.of(ByLength(long_from=0))
     return Schedule.of(ByLength() if wide else SPT())

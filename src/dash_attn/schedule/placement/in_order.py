@@ -8,11 +8,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...machine import HEADS_TOGETHER, HOP_TASKS, QUEUE, WORKERS
+from ...machine import HEADS_IN_TURNS, HOP_TASKS, QUEUE, WORKERS
 from ...problem import IntArray
 from ..batch import Batch
 from ..policy import Numerics
 from .base import Placement, sorted_by
+from .l2 import all_fit
 
 __all__ = ["InOrder", "LastFirst", "downwards", "queueing"]
 
@@ -42,6 +43,7 @@ class LastFirst(Placement):
     """Head after head, its kv tiles from the last to the first (FlashAttention-4 section 3.2.4).
 
     Where items queue, neighbouring heads take turns, kv tile by kv tile: few workers are then in one queue.
+    So do all heads that fit L2 together (:func:`.l2.all_fit`): then it is no long item alone that comes last.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import SPT, build_plan
@@ -53,7 +55,7 @@ class LastFirst(Placement):
     name: ClassVar[str] = "last_first"
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
-        return downwards(batch, queueing(batch))
+        return downwards(batch)
 
 
 def queueing(batch: Batch) -> NDArray[np.bool_]:
@@ -67,29 +69,41 @@ def queueing(batch: Batch) -> NDArray[np.bool_]:
     return np.repeat(many, batch.groups)
 
 
-def downwards(batch: Batch, queues: NDArray[np.bool_]) -> IntArray:
-    """Codes head after head, the kv tiles of each from the last to the first.
+def downwards(batch: Batch, may: NDArray[np.bool_] | None = None) -> IntArray:
+    """Codes head after head, the kv tiles of each from the last to the first; some heads take turns.
 
-    Neighbours among the head groups that ``queues`` names take turns.
+    Those are neighbours that queue; where all heads fit L2, neighbours with equally many kv tiles.
+
+    Args:
+        batch: the sequences.
+        may: of each head group, whether it may take turns; by default all may.
     """
-    codes: IntArray = np.arange(batch.item_count) + batch.columns.turned
-    if not queues.any():
-        return codes
-    section = batch.per_item(_sections(batch, queues))
-    from_the_end = batch.columns.kv + batch.columns.turned
-    return sorted_by(np.arange(batch.item_count), section, from_the_end)
+    fit, codes = all_fit(batch), np.arange(batch.item_count)
+    turns = np.ones(len(batch.items_of_group), dtype=bool) if fit else queueing(batch)
+    if may is not None:
+        turns &= may
+    if not turns.any():
+        found: IntArray = codes + batch.columns.turned
+        return found
+    section = batch.per_item(_sections(batch, turns, WORKERS if fit else 0))
+    return sorted_by(codes + batch.columns.turned, section, batch.columns.kv)
 
 
-def _sections(batch: Batch, queues: NDArray[np.bool_]) -> IntArray:
-    """Which head groups take turns: sections of equal size, each large enough to keep all workers busy."""
-    steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[queues]
-    together = max(HEADS_TOGETHER, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
-    begins = ~queues
-    begins[1:] |= ~queues[:-1]
-    begins[:1] = True  # of a run of neighbours that queue, or a head group that does not
+def _sections(batch: Batch, turns: NDArray[np.bool_], alike: int = 0) -> IntArray:
+    """Which head groups take turns: sections of equal size, each large enough to keep all workers busy.
+
+    With ``alike`` they have equally many kv tiles, and so many members at most, about.
+    """
+    steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[turns]
+    together = alike or max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
+    begins = ~turns
+    begins[1:] |= ~turns[:-1]
+    if alike:
+        begins[1:] |= np.diff(batch.items_of_group) != 0
+    begins[:1] = True  # of a run of neighbours that take turns, or a head group that does not
     run = np.cumsum(begins) - 1
     first, size = np.flatnonzero(begins), np.bincount(run)
     parts = np.maximum(size // together, 1).astype(np.int64)
-    within = (np.arange(len(queues)) - first[run]) * parts[run] // size[run]
+    within = (np.arange(len(turns)) - first[run]) * parts[run] // size[run]
     sections: IntArray = (np.cumsum(parts) - parts)[run] + within
     return sections

@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from ...errors import PlacementError
-from ...machine import HEADS_TOGETHER
-from ...problem import IntArray
+from ...machine import COLUMNS_TOGETHER, GROUPS_TOGETHER, HEADS_TOGETHER
+from ...problem import IntArray, Problem
 from ..batch import Batch
 from ..constants import LONG_FROM
 from ..policy import Numerics
@@ -23,9 +23,9 @@ __all__ = ["LongFirst"]
 class LongFirst(Placement):
     """Sequences of ``long_from`` keys and more, then the others, whose items fill the gap at the end.
 
-    Long sequences come in sections of ``HEADS_TOGETHER`` heads, and there the longest items first, as in
-    FlashAttention-4 (section 3.3); items of one length by kv tiles, so that heads take turns. The others come
-    as `last_first` has them.
+    Long sequences come in sections of ``HEADS_TOGETHER`` heads of 128 columns, fewer of more columns, or of
+    ``GROUPS_TOGETHER`` head groups. There the longest items come first, as in FlashAttention-4 (section 3.3),
+    and items of one length by kv tiles, so that heads take turns. The others come as `last_first` has them.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import ByLength, build_plan
@@ -43,14 +43,26 @@ class LongFirst(Placement):
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         of_group = np.repeat(batch.problem.lengths[:, 1] >= self.long_from, batch.groups)
-        queues = queueing(batch)
-        short_order = downwards(batch, queues & ~of_group)
-        if not of_group.any():
-            return short_order
-        section = np.where(of_group, (np.cumsum(of_group) - 1) // HEADS_TOGETHER, len(of_group))
-        long = batch.per_item(of_group)
-        codes = np.where(long, np.arange(batch.item_count), short_order)
-        keys = [batch.per_item(section), np.where(long, -batch.tasks, 0)]
-        if (queues & of_group).any():
-            keys.append(np.where(long, batch.columns.kv, 0))
-        return sorted_by(codes, *keys)
+        queues, codes = queueing(batch), np.arange(batch.item_count)
+        section = (np.cumsum(of_group) - 1) // _together(batch.problem)
+        tasks, kv = -batch.columns.tasks, batch.columns.kv
+        if not of_group.all():
+            codes = downwards(batch, ~of_group)
+            if not of_group.any():
+                return codes
+            long, section = batch.per_item(of_group), np.where(of_group, section, len(of_group))
+            codes, tasks, kv = np.where(long, np.arange(len(codes)), codes), tasks * long, kv * long
+        keys = [batch.per_item(section), tasks]
+        return sorted_by(codes, *keys, *([kv] if (queues & of_group).any() else []))
+
+
+def _together(problem: Problem) -> int:
+    """Head groups of a section.
+
+    >>> kinds = ((4, 128), (4, 256), (2, 128))
+    >>> [_together(Problem.dense(seqlen=1, heads=4, kv_heads=n, head_dim=d)) for n, d in kinds]
+    [32, 16, 16]
+    """
+    if problem.group > 1:
+        return GROUPS_TOGETHER
+    return HEADS_TOGETHER * COLUMNS_TOGETHER // max(problem.widest, COLUMNS_TOGETHER)

@@ -8,17 +8,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...machine import L2_BYTES
 from ...problem import IntArray
 from ..batch import Batch, Items
 from ..plan import Plan
 from ..policy import Numerics
 from .base import Placement, sorted_by
 from .in_order import InOrder, LastFirst, queueing
+from .l2 import head_bytes, l2_limit
 
 __all__ = ["Longest", "lpt_placement"]
-
-_ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,7 @@ def lpt_placement(plan: Plan, *, l2_bytes: int | None = None) -> Items:
 
     Args:
         plan: a plan in a default order of items.
-        l2_bytes: bytes of the cache that a section of heads may fill. By default L2_BYTES for sequences
-            up to 1,024 tokens, rising to four times as much at 4,096: the longer a head, the less of it
-            is in use at a time (measured, docs/performance.md).
+        l2_bytes: bytes that a section of heads may have, by default :func:`~.l2.l2_limit`.
 
     Returns:
         (items, 3) int32, rows as in ``plan.items``.
@@ -77,11 +73,9 @@ def _longest_first(
     """``place``: by code, an item's place among those of its length, if it is not that in ``codes``."""
     if not len(codes):
         return codes
-    problem = batch.problem
     if l2_bytes is None:
-        longest = int(problem.lengths[:, 1].max())
-        l2_bytes = L2_BYTES * min(max(longest, 1024), 4096) // 1024
-    tasks, sizes = batch.columns.tasks, np.repeat(_head_bytes(batch), batch.groups)
+        l2_bytes = l2_limit(batch.problem)
+    tasks, sizes = batch.columns.tasks, np.repeat(head_bytes(batch), batch.groups)
     section = _sections(sizes, l2_bytes) if heads_in_order else _by_appearance(batch, codes, sizes, l2_bytes)
     keys = [batch.per_item(section)[codes], -tasks[codes]]
     return sorted_by(codes, *keys, *(() if place is None else (place[codes],)))
@@ -102,17 +96,6 @@ def _by_appearance(batch: Batch, codes: IntArray, sizes: IntArray, limit: int) -
     section = np.empty(len(sizes), dtype=np.int64)
     section[order] = _sections(sizes[order], limit)
     return section
-
-
-def _head_bytes(batch: Batch) -> IntArray:
-    """Bytes that a head group of each sequence keeps in L2: Q, dO and fp32 dQ of its q heads, K and V."""
-    problem = batch.problem
-    element = _ELEMENT_BYTES[problem.dtype]
-    lengths = problem.lengths
-    rows_q = problem.group * lengths[:, 0] // batch.head_groups
-    both = (problem.head_dim + problem.head_dim_v) * element  # of a row of Q and dO, or of K and V
-    size: IntArray = rows_q * (both + 4 * problem.head_dim) + lengths[:, 1] * both
-    return size
 
 
 def _sections(sizes: IntArray, limit: int) -> IntArray:

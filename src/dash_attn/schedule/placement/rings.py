@@ -14,6 +14,7 @@ from ..batch import Batch
 from ..numerics.shift import Shift
 from ..policy import Numerics
 from .base import Placement, sorted_by
+from .l2 import all_fit
 
 __all__ = ["Rings"]
 
@@ -22,7 +23,8 @@ __all__ = ["Rings"]
 class Rings(Placement):
     """As many heads together as keep a GPU busy with their first rings, and of those ring after ring.
 
-    The second ring of a head follows the first one without waiting, once that has been round.
+    The second ring of a head follows the first one without waiting, once that has been round. Where all heads
+    fit L2 (:func:`.l2.all_fit`), they come together: workers then have no rest between sections.
     """
 
     name: ClassVar[str] = "rings"
@@ -32,6 +34,8 @@ class Rings(Placement):
             raise PlacementError(f"the placement rings is for shift, got {numerics}")
         ring = batch.flat(("ring", numerics), lambda p: numerics.ring_of(p.grid))
         first = batch.per_sequence(lambda p: int((numerics.ring_of(p.grid) == 0).sum()))
+        if all_fit(batch):
+            return sorted_by(np.arange(batch.item_count), ring)
         section = filling(first, batch.groups)
         return sorted_by(np.arange(batch.item_count), batch.per_item(section), ring)
 
