@@ -7,11 +7,16 @@ how much these differ says what a difference means.
 
     python benchmarks/choices.py --output benchmarks/results/h200-choices.json
     python benchmarks/choices.py --only groups --rounds 9
+
+What the model says of the same plans is added to a file by a call of its own, which needs no GPU:
+
+    python benchmarks/choices.py --model benchmarks/results/h200-choices.json
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,13 +31,14 @@ from shape_cases import GRID, cases
 
 from dash_attn.errors import UnsupportedMaskError
 from dash_attn.machine import WORKERS
+from dash_attn.model import H200, H200_WORKERS, estimate, simulate
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, build_plan, choose_policy
 from dash_attn.schedule.constants import Q_SEGMENT
 from dash_attn.tools.bench import require_hopper
 from dash_attn.tools.bench.run import call_of
 
-ROUNDS = 5
+ROUNDS, MOST_TASKS = 5, 140_000
 FULL = tuple(
     f"shift(ring={ring}, min_stride={low}, max_stride={high})"
     for ring, low, high in ((16, 2, 2), (8, 2, 4), (32, 2, 4), (64, 2, 4), (16, 1, 4))
@@ -84,16 +90,34 @@ def rows(name: str, point: Point, rounds: int) -> Iterator[Row]:
         }  # fmt: skip
 
 
+def with_model(found: Sequence[Row]) -> Iterator[Row]:
+    """Rows with the cycles of the simulation and of the estimate, where that takes seconds at most."""
+    points = dict((*cases(), *cases(GRID, ())))
+    for row in found:
+        problem = points[row["case"]].problem
+        if problem.tasks > MOST_TASKS:
+            yield row
+            continue
+        plan = build_plan(problem, row["schedule"], head_groups=row["head_groups"])
+        found_cycles = estimate(simulate(plan, H200, H200_WORKERS))
+        yield row | {"simulated": round(found_cycles.tasks), "estimated": round(found_cycles.cycles)}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write header and rows as JSON")
+    parser.add_argument("--model", type=Path, metavar="FILE.json", help="add the model's cycles to this file")
     parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"default {ROUNDS}")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds must be >= 1, got {args.rounds}")
+    if args.model:
+        known = json.loads(args.model.read_text())
+        write(args.model, known["header"], with_model(known["rows"]))
+        return
     require_hopper()
     facts = facts_of_run(args.rounds, "torch", "nvidia-cutlass-dsl") | {"timing": "sustained"}
     found: list[Row] = []

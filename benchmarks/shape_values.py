@@ -24,6 +24,8 @@ RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
     "whole": (("backward", "dash_attn", True), [("backward", "dash_attn whole", True)]),
 }
 """Of which call, and of whose fastest one, speeds are compared."""
+ENERGY = ("det", "any")
+"""Those of RATIOS whose energy is compared, too."""
 
 
 def shape_values(file: str) -> Iterator[tuple[str, Value]]:
@@ -31,6 +33,8 @@ def shape_values(file: str) -> Iterator[tuple[str, Value]]:
     for name in RATIOS:
         for statistic in STATISTICS:
             yield f"{name}-{statistic}", partial(_shape_statistic, file, name, statistic)
+            if name in ENERGY:
+                yield f"{name}-energy-{statistic}", partial(_shape_statistic, file, name, statistic, "joules")
     yield "cut-table", partial(cut_table, file)
     yield "summary", partial(summary_table, file)
     yield "table", partial(shape_table, file)
@@ -46,14 +50,20 @@ def summary_table(file: str) -> str:
     }
     shown = {"mean": "geometric mean", "least": "least", "behind": "cases below 1", "points": "cases"}
     lines = [[what, *(_shape_statistic(file, name, s) for s in shown)] for name, what in names.items()]
+    lines += [
+        [f"energy, {names[name]}", *(_shape_statistic(file, name, s, "joules") for s in shown)]
+        for name in ENERGY
+        if any("joules" in row for row in read(file))
+    ]
     return table_of(["ratio", *shown.values()], lines)
 
 
-def times(rows: Iterable[Row]) -> dict[str, dict[Kind, float]]:
-    """Milliseconds by case and kind of call."""
+def times(rows: Iterable[Row], what: str = "ms") -> dict[str, dict[Kind, float]]:
+    """Milliseconds, or joules, by case and kind of call."""
     found: dict[str, dict[Kind, float]] = {}
     for row in rows:
-        found.setdefault(row["case"], {})[row["pass"], row["impl"], row["deterministic"]] = row["ms"]
+        if what in row:
+            found.setdefault(row["case"], {})[row["pass"], row["impl"], row["deterministic"]] = row[what]
     return found
 
 
@@ -63,8 +73,8 @@ def ratio(ms: Mapping[Kind, float], name: str) -> float:
     return min((ms[other] for other in others if other in ms), default=0.0) / ms[ours]
 
 
-def _shape_statistic(file: str, name: str, statistic: str) -> str:
-    found = [x for ms in times(read(file)).values() if (x := ratio(ms, name))]
+def _shape_statistic(file: str, name: str, statistic: str, what: str = "ms") -> str:
+    found = [x for of_case in times(read(file), what).values() if (x := ratio(of_case, name))]
     return STATISTICS[statistic](found) if found else "-"
 
 

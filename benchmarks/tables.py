@@ -21,6 +21,7 @@ from forward_values import forward_values
 from other_values import other_values
 from ranking import plan_of, ranked, sums_as
 from replication_values import other_build_values, replication_values
+from schedule_values import schedule_values
 from shape_values import shape_values, triton_values
 from sharing_values import choice_values, sharing_values
 from step_values import step_values
@@ -282,6 +283,8 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}decode.json": decode_values(),
         f"{folder}decode-few.json": few_values(),
         f"{folder}decode-chunks.json": chunk_values(),
+        f"{folder}choices.json": schedule_values(),
+        f"{folder}grid.json": shape_values("h200-grid.json"),
         f"{folder}shapes.json": shape_values("h200-shapes.json"),
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}segments.json": shape_values("h200-segments.json"),

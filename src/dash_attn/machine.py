@@ -7,7 +7,10 @@ from __future__ import annotations
 
 __all__ = [
     "COLUMNS_TOGETHER",
+    "CACHED_BYTES",
     "CONVERSION_CYCLES",
+    "DRAM_BYTES_PER_CYCLE",
+    "DRAM_SHARE",
     "FEW_ROUNDS",
     "FORWARD_CYCLES",
     "GROUPS_TOGETHER",
@@ -16,6 +19,7 @@ __all__ = [
     "HOP_TASKS",
     "ITEM_CYCLES",
     "L2_BYTES",
+    "LAUNCH_CYCLES",
     "QUEUE",
     "TASK_CYCLES",
     "WORKERS",
@@ -44,6 +48,10 @@ QUEUE = 4
 TASK_CYCLES, ITEM_CYCLES, CONVERSION_CYCLES = 3400, 6000, 900
 """Cycles of a task, of what an item takes beyond its tasks, and of converting a dQ tile beside them. The last
 is from the number of converting blocks that was best (docs/performance.md)."""
+
+DRAM_BYTES_PER_CYCLE, DRAM_SHARE, CACHED_BYTES, LAUNCH_CYCLES = 2700, 0.2, 35 * 2**20, 5000
+"""Of the model alone: bytes that DRAM moves per cycle of an SM; the share of their time that tasks do not hide; bytes
+of Q, dO and dQ that stay in L2 beside all else; and a launch behind the main kernel."""
 
 FEW_ROUNDS = 12
 """Up to so many items per block, converting blocks must not cost items of one length a round more. Later

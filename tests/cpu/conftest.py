@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("dash", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("dash")
+
+
+@pytest.fixture
+def large_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Placements as they are of heads that do not fit L2 together."""
+    for placement in ("in_order", "rings"):
+        monkeypatch.setattr(f"dash_attn.schedule.placement.{placement}.all_fit", lambda batch: False)

@@ -116,6 +116,7 @@ def test_symmetric_shift_alone_on_half_the_workers(n: int) -> None:
     assert timeline.makespan == 3 * (n + 1 if n % 2 == 0 else n)
 
 
+@pytest.mark.usefixtures("large_heads")
 @pytest.mark.parametrize("policy", ["fa3", "descending", "spt", "by_length"])
 @pytest.mark.parametrize("mask", [Mask.full(), Mask.causal()], ids=lambda m: m.name)
 def test_other_policies_never_satisfy_it(policy: str, mask: Mask) -> None:

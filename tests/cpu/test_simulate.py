@@ -201,6 +201,7 @@ def test_heads_take_turns_behind_many_keys(name: str) -> None:
     assert before < 0.7 * used
 
 
+@pytest.mark.usefixtures("large_heads")
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("more", [0, 100, 511])
 def test_squares_are_head_after_head(more: int, head_dim: int) -> None:
@@ -210,6 +211,7 @@ def test_squares_are_head_after_head(more: int, head_dim: int) -> None:
     assert np.array_equal(plan.items, head_after_head(plan).items)
 
 
+@pytest.mark.usefixtures("large_heads")
 def test_only_those_that_queue_take_turns() -> None:
     """In a packed batch: squares between rectangles, empty ones, and neighbours of other lengths."""
     lengths = [(300, 300), (128, 2000), (128, 900), (0, 700), (500, 500), (1, 5000), (129, 640)]
