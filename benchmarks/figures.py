@@ -30,6 +30,7 @@ COLOURS = {
     "shift": PALETTE[0],
     "shift(ring=32)": "#7A5195",
     "shift(ring=16, min_stride=2, max_stride=4)": PALETTE[5],
+    "shift(ring=16, min_stride=2, max_stride=2)": PALETTE[5],
     "symmetric_shift": PALETTE[0],
     "descending": PALETTE[6],
     "spt": PALETTE[2],

@@ -1,4 +1,4 @@
-"""What the docs quote from the throughput benchmark: h200-backward.json, and h200-points.json of today's plans."""
+"""What the docs quote from the throughput benchmark: h200-backward.json, and the later h200-points.json."""
 
 from __future__ import annotations
 

@@ -56,15 +56,38 @@ def golden_plans() -> dict[str, Plan]:
     for policy in ("fa3", "spt", "symmetric_shift"):
         square = Problem.dense(heads=2, seqlen=1024, head_dim=128, mask=causal)
         plans[f"d128-causal-{policy}"] = build_plan(square, policy_by_name(policy))
+    strides = Shift(ring=16, min_stride=2, max_stride=4)
+    plans |= {name: build_plan(p, strides) for name, p in ring_problems().items()}
     return plans | {name: build_plan(p, *choose_policy(p)) for name, p in auto_problems().items()}
+
+
+def ring_problems(times: int = 1) -> dict[str, Problem]:
+    """Problems by name with several rings of 16; their members may start up to four q tiles apart.
+
+    ``times``: as in :func:`auto_problems`.
+    """
+    full = Mask.full()
+    problems = {
+        "d64-full-stride3": Problem.dense(seqlen=6100, head_dim=64, mask=full),
+        "d64-full-stride4": Problem.dense(seqlen=8192, head_dim=64, mask=full, dtype="float16"),
+        "d128-full-stride3": Problem.dense(seqlen=3050, mask=full, dtype="float16"),
+        "d128-full-stride4": Problem.dense(seqlen=4050, mask=full),
+        "d128-full-varlen": Problem.varlen([2048, 1, 3050, 300], heads=1, mask=full),
+        "d128-full-mqa-long": Problem.dense(heads=8, kv_heads=1, seqlen_q=4050, seqlen_k=2100, mask=full),
+        "d128-full-rings-apart": Problem.dense(seqlen=5000, mask=full),
+        "d64-full-rings-apart": Problem.dense(
+            seqlen_q=9000, seqlen_k=17_000, head_dim=64, mask=full, dtype="float16"
+        ),
+    }
+    return _with_heads(problems, times)
 
 
 def auto_problems(times: int = 1) -> dict[str, Problem]:
     """Problems by name that show what ``policy="auto"`` runs: ``cpu/test_golden.py`` says what of it.
 
-    They are as small as that allows: full rings of 16 with every stride and with starts of their own, long
-    sequences under a causal mask, kv heads whose q heads are dealt to several head groups or to one, and
-    forwards of several segments, with one worker for all of them and with a fold.
+    They are as small as that allows: full rings of 16, long sequences under a causal mask, kv heads whose q
+    heads are dealt to several head groups or to one, and forwards of several segments, with one worker for
+    all of them and with a fold.
 
     Args:
         times: so many times the heads, for tests whose workers should get in each other's way.
@@ -72,34 +95,26 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
     full, causal = Mask.full(), Mask.causal()
     problems = {
         "auto-d64-full-stride2": Problem.dense(batch=2, seqlen=4000, head_dim=64, mask=full),
-        "auto-d64-full-stride3": Problem.dense(seqlen=6100, head_dim=64, mask=full),
-        "auto-d64-full-stride4": Problem.dense(seqlen=8192, head_dim=64, mask=full, dtype="float16"),
         "auto-d128-full-stride2": Problem.dense(seqlen_q=2048, seqlen_k=4000, mask=full),
-        "auto-d128-full-stride3": Problem.dense(seqlen=3050, mask=full, dtype="float16"),
-        "auto-d128-full-stride4": Problem.dense(seqlen=4050, mask=full),
         "auto-d128-full-few-queries": Problem.dense(heads=2, seqlen_q=300, seqlen_k=2000, mask=full),
-        "auto-d128-full-varlen": Problem.varlen([2048, 1, 3050, 300], heads=1, mask=full),
         "auto-d128-causal-2100": Problem.dense(seqlen=2100, mask=causal),
         "auto-d128-causal-6144": Problem.dense(seqlen=6144, mask=causal),
         "auto-d128-causal-more-keys": Problem.dense(seqlen_q=700, seqlen_k=6300, mask=causal),
         "auto-d128-causal-varlen": Problem.varlen([700, 6200, 64], heads=1, mask=causal),
         "auto-d64-full-gqa": Problem.dense(heads=8, kv_heads=2, seqlen=2100, head_dim=64, mask=full),
         "auto-d128-full-mqa": Problem.dense(heads=8, kv_heads=1, seqlen_q=1000, seqlen_k=2000, mask=full),
-        "auto-d128-full-mqa-long": Problem.dense(
-            heads=8, kv_heads=1, seqlen_q=4050, seqlen_k=2100, mask=full
-        ),
         "auto-d64-causal-mqa": Problem.dense(heads=8, kv_heads=1, seqlen=1500, head_dim=64, mask=causal),
         "auto-d128-causal-gqa": Problem.dense(heads=16, kv_heads=2, seqlen=700, mask=causal),
         "auto-d128-causal-gqa-whole": Problem.dense(heads=4, kv_heads=1, seqlen=900, mask=causal),
         "auto-d128-causal-gqa-long": Problem.dense(heads=4, kv_heads=1, seqlen=16_640, mask=causal),
-        "auto-d128-full-rings-apart": Problem.dense(seqlen=5000, mask=full),
-        "auto-d64-full-rings-apart": Problem.dense(
-            seqlen_q=9000, seqlen_k=17_000, head_dim=64, mask=full, dtype="float16"
-        ),
         "auto-d64-causal-few-queries": Problem.dense(
             heads=2, seqlen_q=3, seqlen_k=17_000, head_dim=64, mask=causal
         ),
     }
+    return _with_heads(problems, times)
+
+
+def _with_heads(problems: dict[str, Problem], times: int) -> dict[str, Problem]:
     return {
         name: replace(p, heads=times * p.heads, kv_heads=times * p.kv_heads) for name, p in problems.items()
     }

@@ -6,8 +6,8 @@ What decides bits is in :mod:`dash_attn.schedule.constants`.
 from __future__ import annotations
 
 __all__ = [
-    "COLUMNS_TOGETHER",
     "CACHED_BYTES",
+    "COLUMNS_TOGETHER",
     "CONVERSION_CYCLES",
     "DRAM_BYTES_PER_CYCLE",
     "DRAM_SHARE",
@@ -32,9 +32,9 @@ L2_BYTES = 50 * 2**20
 """L2 cache of an H100 or H200."""
 
 HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 32, 16, 128
-"""Heads whose items are claimed together, the longest first: heads of COLUMNS_TOGETHER columns with one q head
-per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers idle
-between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
+"""Heads whose items are claimed together, the longest first: heads of COLUMNS_TOGETHER columns with one q
+head per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers
+idle between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
 
 HEADS_IN_TURNS = 16
 """Heads that take turns where their items queue, if no more are needed to keep all workers busy."""
@@ -50,8 +50,8 @@ TASK_CYCLES, ITEM_CYCLES, CONVERSION_CYCLES = 3400, 6000, 900
 is from the number of converting blocks that was best (docs/performance.md)."""
 
 DRAM_BYTES_PER_CYCLE, DRAM_SHARE, CACHED_BYTES, LAUNCH_CYCLES = 2700, 0.2, 35 * 2**20, 5000
-"""Of the model alone: bytes that DRAM moves per cycle of an SM; the share of their time that tasks do not hide; bytes
-of Q, dO and dQ that stay in L2 beside all else; and a launch behind the main kernel."""
+"""Of the model alone: bytes that DRAM moves per cycle of an SM; the share of their time that tasks do not
+hide; bytes of Q, dO and dQ that stay in L2 beside all else; and a launch behind the main kernel."""
 
 FEW_ROUNDS = 12
 """Up to so many items per block, converting blocks must not cost items of one length a round more. Later

@@ -199,7 +199,7 @@ def test_what_was_printed_has_parameters_and_placements(capsys: Run) -> None:
     """So that the test above is not about plain names only."""
     names = {as_json(capsys, f"plan {line} --json")["policy"] for line in PRINTED}
     assert {"descending + lpt", "descending + long_first(long_from=0)"} <= names
-    assert {"shift(ring=16, min_stride=2, max_stride=4)", "spt + lpt"} <= names
+    assert {"shift(ring=16, min_stride=2, max_stride=2)", "spt + lpt"} <= names
     assert "shift(ring=16, min_stride=2, max_stride=2)" in names
 
 

@@ -10,13 +10,23 @@ import torch
 from dash_attn.machine import WORKERS
 from dash_attn.schedule import Plan, build_forward_plan
 from dash_attn.schedule.constants import FORWARD_SEGMENT
-from golden_cases import GOLDEN, HASHED, auto_problems, completed, golden_inputs, golden_plans, identities
+from golden_cases import (
+    GOLDEN,
+    HASHED,
+    auto_problems,
+    completed,
+    golden_inputs,
+    golden_plans,
+    identities,
+    ring_problems,
+)
 
 torch.set_num_threads(1)
 
 RESULTS = [name for names in HASHED.values() for name in names]
 KNOWN = json.loads(GOLDEN.read_text())
 AUTO = {name: plan for name, plan in golden_plans().items() if name in auto_problems()}
+RINGS = {name: golden_plans()[name] for name in ring_problems()}
 
 
 def test_fingerprints_are_the_golden_ones() -> None:
@@ -52,14 +62,14 @@ def stride(plan: Plan) -> int:
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rings_of_16_with_every_stride(head_dim: int) -> None:
-    rings = [p for p in AUTO.values() if p.problem.mask.is_full and p.problem.head_dim == head_dim]
+    rings = [p for p in (AUTO | RINGS).values() if p.problem.mask.is_full and p.problem.head_dim == head_dim]
     assert {stride(plan) for plan in rings if plan.min_workers == 16} == {2, 3, 4}
     assert any(plan.min_workers < 16 for plan in rings), "no ring is shortened by its stride"
 
 
 def test_every_full_case_has_several_rings() -> None:
     """So that contributions to a dQ tile come in another order where nothing orders them."""
-    for name, plan in AUTO.items():
+    for name, plan in (AUTO | RINGS).items():
         if plan.problem.mask.is_full:
             assert max(grid.kv_tiles for grid in plan.problem.grids.values()) > plan.min_workers, name
 
@@ -89,7 +99,7 @@ def test_head_groups(mask: str, head_dim: int) -> None:
     """q heads of a kv head are dealt to several head groups, of several heads or of one each."""
     found = [
         (plan.pattern(0).head_groups, plan.problem.group)
-        for plan in AUTO.values()
+        for plan in (AUTO | RINGS).values()
         if (plan.problem.mask.name, plan.problem.head_dim) == (mask, head_dim) and plan.problem.group > 1
     ]
     assert any(1 < groups < group for groups, group in found)
@@ -104,8 +114,8 @@ def test_rings_that_start_apart(head_dim: int) -> None:
     """Where a sequence has more q tiles than a ring spans."""
     firsts = [
         {plan.pattern(0).runs_of(kv)[0].q_first for kv in range(0, plan.pattern(0).grid.kv_tiles, 16)}
-        for plan in AUTO.values()
-        if plan.problem.mask.is_full and plan.problem.head_dim == head_dim and plan.min_workers == 16
+        for plan in RINGS.values()
+        if plan.problem.head_dim == head_dim and plan.min_workers == 16
     ]
     assert any(len(starts) > 1 for starts in firsts)
 

@@ -267,14 +267,12 @@ SLOWER = {
     "rings of 8, before the rings of all heads came together": ("few: 1 x 3000, 16:16, 128, full",),
     "not so in another run": (
         "rectangle: 1 x 2048 of 16384, 16:16, 128, causal",
-        "groups: 1 x 8192, 8:1, 128, full",
         "window: 2 x 8192, 32:32, 64, window(256,256)",
         "packed: 31 up to 5471, 16:16, 64, full",
     ),
     "measured once": (
         "packed: 41 up to 3279, 8:1, 128, causal",
         "packed: 40 up to 10676, 32:8, 128, causal",
-        "grid: 2 x 8192, 32:32, 64, full",
         "grid: 1 x 16384, 32:32, 64, causal",
         "grid: 1 x 16384, 16:16, 128, causal",
     ),

@@ -247,7 +247,7 @@ def test_the_order_of_sequences_in_a_batch_does_not_matter(mask: Mask, kv_heads:
     room = 1.01 if mask.is_full or (mask.is_causal and kv_heads == 16) else 1.1
     assert placed[0] == used[0] <= room * placed[2]
     if mask.is_full:  # the longest sequence came last
-        assert used[0] < 0.9 * placed[2]
+        assert used[0] < 0.95 * placed[2]
 
 
 @pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])

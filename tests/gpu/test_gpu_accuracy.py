@@ -13,7 +13,7 @@ import torch
 import dash_attn
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, Shift, SymmetricShift, build_plan
-from golden_cases import auto_problems
+from golden_cases import auto_problems, ring_problems
 from gpu_cases import (
     GRADS,
     Case,
@@ -111,10 +111,10 @@ PEER_DTYPES = {(64, "full", 1): "bfloat16"} | {
 problems; rings at head dim 64 are worth one more."""
 
 
-@pytest.mark.parametrize("name", auto_problems())
+@pytest.mark.parametrize("name", auto_problems() | ring_problems())
 def test_what_auto_runs_is_no_worse_than_the_peer(name):
     """Rings of 16 with every stride, long sequences under a causal mask, and head groups."""
-    problem = auto_problems()[name]
+    problem = (auto_problems() | ring_problems())[name]
     dtype = PEER_DTYPES.get((problem.head_dim, problem.mask.name, problem.group))
     case = any_case(replace(problem, dtype=dtype or problem.dtype))
     ours = grads(launch(auto_plan(case.problem), case))

@@ -15,7 +15,7 @@ from dash_attn.problem import Problem
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, build_plan, choose_policy, prove
 from dash_attn.testing import assert_same_bytes, same_bytes
 from dash_attn.tools.verify.checks import contention
-from golden_cases import auto_problems
+from golden_cases import auto_problems, ring_problems
 from gpu_cases import (
     CAUSAL,
     FULL,
@@ -36,7 +36,7 @@ BOUNDED = Debug(bounded=True)
 """Run first where workers are scarce, so that a plan that would hang is a failure with a message."""
 
 BOTH_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
-AUTO = {name: replace(p, dtype="bfloat16") for name, p in auto_problems(times=4).items()}
+AUTO = {name: replace(p, dtype="bfloat16") for name, p in (auto_problems(4) | ring_problems(4)).items()}
 """What "auto" runs, with heads enough for all workers; of one dtype, for kernels that other tests compile."""
 
 EVERY_POLICY = pytest.mark.parametrize(("mask", "policy"), POLICIES, ids=lambda x: getattr(x, "name", str(x)))

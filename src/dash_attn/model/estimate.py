@@ -1,7 +1,7 @@
 """What an H200 takes for a backward beyond the simulated tasks: conversion, sums of head groups, and memory.
 
-The simulator knows tasks, tickets and workers. This adds what it lacks, each part by a formula with constants of
-the machine (:mod:`dash_attn.machine`). How well plans are ranked by it: docs/experiments/choices.md.
+The simulator knows tasks, tickets and workers. This adds what it lacks, each part by a formula with constants
+of the machine (:mod:`dash_attn.machine`). How well plans are ranked by it: docs/experiments/choices.md.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _q_tiles_of(plan: Plan, sequence: int, head_group: int, kv: int) -> IntArray
 def _from_dram(tiles: IntArray, tile_bytes: int) -> tuple[int, int]:
     """How many of the accesses are the first ones of a tile, and how many come after it has left L2.
 
-    A tile has left if what was used since its last access does not fit: as many distinct tiles as there are in
-    windows of that many accesses, on average.
+    A tile has left if what was used since its last access does not fit: as many distinct tiles as windows of
+    that many accesses have, on average.
     """
     count = len(tiles)
     if not count:

@@ -13,10 +13,8 @@ choose bits. What may follow the machine is in :mod:`dash_attn.machine`.
 from __future__ import annotations
 
 __all__ = [
-    "AUTO_MAX_STRIDE",
-    "AUTO_MAX_STRIDE_WIDE",
-    "AUTO_MIN_STRIDE",
     "AUTO_RING",
+    "AUTO_STRIDE",
     "AUTO_WIDE_ABOVE",
     "AUTO_WIDE_KEYS",
     "FEW_TASKS",
@@ -45,14 +43,14 @@ __all__ = [
 
 NUMERICS_VERSION = 4
 
-AUTO_RING, AUTO_MIN_STRIDE, AUTO_MAX_STRIDE = 16, 2, 4
+AUTO_RING, AUTO_STRIDE = 16, 2
 """Rings of "auto" under the full mask: kv tiles per ring, and q tiles between two members. Few members find
 room on any GPU, also beside other kernels, and divide most lengths well. With a stride of one q tile a
-hand-over takes as long as a task. With more than four, long heads leave L2."""
+hand-over takes as long as a task. With more than two, few heads have fewer rings under way."""
 
-AUTO_MAX_STRIDE_WIDE, AUTO_WIDE_KEYS, AUTO_WIDE_ABOVE = 2, 64, 128
-"""The largest stride of kv tiles of AUTO_WIDE_KEYS keys at head dims above AUTO_WIDE_ABOVE: a head has twice
-the bytes."""
+AUTO_WIDE_KEYS, AUTO_WIDE_ABOVE = 64, 128
+"""Keys per kv tile at head dims above AUTO_WIDE_ABOVE, but for 192 beside 128 of V: there causal plans are
+descending at any length."""
 
 LONG_FROM, LONG_ABOVE = 2048, 64
 """Keys of the shortest sequence that ``by_length`` sums in descending order; "auto" chooses that at head dims

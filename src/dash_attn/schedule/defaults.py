@@ -11,10 +11,8 @@ from functools import lru_cache
 
 from ..problem import Mask, Problem
 from .constants import (
-    AUTO_MAX_STRIDE,
-    AUTO_MAX_STRIDE_WIDE,
-    AUTO_MIN_STRIDE,
     AUTO_RING,
+    AUTO_STRIDE,
     AUTO_WIDE_ABOVE,
     AUTO_WIDE_KEYS,
     LONG_ABOVE,
@@ -23,20 +21,16 @@ from .numerics import SPT, ByLength, Descending, Shift
 from .placement import LongFirst
 from .schedule import Schedule
 
-__all__ = ["AUTO_SHIFT", "AUTO_SHIFT_WIDE", "choose_policy", "choose_policy_of_segment"]
+__all__ = ["AUTO_SHIFT", "choose_policy", "choose_policy_of_segment"]
 
-AUTO_SHIFT = Shift(ring=AUTO_RING, min_stride=AUTO_MIN_STRIDE, max_stride=AUTO_MAX_STRIDE)
+AUTO_SHIFT = Shift(ring=AUTO_RING, min_stride=AUTO_STRIDE, max_stride=AUTO_STRIDE)
 """What "auto" chooses under the full mask."""
-
-AUTO_SHIFT_WIDE = Shift(ring=AUTO_RING, min_stride=AUTO_MIN_STRIDE, max_stride=AUTO_MAX_STRIDE_WIDE)
-"""The same at head dims above 128 with kv tiles of 64 keys."""
 
 
 def choose_policy(problem: Problem) -> Schedule:
     """The schedule that ``policy="auto"`` stands for.
 
-    * Full mask: shift, with rings of at most ``AUTO_RING`` kv tiles that start two to four q tiles apart. At
-      head dims above 128, with kv tiles of 64 keys, two.
+    * Full mask: shift, with rings of at most ``AUTO_RING`` kv tiles that start ``AUTO_STRIDE`` q tiles apart.
     * Causal mask, one q head per kv head: SPT, head after head, which keeps few heads in L2 at a time. At
       head dims 72 to 128 long sequences are descending, longest items first; above 128, with kv tiles of 64
       keys, all are.
@@ -50,7 +44,7 @@ def choose_policy(problem: Problem) -> Schedule:
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))) for m in (Mask.full(), Mask.causal())]
-    ['shift(ring=16, min_stride=2, max_stride=4)', 'by_length(long_from=2048)']
+    ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=2048)']
     >>> of_256 = [Problem.dense(seqlen=1024, mask=m, head_dim=256) for m in (Mask.full(), Mask.causal())]
     >>> [str(choose_policy(problem)) for problem in of_256]
     ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=0)']
@@ -81,7 +75,7 @@ def choose_policy_of_segment(problem: Problem) -> Schedule:
 @lru_cache(256)
 def _chosen(mask: Mask, grouped: bool, wide: bool, halved: bool) -> Schedule:
     if mask.is_full:
-        return Schedule.of(AUTO_SHIFT_WIDE if halved else AUTO_SHIFT)
+        return Schedule.of(AUTO_SHIFT)
     if not mask.is_causal:
         return Schedule.of(Descending())
     if grouped:
