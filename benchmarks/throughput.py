@@ -32,7 +32,7 @@ from dash_attn.model.roofline import measured_cycles, roofline
 from dash_attn.schedule import build_plan, choose_policy
 
 MAIN, HOT = "h200-backward.json", "h200-points.json"
-"""With cuDNN's deterministic mode; and later, with today's plans, without it."""
+"""With cuDNN's deterministic mode; and later, without it, under causal plans of today."""
 
 OTHER_KERNELS_MS = 0.039
 """Preprocessing at 16,384 tokens and hidden size 2,048 (docs/performance.md)."""
@@ -80,7 +80,7 @@ def throughput_values() -> Iterator[tuple[str, Value]]:
 
 
 def hot_values() -> Iterator[tuple[str, Value]]:
-    """``RATIO-STATISTIC`` of the grid under today's plans."""
+    """``RATIO-STATISTIC`` of the grid in the later runs."""
     for ratio in ("det", "any", "order"):
         for statistic in STATISTICS:
             yield f"{ratio}-{statistic}", partial(_ratio, "grid", ratio, statistic, HOT)
