@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from dash_attn.tools.cli import main
+
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -35,6 +37,13 @@ def test_pages_quote_what_was_measured(page: Path, quoted: ModuleType) -> None:
 @pytest.mark.parametrize("name", ["performance", "measurements", "roofline", "reliability", "replication"])
 def test_pages_of_figures_quote_some(name: str, quoted: ModuleType) -> None:
     assert len(list(quoted.quotes((ROOT / "docs" / f"{name}.md").read_text()))) >= 4
+
+
+def test_the_readme_shows_what_bounds_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = [block.removeprefix("```\n") for block in CODE.findall((ROOT / "README.md").read_text())]
+    (command,) = re.findall(r"^dash-attn (bounds .*)$", "\n".join(blocks), re.MULTILINE)
+    assert main(command.split()) == 0
+    assert f"{capsys.readouterr().out.strip()}\n```" in blocks
 
 
 def test_a_stale_figure_is_seen_and_mended(quoted: ModuleType) -> None:
