@@ -224,6 +224,16 @@ def test_only_those_that_queue_take_turns() -> None:
     assert square == list(range(square[0], square[0] + 8))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_chunks_of_unequal_keys_take_turns(head_dim: int) -> None:
+    """Also where all heads fit L2 together: they have unequal numbers of kv tiles, and queue all the same."""
+    lengths = [(128, keys) for keys in (800, 4000, 1200, 3100, 2300, 900, 3700, 1700)]
+    problem = Problem.varlen(lengths, heads=8, head_dim=head_dim, mask=Mask.causal())
+    plan = build_plan(problem, choose_policy(problem))
+    used, before = (simulate(p, H200, H200_WORKERS).makespan for p in (plan, head_after_head(plan)))
+    assert used < 0.7 * before
+
+
 @pytest.mark.parametrize("kv_heads", [16, 4])
 @pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.window(500, 0)], ids=str)
 def test_the_order_of_sequences_in_a_batch_does_not_matter(mask: Mask, kv_heads: int) -> None:

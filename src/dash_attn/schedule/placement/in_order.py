@@ -72,34 +72,37 @@ def queueing(batch: Batch) -> NDArray[np.bool_]:
 def downwards(batch: Batch, may: NDArray[np.bool_] | None = None) -> IntArray:
     """Codes head after head, the kv tiles of each from the last to the first; some heads take turns.
 
-    Those are neighbours that queue; where all heads fit L2, neighbours with equally many kv tiles.
+    Those are neighbours that queue; where all heads fit L2, also neighbours with equally many kv tiles.
 
     Args:
         batch: the sequences.
         may: of each head group, whether it may take turns; by default all may.
     """
-    fit, codes = all_fit(batch), np.arange(batch.item_count)
-    turns = np.ones(len(batch.items_of_group), dtype=bool) if fit else queueing(batch)
+    queues, codes = queueing(batch), np.arange(batch.item_count)
+    fit = not queues.all() and all_fit(batch)
+    turns = np.ones_like(queues) if fit else queues
     if may is not None:
-        turns &= may
+        turns = turns & may
     if not turns.any():
         found: IntArray = codes + batch.columns.turned
         return found
-    section = batch.per_item(_sections(batch, turns, WORKERS if fit else 0))
+    section = batch.per_item(_sections(batch, turns, queues if fit else None))
     return sorted_by(codes + batch.columns.turned, section, batch.columns.kv)
 
 
-def _sections(batch: Batch, turns: NDArray[np.bool_], alike: int = 0) -> IntArray:
+def _sections(batch: Batch, turns: NDArray[np.bool_], queues: NDArray[np.bool_] | None = None) -> IntArray:
     """Which head groups take turns: sections of equal size, each large enough to keep all workers busy.
 
-    With ``alike`` they have equally many kv tiles, and so many members at most, about.
+    With ``queues`` all heads fit L2. Sections then have at least ``WORKERS`` members where there are so many,
+    and those that do not queue have equally many kv tiles: no long one is left alone at the end.
     """
     steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[turns]
-    together = alike or max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
+    together = max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
     begins = ~turns
     begins[1:] |= ~turns[:-1]
-    if alike:
-        begins[1:] |= np.diff(batch.items_of_group) != 0
+    if queues is not None:
+        together = WORKERS
+        begins[1:] |= (np.diff(batch.items_of_group) != 0) & ~(queues[1:] & queues[:-1])
     begins[:1] = True  # of a run of neighbours that take turns, or a head group that does not
     run = np.cumsum(begins) - 1
     first, size = np.flatnonzero(begins), np.bincount(run)
