@@ -66,7 +66,7 @@ def estimate(timeline: Timeline) -> Estimate:
     sums = 2 * 4 * int(plan.group_sum_first[-1]) * problem.tile_n * columns  # written and read, fp32
     tile = problem.tile_m * (2 * columns + 4 * problem.head_dim)
     first, again = _from_dram(_q_tiles_by_time(timeline), tile)
-    # Q and dO are read, dQ is read and written, but not read the first time.
+    # Q and dO are read, dQ is read and written, but not read the first time. The weights were fitted.
     moved = (0.5 * first + again) * tile * 4 / 3
     return Estimate(
         timeline.makespan,

@@ -219,12 +219,6 @@ class Batch:
         return found
 
     @cached_property
-    def tasks(self) -> IntArray:
-        """By code, tasks of the kv tile."""
-        tasks: IntArray = self.flat("tasks", lambda p: p.task_counts)
-        return tasks
-
-    @cached_property
     def items(self) -> Items:
         """Every item, by code."""
         found = np.empty((self.item_count, 3), dtype=np.int32)

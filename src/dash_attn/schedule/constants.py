@@ -49,8 +49,8 @@ room on any GPU, also beside other kernels, and divide most lengths well. With a
 hand-over takes as long as a task. With more than two, few heads have fewer rings under way."""
 
 AUTO_WIDE_KEYS, AUTO_WIDE_ABOVE = 64, 128
-"""Keys per kv tile at head dims above AUTO_WIDE_ABOVE, but for 192 beside 128 of V: there causal plans are
-descending at any length."""
+"""Keys per kv tile at head dims above AUTO_WIDE_ABOVE: with such tiles causal plans are descending at any
+length. 192 beside 128 of V has tiles of 128 keys, and does not count."""
 
 LONG_FROM, LONG_ABOVE = 2048, 64
 """Keys of the shortest sequence that ``by_length`` sums in descending order; "auto" chooses that at head dims

@@ -43,7 +43,8 @@ class LastFirst(Placement):
     """Head after head, its kv tiles from the last to the first (FlashAttention-4 section 3.2.4).
 
     Where items queue, neighbouring heads take turns, kv tile by kv tile: few workers are then in one queue.
-    So do all heads that fit L2 together (:func:`.l2.all_fit`): then it is no long item alone that comes last.
+    Where all heads fit L2 (:func:`.l2.all_fit`), so do neighbours with equally many kv tiles: then several
+    long items end side by side.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import SPT, build_plan
@@ -96,11 +97,12 @@ def _sections(batch: Batch, turns: NDArray[np.bool_], queues: NDArray[np.bool_] 
     With ``queues`` all heads fit L2. Sections then have at least ``WORKERS`` members where there are so many,
     and those that do not queue have equally many kv tiles: no long one is left alone at the end.
     """
-    steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[turns]
-    together = max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
     begins = ~turns
     begins[1:] |= ~turns[:-1]
-    if queues is not None:
+    if queues is None:
+        steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[turns]
+        together = max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
+    else:
         together = WORKERS
         begins[1:] |= (np.diff(batch.items_of_group) != 0) & ~(queues[1:] & queues[:-1])
     begins[:1] = True  # of a run of neighbours that take turns, or a head group that does not

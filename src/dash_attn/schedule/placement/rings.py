@@ -33,9 +33,9 @@ class Rings(Placement):
         if not isinstance(numerics, Shift):
             raise PlacementError(f"the placement rings is for shift, got {numerics}")
         ring = batch.flat(("ring", numerics), lambda p: numerics.ring_of(p.grid))
-        first = batch.per_sequence(lambda p: int((numerics.ring_of(p.grid) == 0).sum()))
         if all_fit(batch):
             return sorted_by(np.arange(batch.item_count), ring)
+        first = batch.per_sequence(lambda p: int((numerics.ring_of(p.grid) == 0).sum()))
         section = filling(first, batch.groups)
         return sorted_by(np.arange(batch.item_count), batch.per_item(section), ring)
 
