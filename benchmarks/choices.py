@@ -16,6 +16,7 @@ What the model says of the same plans is added to a file by a call of its own, w
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -74,6 +75,11 @@ def plans(problem: Problem) -> list[tuple[Plan, int | None]]:
     return found
 
 
+def claims_of(plan: Plan) -> str:
+    """A hash of the order in which items are claimed."""
+    return hashlib.sha256(plan.items.tobytes()).hexdigest()[:16]
+
+
 def rows(name: str, point: Point, rounds: int) -> Iterator[Row]:
     """Of one case."""
     torch.manual_seed(0)
@@ -85,13 +91,18 @@ def rows(name: str, point: Point, rounds: int) -> Iterator[Row]:
         (plan, head_groups), ms = found[at], statistics.median(times)
         yield {
             "case": name, "schedule": plan.policy, "head_groups": head_groups, "auto": at < 2,
-            "fingerprint": plan.fingerprint, "min_workers": plan.min_workers, "ms": round(ms, 5),
+            "fingerprint": plan.fingerprint, "claims": claims_of(plan), "min_workers": plan.min_workers,
+            "ms": round(ms, 5),
             "spread": round((max(times) - min(times)) / ms, 4),
         }  # fmt: skip
 
 
 def with_model(found: Sequence[Row]) -> Iterator[Row]:
-    """Rows with the cycles of the simulation and of the estimate, where that takes seconds at most."""
+    """Rows with the cycles of the simulation and of the estimate, where that takes seconds at most.
+
+    Raises:
+        ValueError: a plan has changed since it was timed: its fingerprint or its order of claims.
+    """
     points = dict((*cases(), *cases(GRID, ())))
     for row in found:
         problem = points[row["case"]].problem
@@ -99,6 +110,8 @@ def with_model(found: Sequence[Row]) -> Iterator[Row]:
             yield row
             continue
         plan = build_plan(problem, row["schedule"], head_groups=row["head_groups"])
+        if (plan.fingerprint, claims_of(plan)) != (row["fingerprint"], row["claims"]):
+            raise ValueError(f"{row['case']}: {row['schedule']} is another plan now than the one timed")
         found_cycles = estimate(simulate(plan, H200, H200_WORKERS))
         yield row | {"simulated": round(found_cycles.tasks), "estimated": round(found_cycles.cycles)}
 

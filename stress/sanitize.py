@@ -196,7 +196,7 @@ def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> N
         like = columns(config, FEWER * config.padded)
     problem = dense(CAUSAL, seqlen=None, seqlen_q=200, seqlen_k=300, **like)
     given = Tensors(*inputs(problem))
-    sums = new_key_sums(BACKEND, problem, 3, 2, given.q)
+    sums = new_key_sums(BACKEND, problem, -(-300 // problem.tile_n), 2, given.q)
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (given.q, given.k, given.v))
     debug = Debug(bounded=isinstance(config, BackwardConfig) and config.spin_limit > 0)
     scale = problem.head_dim**-0.5

@@ -85,9 +85,9 @@ def ring_problems(times: int = 1) -> dict[str, Problem]:
 def auto_problems(times: int = 1) -> dict[str, Problem]:
     """Problems by name that show what ``policy="auto"`` runs: ``cpu/test_golden.py`` says what of it.
 
-    They are as small as that allows: full rings of 16, long sequences under a causal mask, kv heads whose q
-    heads are dealt to several head groups or to one, and forwards of several segments, with one worker for
-    all of them and with a fold.
+    They are as small as that allows: full rings of 16, rings that start apart, long sequences under a causal
+    mask, kv heads whose q heads are dealt to several head groups or to one, and forwards of several segments,
+    with one worker for all of them and with a fold.
 
     Args:
         times: so many times the heads, for tests whose workers should get in each other's way.
@@ -97,6 +97,8 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
         "auto-d64-full-stride2": Problem.dense(batch=2, seqlen=4000, head_dim=64, mask=full),
         "auto-d128-full-stride2": Problem.dense(seqlen_q=2048, seqlen_k=4000, mask=full),
         "auto-d128-full-few-queries": Problem.dense(heads=2, seqlen_q=300, seqlen_k=2000, mask=full),
+        "auto-d128-full-rings-apart": Problem.dense(seqlen=4200, mask=full),
+        "auto-d64-full-rings-apart": Problem.dense(seqlen=5000, head_dim=64, mask=full, dtype="float16"),
         "auto-d128-causal-2100": Problem.dense(seqlen=2100, mask=causal),
         "auto-d128-causal-6144": Problem.dense(seqlen=6144, mask=causal),
         "auto-d128-causal-more-keys": Problem.dense(seqlen_q=700, seqlen_k=6300, mask=causal),

@@ -6,6 +6,7 @@ What decides bits is in :mod:`dash_attn.schedule.constants`.
 from __future__ import annotations
 
 __all__ = [
+    "BYTES_IN_TURNS",
     "CACHED_BYTES",
     "COLUMNS_TOGETHER",
     "CONVERSION_CYCLES",
@@ -21,6 +22,7 @@ __all__ = [
     "L2_BYTES",
     "LAUNCH_CYCLES",
     "QUEUE",
+    "TASKS_TOGETHER",
     "TASK_CYCLES",
     "WORKERS",
 ]
@@ -32,12 +34,20 @@ L2_BYTES = 50 * 2**20
 """L2 cache of an H100 or H200."""
 
 HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 32, 16, 128
-"""Heads whose items are claimed together, the longest first: heads of COLUMNS_TOGETHER columns with one q
+"""At most so many heads come together, the longest items first: heads of COLUMNS_TOGETHER columns with one q
 head per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers
 idle between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
 
+TASKS_TOGETHER = 1024 * WORKERS
+"""And so many tasks: 32 heads of 8,192 tokens under a causal mask, 8 of 16,384. Longer sections gain nothing
+at their end, and what they read leaves L2."""
+
 HEADS_IN_TURNS = 16
 """Heads that take turns where their items queue, if no more are needed to keep all workers busy."""
+
+BYTES_IN_TURNS = L2_BYTES * 3 // 2
+"""Up to so many bytes of all heads together, all of them may take turns, so that no long item is left alone
+at the end. With more, what they read leaves L2 (docs/experiments/choices.md)."""
 
 HOP_TASKS = 1.25
 """Tasks in the time from one contribution to a dQ tile to the next, by another worker."""

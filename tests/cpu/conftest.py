@@ -13,4 +13,4 @@ settings.load_profile("dash")
 def large_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Placements as they are of heads that do not fit L2 together."""
     for placement in ("in_order", "rings"):
-        monkeypatch.setattr(f"dash_attn.schedule.placement.{placement}.all_fit", lambda batch: False)
+        monkeypatch.setattr(f"dash_attn.schedule.placement.{placement}.all_fit", lambda batch, limit: False)

@@ -109,12 +109,13 @@ def test_head_groups(mask: str, head_dim: int) -> None:
         assert any(groups == 1 for groups, group in found)
 
 
+@pytest.mark.parametrize("plans", [AUTO, RINGS], ids=["auto", "rings"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_rings_that_start_apart(head_dim: int) -> None:
+def test_rings_that_start_apart(head_dim: int, plans: dict[str, Plan]) -> None:
     """Where a sequence has more q tiles than a ring spans."""
     firsts = [
         {plan.pattern(0).runs_of(kv)[0].q_first for kv in range(0, plan.pattern(0).grid.kv_tiles, 16)}
-        for plan in RINGS.values()
+        for plan in plans.values()
         if plan.problem.head_dim == head_dim and plan.min_workers == 16
     ]
     assert any(len(starts) > 1 for starts in firsts)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dash_attn.backends.base import Tensors
+from dash_attn.backends.base import Tensors, new_key_sums
 from dash_attn.backends.cuda.upload import loadable
 from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.backend import BACKEND
@@ -20,6 +20,7 @@ from dash_attn.backends.sm90.forward.launch import why_no_scale
 from dash_attn.backends.sm90.launch import _accumulator_order, check_tensors
 from dash_attn.backends.sm90.places import Buffer, Sizes, place_of, sizes_of
 from dash_attn.backends.sm90.resident import _place
+from dash_attn.backends.sm90.segments import check_sums
 from dash_attn.backends.sm90.tiles import TILES, kernel_of, tiles_of
 from dash_attn.errors import PlanMismatchError
 from dash_attn.problem import Mask, Problem, default_tiles
@@ -133,6 +134,19 @@ def test_a_backward_of_tensors_that_do_not_fit_never_begins(
     check_tensors(place, plan, given)
     with pytest.raises(PlanMismatchError, match=f"^{at} {message}"):
         check_tensors(place, plan, given._replace(**{at: change(getattr(given, at))}))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_sums_of_another_size_are_refused(head_dim: int) -> None:
+    """A kernel is given an address: it would write behind them. At head dim 256 kv tiles have 64 keys."""
+    cut = Problem.dense(batch=2, seqlen_q=200, seqlen_k=300, heads=4, kv_heads=2, head_dim=head_dim)
+    plan = build_plan(cut, "fa3", head_groups=2)
+    tiles = 5 if head_dim == 256 else 3
+    like = bf16(1)
+    check_sums(plan, new_key_sums(BACKEND, cut, tiles, 2, like))
+    for wrong in (new_key_sums(BACKEND, cut, tiles - 1, 2, like), new_key_sums(BACKEND, cut, tiles, 1, like)):
+        with pytest.raises(PlanMismatchError, match=f"^sums have {wrong.numel()} numbers; the plan's"):
+            check_sums(plan, wrong)
 
 
 def test_places_are_addresses_and_strides_in_elements() -> None:

@@ -192,8 +192,8 @@ def test_heads_that_fit_l2_take_turns_under_spt() -> None:
         return [tuple(item) for item in plan.items.tolist()]
 
     assert claimed(256, 128) == [(0, 0, 1), (0, 1, 1), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
-    many = claimed(16_384, heads=20)
-    assert [item[1:] for item in many[:129]] == [*((0, kv) for kv in range(127, -1, -1)), (1, 127)]
+    many = claimed(2048, heads=64)  # twice the bytes of the cache
+    assert [item[1:] for item in many[:17]] == [*((0, kv) for kv in range(15, -1, -1)), (1, 15)]
 
 
 def test_rings_of_unequal_sequences_are_placed_ring_by_ring() -> None:
@@ -260,22 +260,23 @@ SLOWER = {
         "few: 2 x 4096, 16:16, 128, causal",
         "few: 1 x 4096, 16:16, 64, causal",
     ),
+    "rings of 8, or of 32, which are slower elsewhere": (
+        "groups: 1 x 8192, 8:1, 128, full",
+        "packed: 31 up to 5471, 16:16, 64, full",
+        "grid: 1 x 16384, 32:32, 64, full",
+    ),
+    "longest items first: other bits, and slower up to 4,096 keys": ("grid: 1 x 16384, 32:32, 64, causal",),
     "longest items first, which lose in packed batches": (
         "window: 4 x 4096, 16:4, 128, window(1024,0)",
         "window: 4 x 4096, 16:4, 128, window(512,0)",
     ),
-    "rings of 8, before the rings of all heads came together": ("few: 1 x 3000, 16:16, 128, full",),
-    "not so in another run": (
-        "rectangle: 1 x 2048 of 16384, 16:16, 128, causal",
-        "window: 2 x 8192, 32:32, 64, window(256,256)",
-        "packed: 31 up to 5471, 16:16, 64, full",
-    ),
-    "measured once": (
+    "spt, which is slower in other packed batches": (
         "packed: 41 up to 3279, 8:1, 128, causal",
         "packed: 40 up to 10676, 32:8, 128, causal",
-        "grid: 1 x 16384, 32:32, 64, causal",
-        "grid: 1 x 16384, 16:16, 128, causal",
     ),
+    "placed like it since": ("grid: 1 x 16384, 16:16, 128, causal",),
+    "time of the host": ("tiny: 1 x 128, 8:8, 128, causal", "tiny: 1 x 1024, 8:1, 128, causal"),
+    "not so in another run": ("window: 2 x 8192, 32:32, 64, window(256,256)",),
 }
 """Cases in which another schedule was more than 3 % faster, by what it was (docs/experiments/choices.md)."""
 
@@ -290,9 +291,10 @@ def test_no_measured_schedule_is_faster_than_what_auto_chooses() -> None:
     default = {
         name: statistics.mean(row["ms"] for row in rows if row["auto"]) for name, rows in cases.items()
     }
-    faster = {name for name, rows in cases.items() if default[name] > 1.03 * min(row["ms"] for row in rows)}
+    others = {name: [row["ms"] for row in rows if not row["auto"]] for name, rows in cases.items()}
+    faster = {name for name, ms in others.items() if ms and default[name] > 1.03 * min(ms)}
     assert faster == {name for names in SLOWER.values() for name in names}
-    slower = [name for name, rows in cases.items() if max(row["ms"] for row in rows) > 1.03 * default[name]]
+    slower = [name for name, ms in others.items() if ms and max(ms) > 1.03 * default[name]]
     assert len(slower) > 0.75 * len(cases)
 
 
@@ -344,10 +346,27 @@ def test_by_length_claims_long_sequences_first_and_there_the_longest_items() -> 
     plan = build_plan(Problem(lengths, 20, 20, head_dim=64, mask=Mask.causal()), ByLength(long_from=256))
     heads = [(sequence, head) for sequence in (1, 0) for head in range(20)]  # the longest sequence first
     expected = []
-    for first in range(0, 40, 32):
-        section = [(s, h, kv) for s, h in heads[first : first + 32] for kv in range(2 + 2 * s)]
+    for first in (0, 20):  # sections of 32 heads at most, equally large
+        section = [(s, h, kv) for s, h in heads[first : first + 20] for kv in range(2 + 2 * s)]
         expected += sorted(section, key=lambda item: item[2] - 2 * item[0])
     assert plan.items.tolist() == [list(item) for item in expected] + [[2, head, 0] for head in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "heads", "kv_heads", "together"),
+    [(16_384, 16, 16, 8), (16_384, 32, 8, 8), (8192, 32, 32, 32), (8192, 40, 40, 20)],
+)
+def test_sections_of_long_heads_have_fewer(seqlen: int, heads: int, kv_heads: int, together: int) -> None:
+    """Not more than 1,024 tasks per worker, in sections of equal size; there the longest items come first."""
+    problem = Problem.dense(seqlen=seqlen, heads=heads, kv_heads=kv_heads, mask=Mask.causal())
+    plan = build_plan(problem, *choose_policy(problem))
+    expected = [
+        (head, kv)
+        for first in range(0, problem.kv_heads * plan.pattern(0).head_groups, together)
+        for kv in range(seqlen // 128)
+        for head in range(first, first + together)
+    ]
+    assert list(map(tuple, plan.items[:, 1:].tolist())) == expected
 
 
 def test_auto_is_by_length_at_head_dim_128_with_one_q_head_a_kv_head() -> None:

@@ -44,7 +44,7 @@ def run_segment(
     Args:
         plan, tensors, scores, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
             contributions nor a trace can be asked for.
-        sums: what dK and dV are added to.
+        sums: what dK and dV are added to: those of the plan's kv tiles, :func:`.new_key_sums`.
         dq: like q; it is written.
 
     Returns:
@@ -67,6 +67,7 @@ def run_segment(
             f"dq is {tuple(dq.shape)} {dq.dtype} on {dq.device}, strides {dq.stride()}; it must be like q, "
             f"{tuple(q.shape)} {q.dtype} on {q.device}, and the copy engine must be able to write it"
         )
+    check_sums(plan, sums)
     asked = Demand(True, debug, key_sums=True, softcap=scores.softcap > 0)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, dq.device, sums.view(-1))
@@ -76,6 +77,16 @@ def run_segment(
     if debug.bounded:
         check_hand_overs(work.errors, None)
     return dsink
+
+
+def check_sums(plan: Plan, sums: Tensor) -> None:
+    """Raise a PlanMismatchError unless there is a sum for every item of a plan: launches write them all."""
+    columns, *_ = kernel_of(plan.problem.head_dim, plan.problem.head_dim_v)
+    words, items = 2 * plan.problem.tile_n * columns, plan.batch.item_count
+    if sums.numel() != items * words:
+        raise PlanMismatchError(
+            f"sums have {sums.numel()} numbers; the plan's {items} items have {words} each, {items * words}"
+        )
 
 
 def add_sums(sums: Tensor, more: Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...machine import HEADS_IN_TURNS, HOP_TASKS, QUEUE, WORKERS
+from ...machine import BYTES_IN_TURNS, HEADS_IN_TURNS, HOP_TASKS, QUEUE, WORKERS
 from ...problem import IntArray
 from ..batch import Batch
 from ..policy import Numerics
@@ -43,8 +43,8 @@ class LastFirst(Placement):
     """Head after head, its kv tiles from the last to the first (FlashAttention-4 section 3.2.4).
 
     Where items queue, neighbouring heads take turns, kv tile by kv tile: few workers are then in one queue.
-    Where all heads fit L2 (:func:`.l2.all_fit`), so do neighbours with equally many kv tiles: then several
-    long items end side by side.
+    Where all heads have few bytes (``BYTES_IN_TURNS``), so do neighbours with equally many kv tiles: then
+    several long items end side by side.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import SPT, build_plan
@@ -73,14 +73,14 @@ def queueing(batch: Batch) -> NDArray[np.bool_]:
 def downwards(batch: Batch, may: NDArray[np.bool_] | None = None) -> IntArray:
     """Codes head after head, the kv tiles of each from the last to the first; some heads take turns.
 
-    Those are neighbours that queue; where all heads fit L2, also neighbours with equally many kv tiles.
+    Those are neighbours that queue, and where all heads have few bytes those with equally many kv tiles.
 
     Args:
         batch: the sequences.
         may: of each head group, whether it may take turns; by default all may.
     """
     queues, codes = queueing(batch), np.arange(batch.item_count)
-    fit = not queues.all() and all_fit(batch)
+    fit = not queues.all() and all_fit(batch, BYTES_IN_TURNS)
     turns = np.ones_like(queues) if fit else queues
     if may is not None:
         turns = turns & may
@@ -94,8 +94,8 @@ def downwards(batch: Batch, may: NDArray[np.bool_] | None = None) -> IntArray:
 def _sections(batch: Batch, turns: NDArray[np.bool_], queues: NDArray[np.bool_] | None = None) -> IntArray:
     """Which head groups take turns: sections of equal size, each large enough to keep all workers busy.
 
-    With ``queues`` all heads fit L2. Sections then have at least ``WORKERS`` members where there are so many,
-    and those that do not queue have equally many kv tiles: no long one is left alone at the end.
+    With ``queues`` all heads have few bytes. Sections then have at least ``WORKERS`` members where there are
+    so many, and those that do not queue have equally many kv tiles: no long one is left alone at the end.
     """
     begins = ~turns
     begins[1:] |= ~turns[:-1]

@@ -32,6 +32,6 @@ def l2_limit(problem: Problem) -> int:
     return L2_BYTES * min(max(longest, 1024), 4096) // 1024
 
 
-def all_fit(batch: Batch) -> bool:
-    """Whether the items of all heads may run together."""
-    return bool((head_bytes(batch) * batch.groups).sum() <= l2_limit(batch.problem))
+def all_fit(batch: Batch, limit: int) -> bool:
+    """Whether all heads have ``limit`` bytes at most, so that their items may run together."""
+    return bool((head_bytes(batch) * batch.groups).sum() <= limit)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import PlacementError
-from ...machine import COLUMNS_TOGETHER, GROUPS_TOGETHER, HEADS_TOGETHER
-from ...problem import IntArray, Problem
+from ...machine import COLUMNS_TOGETHER, GROUPS_TOGETHER, HEADS_TOGETHER, TASKS_TOGETHER
+from ...problem import IntArray
 from ..batch import Batch
 from ..constants import LONG_FROM
 from ..policy import Numerics
@@ -23,9 +24,10 @@ __all__ = ["LongFirst"]
 class LongFirst(Placement):
     """Sequences of ``long_from`` keys and more, then the others, whose items fill the gap at the end.
 
-    Long sequences come in sections of ``HEADS_TOGETHER`` heads of 128 columns, fewer of more columns, or of
-    ``GROUPS_TOGETHER`` head groups. There the longest items come first, as in FlashAttention-4 (section 3.3),
-    and items of one length by kv tiles, so that heads take turns. The others come as `last_first` has them.
+    Long sequences come in sections: of up to ``HEADS_TOGETHER`` heads of 128 columns, fewer of more columns,
+    or of up to ``GROUPS_TOGETHER`` head groups; and of up to ``TASKS_TOGETHER`` tasks, which are fewer heads
+    where these are long. There the longest items come first, as in FlashAttention-4 (section 3.3), and items
+    of one length by kv tiles, so that heads take turns. The others come as `last_first` has them.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import ByLength, build_plan
@@ -44,25 +46,25 @@ class LongFirst(Placement):
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         of_group = np.repeat(batch.problem.lengths[:, 1] >= self.long_from, batch.groups)
         queues, codes = queueing(batch), np.arange(batch.item_count)
-        section = (np.cumsum(of_group) - 1) // _together(batch.problem)
         tasks, kv = -batch.columns.tasks, batch.columns.kv
         if not of_group.all():
             codes = downwards(batch, ~of_group)
             if not of_group.any():
                 return codes
-            long, section = batch.per_item(of_group), np.where(of_group, section, len(of_group))
+            long = batch.per_item(of_group)
             codes, tasks, kv = np.where(long, np.arange(len(codes)), codes), tasks * long, kv * long
-        keys = [batch.per_item(section), tasks]
+        keys = [batch.per_item(_sections(batch, of_group)), tasks]
         return sorted_by(codes, *keys, *([kv] if (queues & of_group).any() else []))
 
 
-def _together(problem: Problem) -> int:
-    """Head groups of a section.
-
-    >>> kinds = ((4, 128), (4, 256), (2, 128))
-    >>> [_together(Problem.dense(seqlen=1, heads=4, kv_heads=n, head_dim=d)) for n, d in kinds]
-    [32, 16, 16]
-    """
-    if problem.group > 1:
-        return GROUPS_TOGETHER
-    return HEADS_TOGETHER * COLUMNS_TOGETHER // max(problem.widest, COLUMNS_TOGETHER)
+def _sections(batch: Batch, chosen: NDArray[np.bool_]) -> IntArray:
+    """Section of each chosen head group, all about equally large; the others are behind the last one."""
+    problem, together = batch.problem, GROUPS_TOGETHER
+    if problem.group == 1:
+        together = HEADS_TOGETHER * COLUMNS_TOGETHER // max(problem.widest, COLUMNS_TOGETHER)
+    tasks = batch.sizes.tasks * problem.group // batch.head_groups
+    size = np.repeat(np.maximum(tasks, TASKS_TOGETHER // together), batch.groups) * chosen
+    ends = np.cumsum(size)
+    number = -(-ends[-1] // TASKS_TOGETHER)
+    section: IntArray = np.where(chosen, (2 * ends - size) * number // (2 * ends[-1]), number)
+    return section

@@ -14,7 +14,7 @@ from ..batch import Batch
 from ..numerics.shift import Shift
 from ..policy import Numerics
 from .base import Placement, sorted_by
-from .l2 import all_fit
+from .l2 import all_fit, l2_limit
 
 __all__ = ["Rings"]
 
@@ -24,7 +24,7 @@ class Rings(Placement):
     """As many heads together as keep a GPU busy with their first rings, and of those ring after ring.
 
     The second ring of a head follows the first one without waiting, once that has been round. Where all heads
-    fit L2 (:func:`.l2.all_fit`), they come together: workers then have no rest between sections.
+    fit L2 (:func:`.l2.l2_limit`), they come together: workers then have no rest between sections.
     """
 
     name: ClassVar[str] = "rings"
@@ -33,7 +33,7 @@ class Rings(Placement):
         if not isinstance(numerics, Shift):
             raise PlacementError(f"the placement rings is for shift, got {numerics}")
         ring = batch.flat(("ring", numerics), lambda p: numerics.ring_of(p.grid))
-        if all_fit(batch):
+        if all_fit(batch, l2_limit(batch.problem)):
             return sorted_by(np.arange(batch.item_count), ring)
         first = batch.per_sequence(lambda p: int((numerics.ring_of(p.grid) == 0).sum()))
         section = filling(first, batch.groups)
