@@ -56,17 +56,17 @@ TOOLS = {
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _RACE = r"^=+ (?:Error|Warning): Race reported between "
-RACE_WRITERS = {"Backward": 7, "Forward": 6, "Cached": 0}
+RACE_WRITERS = {"Backward": 7, "Forward": 6, "Cached": 0, "Spread": 1}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
-bounds. Of the forward: the stores of an item's words, and of the word behind the last item. The readers
-wait for a barrier on which arrive.expect_tx follows the write; racecheck counts plain arrivals only. For
-more, see docs/reliability.md.
+bounds. Of the forward: the stores of an item's words, and of the word behind the last item. Of ``Spread``:
+the bulk load of a weighed tile. The readers wait for a barrier on which arrive.expect_tx comes with the
+write; racecheck counts plain arrivals only. For more, see docs/reliability.md.
 
 Over a cache nothing is excused. ``Cached`` stores an item's words, and a plain arrive of the same thread
 follows; it stores rows of Q for wgmma alone, whose reads racecheck does not see. ``Deal`` has bar.sync and
 atomics, ``CachedFold`` no shared memory. So say the kernels; no result of racecheck is on record for them."""
-RACE_READERS = {"Backward": 4, "Forward": 0, "Cached": 0}
+RACE_READERS = {"Backward": 4, "Forward": 0, "Cached": 0, "Spread": 0}
 """The backward's reads whose words racecheck finds overwritten: two of the load warp (where its dK belongs)
 and two of converting warps (where a tile belongs). All lanes of a warp read, bar.warp.sync follows, then one
 lane writes, or arrives on the barrier for which the writer waits; racecheck does not follow bar.warp.sync."""
@@ -154,7 +154,7 @@ def races(log: str) -> list[str]:
             known[first[0]][first[1]].add(first[2])
     for kind, after, most in (("Write", "reads", RACE_WRITERS), ("Read", "writes", RACE_READERS)):
         for kernel, at in known[kind].items():
-            if len(at) > max((n for name, n in most.items() if name in kernel), default=0):
+            if len(at) > max((n for name, n in most.items() if f"{name}_" in kernel), default=0):
                 found.append(f"{after} race with the {kind.lower()}s at {', '.join(sorted(at))} of {kernel}")
     return found
 

@@ -9,6 +9,7 @@ from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.compile import backward_variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.spread.config import SpreadConfig
 from gpu_cases import CAUSAL, auto_plan, packed
 from sanitize import RACE_READERS, RACE_WRITERS, TOOLS, contributed, findings, inputs, plans
 
@@ -73,11 +74,21 @@ def test_any_other_race_is_a_finding(hazard: str, message: str) -> None:
 
 def test_main_kernels_have_numbers_of_their_own() -> None:
     """What a main kernel is excused for was looked up in its code, and is not that of another kernel."""
-    for config in (BackwardConfig, ForwardConfig, CachedConfig):
+    configs = (BackwardConfig, ForwardConfig, CachedConfig, SpreadConfig)
+    for config in configs:
         (main,) = (name for name in config.kernels if name.lower() == config.direction)
         for table in (RACE_WRITERS, RACE_READERS):
             assert [name for name in table if name in main] == [main]
-    assert set(RACE_WRITERS) == set(RACE_READERS) == {"Backward", "Forward", "Cached"}
+    assert len(RACE_WRITERS) == len(RACE_READERS) == len(configs)
+
+
+def test_spread_is_excused_for_one_load() -> None:
+    load = race(("Write", "0xf50"), READ, kernel="kernel_Spread_object_1")
+    other = load.replace("0xf50", "0xf60")
+    assert findings("racecheck", load + DONE + summary(1)) == []
+    assert len(findings("racecheck", load + other + DONE + summary(2))) == 1
+    fold = load.replace("Spread", "SpreadFold")
+    assert len(findings("racecheck", fold + DONE + summary(1))) == 1
 
 
 @pytest.mark.parametrize("end", ["", summary(4), summary(11).replace("(11", "(96")])
