@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,15 @@ class Meter:
         OSError: there is no NVML.
         RuntimeError: NVML does not count energy for this GPU.
     """
+
+    @classmethod
+    def of_current_gpu(cls) -> Meter | None:
+        """None, with a line that says why, where nothing counts energy."""
+        try:
+            return cls()
+        except (OSError, RuntimeError) as why:
+            print(f"energy is left out: {why}", file=sys.stderr)
+            return None
 
     def __init__(self) -> None:
         self._nvml = ctypes.CDLL("libnvidia-ml.so.1")

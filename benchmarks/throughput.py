@@ -31,7 +31,7 @@ from summary import (
 from dash_attn.model.roofline import measured_cycles, roofline
 from dash_attn.schedule import build_plan, choose_policy
 
-MAIN, HOT = "h200-backward.json", "h200-points.json"
+MAIN, LATER = "h200-backward.json", "h200-points.json"
 """With cuDNN's deterministic mode; and later, without it, under causal plans of today."""
 
 OTHER_KERNELS_MS = 0.039
@@ -79,11 +79,11 @@ def throughput_values() -> Iterator[tuple[str, Value]]:
     yield "auto-today", lambda: str(sum(map(_is_auto_today, _auto_rows())))
 
 
-def hot_values() -> Iterator[tuple[str, Value]]:
+def later_values() -> Iterator[tuple[str, Value]]:
     """``RATIO-STATISTIC`` of the grid in the later runs."""
     for ratio in ("det", "any", "order"):
         for statistic in STATISTICS:
-            yield f"{ratio}-{statistic}", partial(_ratio, "grid", ratio, statistic, HOT)
+            yield f"{ratio}-{statistic}", partial(_ratio, "grid", ratio, statistic, LATER)
 
 
 def _points(name: str = MAIN) -> Points:

@@ -63,7 +63,7 @@ def plans() -> Iterator[tuple[str, Plan]]:
     yield "auto-full", build_plan(full, *choose_policy(full))
     yield "descending-lpt", build_plan(causal, Descending(), "lpt")
     for name in POLICIES:
-        if name == "by_length":  # SPT at this length
+        if name == "by_length":  # descending at this length
             continue
         yield name, build_plan(full if name in ("fa3", "shift") else causal, policy_by_name(name))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,6 +210,14 @@ def test_squares_are_head_after_head(more: int, head_dim: int) -> None:
     problem = Problem.varlen(lengths, heads=3, head_dim=head_dim, mask=Mask.causal())
     plan = build_plan(problem, choose_policy(problem))
     assert np.array_equal(plan.items, head_after_head(plan).items)
+
+
+def test_rows_that_are_aligned_elsewhere() -> None:
+    """Rows 200 to 499 of 500 are aligned with the last keys; with the first ones they see fewer tasks."""
+    last = Problem(((300, 500),), 2, 2, 64, Mask.causal())
+    named, first = replace(last, q_starts=(200,)), replace(last, q_starts=(0,))
+    timelines = [simulate(build_plan(p, FA3()), Costs(5, 2), 4) for p in (last, named, first)]
+    assert timelines[0].makespan == timelines[1].makespan > timelines[2].makespan > 0
 
 
 @pytest.mark.usefixtures("large_heads")

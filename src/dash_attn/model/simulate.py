@@ -140,7 +140,7 @@ class _Simulation:
     def run(self) -> Timeline:
         p, items = self.plan.problem, self.plan.items.tolist()
         owned = [self.plan.q_heads(sequence, group) for sequence, group, _ in items]
-        counts = [len(self._tasks_of(p.sequences[i[0]], i[2], len(h))[0]) for i, h in zip(items, owned)]
+        counts = [len(self._tasks_of(p.shapes[i[0]], i[2], len(h))[0]) for i, h in zip(items, owned)]
         self.first_task = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
         self.offsets = self.first_task.tolist()
         tasks = self.offsets[-1]
