@@ -189,19 +189,26 @@ def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) 
     return {"head_dim": config.head_dim - fewer, "head_dim_v": of_v, "dtype": DTYPES[config.dtype]}
 
 
-def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> None:
-    """The backward of a segment of q rows behind others, its sums added to others, and dK and dV."""
+def segment_of(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> tuple[Plan, int]:
+    """The plan of a segment of q rows behind others, and its kv tiles."""
     like = {}
     if not isinstance(config, AddSumsConfig):
         like = columns(config, FEWER * config.padded)
     problem = dense(CAUSAL, seqlen=None, seqlen_q=200, seqlen_k=300, **like)
+    return auto_plan(problem, head_groups=2), problem.grid(0).kv_tiles
+
+
+def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> None:
+    """The backward of a segment, its sums added to others, and dK and dV."""
+    plan, kv_tiles = segment_of(config)
+    problem = plan.problem
     given = Tensors(*inputs(problem))
-    sums = new_key_sums(BACKEND, problem, -(-300 // problem.tile_n), 2, given.q)
+    sums = new_key_sums(BACKEND, problem, kv_tiles, 2, given.q)
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (given.q, given.k, given.v))
     debug = Debug(bounded=isinstance(config, BackwardConfig) and config.spin_limit > 0)
     scale = problem.head_dim**-0.5
     scores = Scores(scale, CAP * (isinstance(config, BackwardConfig) and config.softcap))
-    run_segment(auto_plan(problem, head_groups=2), given, scores, sums, dq, debug=debug)
+    run_segment(plan, given, scores, sums, dq, debug=debug)
     total = sums.clone()
     add_sums(total, sums)
     finish_keys(total, scale, dk, dv)

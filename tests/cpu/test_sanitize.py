@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dash_attn.backends.base import new_key_sums
+from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig
-from dash_attn.backends.sm90.compile import backward_variants
+from dash_attn.backends.sm90.compile import backward_variants, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.segments import check_sums
 from dash_attn.backends.sm90.spread.config import SpreadConfig
 from gpu_cases import CAUSAL, auto_plan, packed
-from sanitize import RACE_READERS, RACE_WRITERS, TOOLS, contributed, findings, inputs, plans
+from sanitize import RACE_READERS, RACE_WRITERS, TOOLS, contributed, findings, inputs, plans, segment_of
 
 
 def race(*accesses: tuple[str, str], kernel: str = "kernel_sm90Backward_1") -> str:
@@ -148,3 +151,9 @@ def test_dumped_places_that_nobody_contributes_are_left_out() -> None:
     assert found[:, 0, 0].tolist() == [tile for tile, count in enumerate(counts) for _ in range(count)]
     dumped[3, 1, 127, 63] = torch.nan
     assert not contributed(plan, dumped).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name, c in variants().items() if getattr(c, "key_sums", False)])
+def test_segments_have_sums_of_every_item(name: str) -> None:
+    plan, kv_tiles = segment_of(variants()[name])
+    check_sums(plan, new_key_sums(BACKEND, plan.problem, kv_tiles, 2, torch.zeros(1, dtype=torch.bfloat16)))
