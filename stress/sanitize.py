@@ -60,8 +60,9 @@ RACE_WRITERS = {"Backward": 7, "Forward": 6, "Cached": 0, "Spread": 1}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
 bounds. Of the forward: the stores of an item's words, and of the word behind the last item. Of ``Spread``:
-the bulk load of a weighed tile. The readers wait for a barrier on which arrive.expect_tx comes with the
-write; racecheck counts plain arrivals only. For more, see docs/reliability.md.
+the bulk load of a weighed tile, the only one in its code; no complete report of racecheck is on record for
+it. The readers wait for a barrier on which arrive.expect_tx comes with the write; racecheck counts plain
+arrivals only. For more, see docs/reliability.md.
 
 Over a cache nothing is excused. ``Cached`` stores an item's words, and a plain arrive of the same thread
 follows; it stores rows of Q for wgmma alone, whose reads racecheck does not see. ``Deal`` has bar.sync and

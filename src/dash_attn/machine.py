@@ -39,15 +39,16 @@ head per kv head, fewer of more columns; and head groups where there are several
 idle between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
 
 TASKS_TOGETHER = 1024 * WORKERS
-"""And so many tasks: 32 heads of 8,192 tokens under a causal mask, 8 of 16,384. Longer sections gain nothing
-at their end, and what they read leaves L2."""
+"""And about so many tasks: of 64 x 128, 32 heads of 8,192 tokens under a causal mask have them, or 8 of
+16,384. Longer sections gain nothing at their end, and what they read leaves L2."""
 
 HEADS_IN_TURNS = 16
 """Heads that take turns where their items queue, if no more are needed to keep all workers busy."""
 
 BYTES_IN_TURNS = L2_BYTES * 3 // 2
 """Up to so many bytes of all heads together, all of them may take turns, so that no long item is left alone
-at the end. With more, what they read leaves L2 (docs/experiments/choices.md)."""
+at the end; where all sequences have at most 1,024 keys, up to L2_BYTES. With more, what they read leaves L2
+(docs/experiments/choices.md)."""
 
 HOP_TASKS = 1.25
 """Tasks in the time from one contribution to a dQ tile to the next, by another worker."""

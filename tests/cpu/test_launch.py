@@ -10,7 +10,7 @@ import torch
 
 from dash_attn.backends.base import Tensors, new_key_sums
 from dash_attn.backends.cuda.upload import loadable
-from dash_attn.backends.sm90 import backend
+from dash_attn.backends.sm90 import backend, segments
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward import arguments as backward
 from dash_attn.backends.sm90.backward.config import BackwardConfig
@@ -20,7 +20,6 @@ from dash_attn.backends.sm90.forward.launch import why_no_scale
 from dash_attn.backends.sm90.launch import _accumulator_order, check_tensors
 from dash_attn.backends.sm90.places import Buffer, Sizes, place_of, sizes_of
 from dash_attn.backends.sm90.resident import _place
-from dash_attn.backends.sm90.segments import check_sums
 from dash_attn.backends.sm90.tiles import TILES, kernel_of, tiles_of
 from dash_attn.errors import PlanMismatchError
 from dash_attn.problem import Mask, Problem, default_tiles
@@ -143,10 +142,19 @@ def test_sums_of_another_size_are_refused(head_dim: int) -> None:
     plan = build_plan(cut, "fa3", head_groups=2)
     tiles = 5 if head_dim == 256 else 3
     like = bf16(1)
-    check_sums(plan, new_key_sums(BACKEND, cut, tiles, 2, like))
+    segments.check_sums(plan, new_key_sums(BACKEND, cut, tiles, 2, like))
     for wrong in (new_key_sums(BACKEND, cut, tiles - 1, 2, like), new_key_sums(BACKEND, cut, tiles, 1, like)):
         with pytest.raises(PlanMismatchError, match=f"^sums have {wrong.numel()} numbers; the plan's"):
-            check_sums(plan, wrong)
+            segments.check_sums(plan, wrong)
+
+
+def test_a_segment_is_not_launched_with_other_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Tensors(*(bf16(1, 256, 2, 64) for _ in range(5)), torch.zeros(1, 2, 256))
+    plan = build_plan(SMALL, "fa3")
+    monkeypatch.setattr(segments, "on_device", lambda plan, device, key_sums: _place(plan, None))
+    sums = new_key_sums(BACKEND, SMALL, 1, 1, given.q)
+    with pytest.raises(PlanMismatchError, match="^sums have 32768 numbers; the plan's 4 items"):
+        segments.run_segment(plan, given, 0.125, sums, torch.empty_like(given.q))
 
 
 def test_places_are_addresses_and_strides_in_elements() -> None:

@@ -192,8 +192,14 @@ def test_heads_that_fit_l2_take_turns_under_spt() -> None:
         return [tuple(item) for item in plan.items.tolist()]
 
     assert claimed(256, 128) == [(0, 0, 1), (0, 1, 1), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
-    many = claimed(2048, heads=64)  # twice the bytes of the cache
-    assert [item[1:] for item in many[:17]] == [*((0, kv) for kv in range(15, -1, -1)), (1, 15)]
+    for seqlen, heads in ((4096, 25), (2048, 50), (1024, 66)):  # up to 75 MiB, and 50 MiB of short ones
+        last = seqlen // 128 - 1
+        few, many = claimed(seqlen, heads=heads), claimed(seqlen, heads=heads + 1)
+        assert [item[1:] for item in few[:heads]] == [(head, last) for head in range(heads)]
+        assert [item[1:] for item in many[: last + 2]] == [
+            *((0, kv) for kv in range(last, -1, -1)),
+            (1, last),
+        ]
 
 
 def test_rings_of_unequal_sequences_are_placed_ring_by_ring() -> None:
@@ -281,8 +287,11 @@ SLOWER = {
 """Cases in which another schedule was more than 3 % faster, by what it was (docs/experiments/choices.md)."""
 
 
-def test_no_measured_schedule_is_faster_than_what_auto_chooses() -> None:
+def test_no_measured_schedule_is_faster_than_what_auto_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """By more than 3 %, but for those that are named. In most cases some schedule is slower by as much."""
+    monkeypatch.syspath_prepend(MEASURED.parents[1])
+    choices, shape_cases = importlib.import_module("choices"), importlib.import_module("shape_cases")
+    points = {name: point.problem for name, point in shape_cases.cases(shape_cases.GRID, ())}
     cases: dict[str, list[dict[str, Any]]] = {}
     for row in json.loads(MEASURED.read_text())["rows"]:
         if row["head_groups"] is None:
@@ -294,6 +303,11 @@ def test_no_measured_schedule_is_faster_than_what_auto_chooses() -> None:
     others = {name: [row["ms"] for row in rows if not row["auto"]] for name, rows in cases.items()}
     faster = {name for name, ms in others.items() if ms and default[name] > 1.03 * min(ms)}
     assert faster == {name for names in SLOWER.values() for name in names}
+    for name in SLOWER["placed like it since"]:
+        (plan,) = {row["fingerprint"] for row in cases[name] if row["auto"]}
+        best = min((row for row in cases[name] if not row["auto"]), key=lambda row: row["ms"])
+        today = build_plan(points[name], choose_policy(points[name]))
+        assert (today.fingerprint, choices.claims_of(today)) == (plan, best["claims"])
     slower = [name for name, ms in others.items() if ms and max(ms) > 1.03 * default[name]]
     assert len(slower) > 0.75 * len(cases)
 
@@ -354,10 +368,14 @@ def test_by_length_claims_long_sequences_first_and_there_the_longest_items() -> 
 
 @pytest.mark.parametrize(
     ("seqlen", "heads", "kv_heads", "together"),
-    [(16_384, 16, 16, 8), (16_384, 32, 8, 8), (8192, 32, 32, 32), (8192, 40, 40, 20)],
-)
-def test_sections_of_long_heads_have_fewer(seqlen: int, heads: int, kv_heads: int, together: int) -> None:
-    """Not more than 1,024 tasks per worker, in sections of equal size; there the longest items come first."""
+    [
+        (16_384, 16, 16, 8), (16_384, 32, 8, 8), (8192, 32, 32, 32), (8192, 40, 40, 20),
+        (8192, 64, 16, 16), (2048, 48, 12, 12), (2048, 64, 64, 32), (2048, 72, 18, 12),
+    ],
+)  # fmt: skip
+def test_sections_of_heads(seqlen: int, heads: int, kv_heads: int, together: int) -> None:
+    """About 1,024 tasks per worker, 32 heads or 16 head groups at most, in sections of equal size; there the
+    longest items come first."""
     problem = Problem.dense(seqlen=seqlen, heads=heads, kv_heads=kv_heads, mask=Mask.causal())
     plan = build_plan(problem, *choose_policy(problem))
     expected = [
@@ -367,6 +385,20 @@ def test_sections_of_long_heads_have_fewer(seqlen: int, heads: int, kv_heads: in
         for head in range(first, first + together)
     ]
     assert list(map(tuple, plan.items[:, 1:].tolist())) == expected
+
+
+def test_sections_of_wide_heads_and_of_unequal_ones() -> None:
+    """16 heads of 256 columns; of packed heads each section has about as many tasks."""
+
+    def sections(problem: Problem) -> list[int]:
+        """Head groups in each: a section begins where the kv tiles begin anew."""
+        items = build_plan(problem, *choose_policy(problem)).items
+        begins = np.flatnonzero(np.diff(items[:, 2], prepend=1) < 0)
+        return [len({(s, g) for s, g, _ in part.tolist()}) for part in np.split(items, begins[1:])]
+
+    causal = Mask.causal()
+    assert sections(Problem.dense(seqlen=2048, heads=32, head_dim=256, mask=causal)) == [16, 16]
+    assert sections(Problem.varlen([16_384, *[4096] * 4], heads=8, mask=causal)) == [8, 32]
 
 
 def test_auto_is_by_length_at_head_dim_128_with_one_q_head_a_kv_head() -> None:

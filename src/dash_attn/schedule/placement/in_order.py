@@ -13,7 +13,7 @@ from ...problem import IntArray
 from ..batch import Batch
 from ..policy import Numerics
 from .base import Placement, sorted_by
-from .l2 import all_fit
+from .l2 import all_fit, l2_limit
 
 __all__ = ["InOrder", "LastFirst", "downwards", "queueing"]
 
@@ -80,7 +80,7 @@ def downwards(batch: Batch, may: NDArray[np.bool_] | None = None) -> IntArray:
         may: of each head group, whether it may take turns; by default all may.
     """
     queues, codes = queueing(batch), np.arange(batch.item_count)
-    fit = not queues.all() and all_fit(batch, BYTES_IN_TURNS)
+    fit = not queues.all() and all_fit(batch, min(BYTES_IN_TURNS, l2_limit(batch.problem)))
     turns = np.ones_like(queues) if fit else queues
     if may is not None:
         turns = turns & may

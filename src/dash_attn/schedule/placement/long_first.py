@@ -25,7 +25,7 @@ class LongFirst(Placement):
     """Sequences of ``long_from`` keys and more, then the others, whose items fill the gap at the end.
 
     Long sequences come in sections: of up to ``HEADS_TOGETHER`` heads of 128 columns, fewer of more columns,
-    or of up to ``GROUPS_TOGETHER`` head groups; and of up to ``TASKS_TOGETHER`` tasks, which are fewer heads
+    or of up to ``GROUPS_TOGETHER`` head groups; and of about ``TASKS_TOGETHER`` tasks, which are fewer heads
     where these are long. There the longest items come first, as in FlashAttention-4 (section 3.3), and items
     of one length by kv tiles, so that heads take turns. The others come as `last_first` has them.
 
@@ -53,11 +53,11 @@ class LongFirst(Placement):
                 return codes
             long = batch.per_item(of_group)
             codes, tasks, kv = np.where(long, np.arange(len(codes)), codes), tasks * long, kv * long
-        keys = [batch.per_item(_sections(batch, of_group)), tasks]
+        keys = [batch.per_item(_even_sections(batch, of_group)), tasks]
         return sorted_by(codes, *keys, *([kv] if (queues & of_group).any() else []))
 
 
-def _sections(batch: Batch, chosen: NDArray[np.bool_]) -> IntArray:
+def _even_sections(batch: Batch, chosen: NDArray[np.bool_]) -> IntArray:
     """Section of each chosen head group, all about equally large; the others are behind the last one."""
     problem, together = batch.problem, GROUPS_TOGETHER
     if problem.group == 1:
