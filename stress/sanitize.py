@@ -190,21 +190,27 @@ def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) 
     return {"head_dim": config.head_dim - fewer, "head_dim_v": of_v, "dtype": DTYPES[config.dtype]}
 
 
-def segment_of(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> tuple[Plan, int]:
-    """The plan of a segment of q rows behind others, and its kv tiles."""
+def segment_of(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> Plan:
+    """The plan of a segment of q rows behind others."""
     like = {}
     if not isinstance(config, AddSumsConfig):
         like = columns(config, FEWER * config.padded)
     problem = dense(CAUSAL, seqlen=None, seqlen_q=200, seqlen_k=300, **like)
-    return auto_plan(problem, head_groups=2), problem.grid(0).kv_tiles
+    return auto_plan(problem, head_groups=2)
+
+
+def sums_of(plan: Plan, like: Tensor) -> Tensor:
+    """Zeros for the sums of a segment."""
+    problem = plan.problem
+    return new_key_sums(BACKEND, problem, problem.grid(0).kv_tiles, plan.pattern(0).head_groups, like)
 
 
 def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> None:
     """The backward of a segment, its sums added to others, and dK and dV."""
-    plan, kv_tiles = segment_of(config)
+    plan = segment_of(config)
     problem = plan.problem
     given = Tensors(*inputs(problem))
-    sums = new_key_sums(BACKEND, problem, kv_tiles, 2, given.q)
+    sums = sums_of(plan, given.q)
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (given.q, given.k, given.v))
     debug = Debug(bounded=isinstance(config, BackwardConfig) and config.spin_limit > 0)
     scale = problem.head_dim**-0.5

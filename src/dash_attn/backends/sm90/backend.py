@@ -32,7 +32,7 @@ from ..cuda.multiprocessors import multiprocessors
 from .cached.launch import Cached
 from .forward.launch import Forward, config_of, numerics_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
-from .segments import add_sums, finish_keys, run_segment
+from .segments import add_sums, finish_keys, run_segment, words_of_sum
 from .softcap import cap_of, why_no_cap
 from .spread.launch import Spread, spreads
 from .tiles import HEAD_DIMS, covers, has_softcap, kernel_of, tiles_of
@@ -213,8 +213,7 @@ class _SM90(Backend):
         return _Prepared(problem, device, packed, keys)
 
     def key_sums(self, problem: Problem, head_groups: int) -> tuple[int, int]:
-        head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
-        return head_groups, 2 * tiles_of(head_dim, head_dim_v).tile_n * head_dim
+        return head_groups, words_of_sum(problem)
 
     def add_sums(self, sums: Tensor, more: Tensor) -> None:
         add_sums(sums, more)

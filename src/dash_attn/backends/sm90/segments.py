@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import InputError, PlanMismatchError
+from ...problem import Problem
 from ...schedule.plan import Plan
 from ...scores import Scores, scores_of
 from ..base import Gradients, Tensors, as_current
@@ -24,9 +25,9 @@ from .launch import (
     variant_of,
 )
 from .resident import on_device
-from .tiles import kernel_of
+from .tiles import kernel_of, tiles_of
 
-__all__ = ["add_sums", "finish_keys", "run_segment"]
+__all__ = ["add_sums", "check_sums", "finish_keys", "run_segment", "words_of_sum"]
 
 
 def run_segment(
@@ -79,10 +80,15 @@ def run_segment(
     return dsink
 
 
+def words_of_sum(problem: Problem) -> int:
+    """fp32 numbers of an item's sums of dK and dV: both have the columns of the kernel's K."""
+    head_dim, head_dim_v, _ = kernel_of(problem.head_dim, problem.head_dim_v)
+    return 2 * tiles_of(head_dim, head_dim_v).tile_n * head_dim
+
+
 def check_sums(plan: Plan, sums: Tensor) -> None:
     """Raise a PlanMismatchError unless there is a sum for every item of a plan: launches write them all."""
-    columns, *_ = kernel_of(plan.problem.head_dim, plan.problem.head_dim_v)
-    words, items = 2 * plan.problem.tile_n * columns, plan.batch.item_count
+    words, items = words_of_sum(plan.problem), plan.batch.item_count
     if sums.numel() != items * words:
         raise PlanMismatchError(
             f"sums have {sums.numel()} numbers; the plan's {items} items have {words} each, {items * words}"
