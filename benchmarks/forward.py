@@ -33,6 +33,7 @@ from record import Record, Row
 
 from dash_attn.schedule import ForwardNumerics
 from dash_attn.tools.bench import require_hopper
+from dash_attn.tools.bench.timing import order_of_round
 
 BLOCK_S, LEAST_CALLS = 0.012, 3
 LONG_S, LONG_ROUNDS = 0.04, 3
@@ -49,8 +50,7 @@ def sustained(calls: dict[Name, Call], counts: dict[Name, int], rounds: int) -> 
     """Milliseconds of a call, of every block."""
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
-        names = list(calls)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        for name in order_of_round(list(calls), number, rounds):
             times[name].append(block(calls[name], counts[name]))
     return times
 

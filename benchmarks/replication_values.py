@@ -19,7 +19,7 @@ from summary import (
     geometric_mean,
     ours,
 )
-from throughput import grid_rows
+from throughput import CUDNN, MAIN, grid_rows
 
 __all__ = ["PANELS", "order_ratios", "other_build_values", "replication_values"]
 
@@ -28,7 +28,7 @@ Place = tuple[int, str, int]
 
 BASELINE = "fa3"
 POLICIES = ("descending", "shift", "symmetric_shift", "auto")
-LIBRARIES = {"dash_attn": "ours", "fa4": "FlashAttention-4", "cudnn": "cuDNN"}
+LIBRARIES = {"dash_attn": "ours", "fa4": "FlashAttention-4", "cudnn": "cuDNN, in another run"}
 PANELS = ((64, "full"), (64, "causal"), (128, "full"), (128, "causal"))
 
 
@@ -54,10 +54,10 @@ def other_build_values() -> Iterator[tuple[str, Value]]:
         yield f"fork-causal-{statistic}", partial(_fork_causal, STATISTICS[statistic])
 
 
-def by_place() -> dict[Place, list[Row]]:
-    """The rows of the grid."""
+def by_place(file: str = MAIN) -> dict[Place, list[Row]]:
+    """The rows of the grid in a file of ``backward.py``."""
     found = {}
-    for point, rows in by_point(grid_rows()).items():
+    for point, rows in by_point(grid_rows(file)).items():
         facts = dict(zip(POINT, point))
         found[facts["head_dim"], facts["mask"], facts["seqlen"]] = rows
     return found
@@ -106,7 +106,11 @@ def _own(policy: str, panel: tuple[int, str], statistic: Callable[[Sequence[floa
 def order_ratios() -> dict[str, dict[Place, float]]:
     """By library: speed with order / speed without."""
     found = {
-        name: {place: x for place, rows in by_place().items() if (x := _ordered(rows, impl))}
+        name: {
+            place: x
+            for place, rows in by_place(CUDNN if impl == "cudnn" else MAIN).items()
+            if (x := _ordered(rows, impl))
+        }
         for impl, name in LIBRARIES.items()
     }
     fa3 = {(*panel, seqlen): x for (panel, seqlen), x in _fa3_order().items()}

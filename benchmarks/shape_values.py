@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
@@ -24,15 +25,19 @@ RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
     "whole": (("backward", "dash_attn", True), [("backward", "dash_attn whole", True)]),
 }
 """Of which call, and of whose fastest one, speeds are compared."""
+SHORT = r" x (512|1024),"
+"""In names of cases."""
 ENERGY = ("det", "any")
 """Those of RATIOS whose energy is compared, too."""
 
 
 def shape_values(file: str) -> Iterator[tuple[str, Value]]:
-    """``RATIO-STATISTIC`` over all cases of what ``shapes.py`` wrote, and tables."""
+    """``RATIO-STATISTIC`` over all cases of what ``shapes.py`` wrote, ``short-RATIO-STATISTIC`` over square ones
+    of 512 and 1,024 tokens, and tables."""
     for name in RATIOS:
         for statistic in STATISTICS:
             yield f"{name}-{statistic}", partial(_shape_statistic, file, name, statistic)
+            yield f"short-{name}-{statistic}", partial(_shape_statistic, file, name, statistic, cases=SHORT)
             if name in ENERGY:
                 yield f"{name}-energy-{statistic}", partial(_shape_statistic, file, name, statistic, "joules")
     yield "cut-table", partial(cut_table, file)
@@ -73,8 +78,9 @@ def ratio(ms: Mapping[Kind, float], name: str) -> float:
     return min((ms[other] for other in others if other in ms), default=0.0) / ms[ours]
 
 
-def _shape_statistic(file: str, name: str, statistic: str, what: str = "ms") -> str:
-    found = [x for of_case in times(read(file), what).values() if (x := ratio(of_case, name))]
+def _shape_statistic(file: str, name: str, statistic: str, what: str = "ms", cases: str = "") -> str:
+    ratios = (ratio(ms, name) for case, ms in times(read(file), what).items() if re.search(cases, case))
+    found = [x for x in ratios if x]
     return STATISTICS[statistic](found) if found else "-"
 
 

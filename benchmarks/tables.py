@@ -26,7 +26,7 @@ from shape_values import shape_values, triton_values
 from sharing_values import choice_values, sharing_values
 from step_values import step_values
 from summary import Row
-from throughput import grid_rows, later_values, throughput_values
+from throughput import grid_rows, throughput_values
 from tlx_values import tlx_values
 from total_values import total_values
 
@@ -271,7 +271,6 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
     folder = "benchmarks/results/h200-"
     of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
         f"{folder}backward.json": chain(throughput_values(), tlx_values(), replication_values()),
-        f"{folder}points.json": later_values(),
         f"{folder}forward.json": chain(forward_values(), other_values(), total_values()),
         f"{folder}ablations.json": ablation_values(),
         f"{folder}deviation.json": iter([("table-1", deviation_table)]),

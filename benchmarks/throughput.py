@@ -1,4 +1,4 @@
-"""What the docs quote from the throughput benchmark: h200-backward.json, and the later h200-points.json."""
+"""What the docs quote from the throughput benchmark, h200-backward.json."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from summary import (
 from dash_attn.model.roofline import measured_cycles, roofline
 from dash_attn.schedule import build_plan, choose_policy
 
-MAIN, LATER = "h200-backward.json", "h200-points.json"
-"""With cuDNN's deterministic mode; and later, without it, under causal plans of today."""
+MAIN, CUDNN = "h200-backward.json", "h200-cudnn.json"
+"""All; and cuDNN's two modes beside FlashAttention-4 in an earlier run, which had cuDNN's frontend."""
 
 OTHER_KERNELS_MS = 0.039
 """Preprocessing at 16,384 tokens and hidden size 2,048 (docs/performance.md)."""
@@ -51,9 +51,9 @@ SELECTIONS: Mapping[str, Callable[[Row], bool]] = {
 """Points of the throughput benchmark, chosen by the fields of POINT."""
 
 
-def grid_rows() -> list[Row]:
+def grid_rows(file: str = MAIN) -> list[Row]:
     """The throughput rows at the paper's 24 points."""
-    return [row for row in read(MAIN) if row["set"] == "grid"]
+    return [row for row in read(file) if row["set"] == "grid"]
 
 
 def throughput_values() -> Iterator[tuple[str, Value]]:
@@ -79,20 +79,13 @@ def throughput_values() -> Iterator[tuple[str, Value]]:
     yield "auto-today", lambda: str(sum(map(_is_auto_today, _auto_rows())))
 
 
-def later_values() -> Iterator[tuple[str, Value]]:
-    """``RATIO-STATISTIC`` of the grid in the later runs."""
-    for ratio in ("det", "any", "order"):
-        for statistic in STATISTICS:
-            yield f"{ratio}-{statistic}", partial(_ratio, "grid", ratio, statistic, LATER)
+def _points() -> Points:
+    return by_point(read(MAIN))
 
 
-def _points(name: str = MAIN) -> Points:
-    return by_point(read(name))
-
-
-def _ratio(selection: str, ratio: str, statistic: str, source: str = MAIN) -> str:
+def _ratio(selection: str, ratio: str, statistic: str) -> str:
     wanted, what = SELECTIONS[selection], RATIO_NAMES[ratio]
-    points = _points(source).items()
+    points = _points().items()
     values = [ratios_of(rows)[what] for point, rows in points if wanted(dict(zip(POINT, point)))]
     return STATISTICS[statistic](values)
 
@@ -120,7 +113,7 @@ def _unordered() -> list[Row]:
 
 
 def grid_table() -> str:
-    """TFLOP/s and ratios at the points of the grid; c marks cuDNN as the fastest deterministic peer."""
+    """TFLOP/s and ratios at the points of the grid."""
     lines = []
     for point, rows in _points().items():
         facts = dict(zip(POINT, point))
@@ -132,12 +125,11 @@ def grid_table() -> str:
         if auto is None or any_peer is None or exact is None:
             raise ValueError(f"a side of {point} has no figures")
         speeds = [f"{tflops(row, row['ms']):.0f}" for row in (auto, exact, any_peer)]
-        speeds[1] += " c" if exact["impl"] == "cudnn" else ""
         line = [facts["head_dim"], facts["mask"], f"{facts['seqlen']:,}", *speeds]
         ratios = ratios_of(rows)
-        lines.append([*line, *(f"{ratios[ratio]:.2f}" for ratio in (PEER, ANY_PEER, ORDER))])
-    head = ["head dim", "mask", "tokens", "`auto`", "det", "any", "`auto` / det", "`auto` / any"]
-    return table_of([*head, "ordered / unordered"], lines)
+        lines.append([*line, *(f"{ratios[ratio]:.2f}" for ratio in (PEER, OTHER_BUILDS, ANY_PEER, ORDER))])
+    head = ["head dim", "mask", "tokens", "`auto`", "FA4 det", "any", "`auto` / FA4 det"]
+    return table_of([*head, "`auto` / det", "`auto` / any", "ordered / unordered"], lines)
 
 
 def target_table() -> str:

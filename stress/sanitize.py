@@ -56,21 +56,21 @@ TOOLS = {
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _RACE = r"^=+ (?:Error|Warning): Race reported between "
-RACE_WRITERS = {"Backward": 7, "Forward": 6, "Cached": 0, "Spread": 1}
+RACE_WRITERS = {"Backward": 7, "Forward": 7, "Cached": 5, "Spread": 1}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
-bounds. Of the forward: the stores of an item's words, and of the word behind the last item. Of ``Spread``:
-the bulk load of a weighed tile, the only one in its code; no complete report of racecheck is on record for
-it. The readers wait for a barrier on which arrive.expect_tx comes with the write; racecheck counts plain
-arrivals only. For more, see docs/reliability.md.
+bounds. Of the forward and of ``Cached``: the stores of an item's words, and of the word behind the last item.
+Of ``Spread``: the bulk load of a weighed tile, the only one in its code. The readers wait for a barrier on
+which arrive.expect_tx comes with the write; racecheck counts plain arrivals only. Over a cache they wait for
+arrivals of the warps that copy Q, which meet the writer at a named barrier first; racecheck counts arrivals
+of the writer only. For more, see docs/reliability.md.
 
-Over a cache nothing is excused. ``Cached`` stores an item's words, and a plain arrive of the same thread
-follows; it stores rows of Q for wgmma alone, whose reads racecheck does not see. ``Deal`` has bar.sync and
-atomics, ``CachedFold`` no shared memory. So say the kernels; no result of racecheck is on record for them."""
-RACE_READERS = {"Backward": 4, "Forward": 0, "Cached": 0, "Spread": 0}
-"""The backward's reads whose words racecheck finds overwritten: two of the load warp (where its dK belongs)
-and two of converting warps (where a tile belongs). All lanes of a warp read, bar.warp.sync follows, then one
-lane writes, or arrives on the barrier for which the writer waits; racecheck does not follow bar.warp.sync."""
+``Deal`` has bar.sync and atomics, ``CachedFold`` no shared memory: nothing of them is excused."""
+RACE_READERS = {"Backward": 4, "Forward": 0, "Cached": 1, "Spread": 0}
+"""Reads whose words racecheck finds overwritten. Of the backward: two of the load warp (where its dK belongs)
+and two of converting warps (where a tile belongs). Over a cache: that of the last words of an item. All lanes
+of a warp read, bar.warp.sync follows, then one lane writes, or arrives on the barrier for which the writer
+waits; racecheck does not follow bar.warp.sync."""
 
 
 CAP = 2.0

@@ -38,9 +38,9 @@ HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 32, 16, 128
 head per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers
 idle between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
 
-TASKS_TOGETHER = 1024 * WORKERS
-"""And about so many tasks: of 64 x 128, 32 heads of 8,192 tokens under a causal mask have them, or 8 of
-16,384. Longer sections gain nothing at their end, and what they read leaves L2."""
+TASKS_TOGETHER = 2048 * WORKERS
+"""And about so many tasks: of 64 x 128, 16 heads of 16,384 tokens under a causal mask have them. In longer
+sections more of what is read leaves L2 than their end gains."""
 
 HEADS_IN_TURNS = 16
 """Heads that take turns where their items queue, if no more are needed to keep all workers busy."""

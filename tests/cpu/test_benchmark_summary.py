@@ -130,19 +130,30 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_auto_are_named_as_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     backward, points = load("backward"), load("points")
-    rows = json.loads((FOLDER / "results" / "h200-points.json").read_text())["rows"]
+    rows = json.loads((FOLDER / "results" / "h200-backward.json").read_text())["rows"]
     named = {
         (row["head_dim"], row["mask"], row["seqlen"]): (row["policy"], row["placement"])
         for row in rows
         if row["set"] == "grid" and row["auto"] and row["deterministic"]
     }
-    for point in points.grid((64, 128), ("causal",), points.SEQLENS):  # rings had other strides then
+    for point in points.grid((64, 128), ("full", "causal"), points.SEQLENS):
         shape = point.shape
         name = (shape.head_dim, "causal" if shape.causal else "full", shape.seqlen)
         assert backward._chosen(point) == named.pop(name)
     (grouped, *_) = points.beyond_the_grid((128,), ("causal",))
     assert backward._chosen(grouped) == ("descending", "long_first(long_from=0)")
-    assert {mask for _, mask, _ in named} == {"full"}
+    assert not named
+
+
+def test_ratios_of_cudnn_are_those_of_its_run() -> None:
+    rows = json.loads((FOLDER / "results" / "h200-cudnn.json").read_text())["rows"]
+    ms: dict[str, dict[tuple[int, str], list[float]]] = {"fa4": {}, "cudnn": {}}
+    for row in rows:
+        if row["deterministic"]:
+            ms[row["impl"]].setdefault((row["head_dim"], row["mask"]), []).append(row["ms"])
+    for panel, ratios in summary.CUDNN_TO_FA4.items():
+        measured = [a / b for a, b in zip(ms["fa4"][panel], ms["cudnn"][panel], strict=True)]
+        assert list(ratios) == [round(x, 3) for x in measured]
 
 
 def test_points() -> None:

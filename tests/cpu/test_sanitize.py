@@ -65,7 +65,7 @@ def test_what_is_explained_is_no_finding() -> None:
         (race(("Write", "0x1440"), READ, ("Write", "0x10")), "Write at 0x1440 of"),
         (race(("Write", "0x10"), READ, kernel="kernel_Convert_1"), "0x10 of kernel_Convert_1"),
         (
-            "".join(race(("Write", place), READ, kernel="kernel_Forward_1") for place in WRITES),
+            "".join(race(("Write", place), READ, kernel="kernel_Forward_1") for place in (*WRITES, "0x10")),
             "of kernel_Forward_1",
         ),
         (race(("Read", "0x10"), ("Write", "0x20"), kernel="kernel_Forward_1"), "0x10 of kernel_Forward_1"),
@@ -73,6 +73,7 @@ def test_what_is_explained_is_no_finding() -> None:
         *(
             (race(first, second, kernel=f"kernel_{name}_object_1"), f"0x10 of kernel_{name}_object_1")
             for name in CachedConfig.kernels
+            if name != "Cached"
             for first, second in ((("Write", "0x10"), READ), (("Read", "0x10"), ("Write", "0x20")))
         ),
     ],
@@ -92,6 +93,17 @@ def test_main_kernels_have_numbers_of_their_own() -> None:
         for table in (RACE_WRITERS, RACE_READERS):
             assert [name for name in table if any(f"{name}_" in x for x in mangled)] == [main]
     assert len(RACE_WRITERS) == len(RACE_READERS) == len(configs)
+
+
+def test_cached_is_excused_for_five_stores_and_one_read() -> None:
+    def of_cached(first: str, *places: str) -> str:
+        second = ("Read" if first == "Write" else "Write", "0x10")
+        return "".join(race((first, place), second, kernel="kernel_Cached_object_1") for place in places)
+
+    known = of_cached("Write", *WRITES[:5]) + of_cached("Read", READS[0])
+    assert findings("racecheck", known + DONE + summary(6)) == []
+    for more in (of_cached("Write", WRITES[5]), of_cached("Read", READS[1])):
+        assert len(findings("racecheck", known + more + DONE + summary(7))) == 1
 
 
 def test_spread_is_excused_for_one_load() -> None:

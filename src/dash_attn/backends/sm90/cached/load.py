@@ -136,26 +136,34 @@ class CachedLoad:
         self, mQ, sQ, place, exist: Int32, stage, part: Int32, parts: cutlass.Constexpr[int]
     ) -> None:
         """Start to copy a part of the rows of Q, 16 bytes at a time; those that do not exist are zeros."""
-        c, (batch, first, head) = self.config, place
+        c = self.config
         lane, vectors = cute.arch.lane_idx(), c.head_dim // 8
         column, own = lane % vectors, lane // vectors
-        copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-        zeros = cute.make_rmem_tensor(8, self.dtype)
-        zeros.fill(0.0)
         step = 32 // vectors
         for i in cutlass.range(part, c.tile_m // step, parts, unroll=1):
             row = i * step + own
-            # Lanes that are too many for a whole number of rows copy a part of the last row again.
-            if const_expr(32 % vectors != 0):
-                row = cutlass.min(row, i * step + step - 1)
             tile = sQ[None, None, stage * c.warpgroups + row // ROWS]
-            target = cute.local_tile(tile[row % ROWS, None], (8,), (column,))
-            if (row < exist) & (8 * column < cute.size(mQ, mode=[3])):
-                source = cute.local_tile(mQ[batch, first + row, head, None], (8,), (column,))
-                cute.copy(copy, source, target)
+            # Lanes that are too many for a whole number of rows copy nothing.
+            if const_expr(32 % vectors == 0):
+                self._copy_vector(mQ, tile, place, row, column, exist)
             else:
-                cute.autovec_copy(zeros, target)
+                if own < step:
+                    self._copy_vector(mQ, tile, place, row, column, exist)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def _copy_vector(self, mQ, tile, place, row: Int32, column: Int32, exist: Int32) -> None:
+        """Start to copy 16 bytes of a row of Q to its place in a tile, or store zeros there."""
+        batch, first, head = place
+        target = cute.local_tile(tile[row % ROWS, None], (8,), (column,))
+        if (row < exist) & (8 * column < cute.size(mQ, mode=[3])):
+            copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
+            source = cute.local_tile(mQ[batch, first + row, head, None], (8,), (column,))
+            cute.copy(copy, source, target)
+        else:
+            zeros = cute.make_rmem_tensor(8, self.dtype)
+            zeros.fill(0.0)
+            cute.autovec_copy(zeros, target)
 
     @cute.jit
     def _where(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
