@@ -26,14 +26,14 @@ RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
 }
 """Of which call, and of whose fastest one, speeds are compared."""
 SHORT = r" x (512|1024),"
-"""In names of cases."""
+"""What names of cases of 512 and 1,024 tokens have."""
 ENERGY = ("det", "any")
 """Those of RATIOS whose energy is compared, too."""
 
 
 def shape_values(file: str) -> Iterator[tuple[str, Value]]:
-    """``RATIO-STATISTIC`` over all cases of what ``shapes.py`` wrote, ``short-RATIO-STATISTIC`` over square ones
-    of 512 and 1,024 tokens, and tables."""
+    """``RATIO-STATISTIC`` over all cases of what ``shapes.py`` wrote, ``short-RATIO-STATISTIC`` over those of
+    512 and 1,024 tokens, and tables."""
     for name in RATIOS:
         for statistic in STATISTICS:
             yield f"{name}-{statistic}", partial(_shape_statistic, file, name, statistic)

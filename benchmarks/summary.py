@@ -64,8 +64,8 @@ CUDNN_TO_FA4: Mapping[tuple[int, str], Sequence[float]] = {
     (128, "full"): (1.141, 0.966, 0.894, 0.856, 0.820, 0.796),
     (128, "causal"): (1.179, 1.048, 0.919, 0.853, 0.832, 0.840),
 }
-"""Speed of cuDNN's deterministic backward as a multiple of FlashAttention-4's, likewise: cuDNN 9.19 in the
-run of ``h200-cudnn.json``."""
+"""Speed of cuDNN's deterministic backward as a multiple of FlashAttention-4's, at the same lengths: cuDNN
+9.19 in the run of ``h200-cudnn.json``."""
 
 
 class Target(NamedTuple):
@@ -93,7 +93,7 @@ class Target(NamedTuple):
 TARGETS = (
     Target("grid: no deterministic peer is faster at any point", PEER, "grid", "least", 1.00, 24),
     Target("grid: the same, with cuDNN and kernels of other builds", OTHER_BUILDS, "grid", "least", 1.00, 24),
-    Target("grid: as fast as the fastest peer of any kind", ANY_PEER, "grid", "geometric mean", 1.00, 24),
+    Target("grid: as fast as the fastest peer of the run", ANY_PEER, "grid", "geometric mean", 1.00, 24),
     Target(
         "grid, 512 and 1,024 tokens: faster than it", ANY_PEER, "grid", "geometric mean", 1.15, 8, (512, 1024)
     ),

@@ -60,10 +60,10 @@ RACE_WRITERS = {"Backward": 7, "Forward": 7, "Cached": 5, "Spread": 1}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
 bounds. Of the forward and of ``Cached``: the stores of an item's words, and of the word behind the last item.
-Of ``Spread``: the bulk load of a weighed tile, the only one in its code. The readers wait for a barrier on
-which arrive.expect_tx comes with the write; racecheck counts plain arrivals only. Over a cache they wait for
-arrivals of the warps that copy Q, which meet the writer at a named barrier first; racecheck counts arrivals
-of the writer only. For more, see docs/reliability.md.
+Of ``Spread``: the bulk load of a weighed tile, the only one in its code. racecheck counts plain arrivals of
+the thread that wrote, on the barrier for which the reader waits. Here the writer's arrival is
+arrive.expect_tx. Over a cache others arrive: the warps that copy Q, which meet the writer at a named barrier.
+For more, see docs/reliability.md.
 
 ``Deal`` has bar.sync and atomics, ``CachedFold`` no shared memory: nothing of them is excused."""
 RACE_READERS = {"Backward": 4, "Forward": 0, "Cached": 1, "Spread": 0}

@@ -22,7 +22,6 @@ __all__ = [
     "L2_BYTES",
     "LAUNCH_CYCLES",
     "QUEUE",
-    "TASKS_TOGETHER",
     "TASK_CYCLES",
     "WORKERS",
 ]
@@ -37,10 +36,6 @@ HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 32, 16, 128
 """At most so many heads come together, the longest items first: heads of COLUMNS_TOGETHER columns with one q
 head per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers
 idle between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
-
-TASKS_TOGETHER = 2048 * WORKERS
-"""And about so many tasks: of 64 x 128, 16 heads of 16,384 tokens under a causal mask have them. In longer
-sections more of what is read leaves L2 than their end gains."""
 
 HEADS_IN_TURNS = 16
 """Heads that take turns where their items queue, if no more are needed to keep all workers busy."""

@@ -74,6 +74,8 @@ def test_ratios_are_those_of_the_fastest() -> None:
     assert list(found) == list(summary.RATIOS)
     slow = summary.ratios_of(rows_of(MODES | {("fa2", "split", True): 1.0}))
     assert slow[summary.PEER] == slow[summary.ANY_PEER] == slow[summary.OTHER_BUILDS] == 0.5
+    cudnn = summary.ratios_of(rows_of(head_dim=128, mask="causal"))  # by its ratio the fastest there
+    assert cudnn[summary.OTHER_BUILDS] == pytest.approx(2.2 / 1.179 / 2.0)
     outside = summary.ratios_of(rows_of(set="lengths", seqlen=1500))
     assert math.isnan(outside[summary.OTHER_BUILDS])
     without = summary.ratios_of(rows_of({**MODES, next(iter(MODES)): None}))

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from dash_attn.errors import InputError
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import build_plan, choose_policy
 from dash_attn.tools import demo
 from dash_attn.tools.cli import main
 from dash_attn.tools.demo import DemoSettings, run_demo
@@ -173,6 +175,25 @@ def test_optimizer_sha256_sees_every_bit():
     moment = optimizer.state[weight]["exp_avg"]
     moment[1] = torch.nextafter(moment[1], torch.tensor(2.0))
     assert optimizer_sha256(optimizer) != before
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        typical_settings(torch.device("cuda")),
+        DemoSettings(batch=8, shape=GPTShape(layers=2, width=512, head_dim=64, seqlen=2048)),
+    ],
+    ids=["typical", "tests/gpu"],
+)
+def test_heads_of_a_demo_on_a_gpu_come_one_after_the_other(settings):
+    """In turns, its sums without an order would often come in order, and nothing would drift."""
+    shape = settings.shape
+    heads = shape.width // shape.head_dim
+    problem = Problem.dense(
+        batch=settings.batch, seqlen=shape.seqlen, heads=heads, head_dim=shape.head_dim, mask=Mask.causal()
+    )
+    plan = build_plan(problem, choose_policy(problem))
+    assert [list(item) for item in plan.items[:16, :2]] == [[0, 0]] * 16
 
 
 def test_weights_sha256_sees_every_bit():

@@ -95,6 +95,11 @@ def test_main_kernels_have_numbers_of_their_own() -> None:
     assert len(RACE_WRITERS) == len(RACE_READERS) == len(configs)
 
 
+def test_the_forward_is_excused_for_seven_stores() -> None:
+    stores = "".join(race(("Write", place), READ, kernel="kernel_Forward_1") for place in WRITES)
+    assert findings("racecheck", stores + DONE + summary(7)) == []
+
+
 def test_cached_is_excused_for_five_stores_and_one_read() -> None:
     def of_cached(first: str, *places: str) -> str:
         second = ("Read" if first == "Write" else "Write", "0x10")

@@ -310,7 +310,8 @@ def test_doctor():
 
 
 def test_the_demo_repeats_and_its_control_drifts():
-    # So many heads that they do not take turns: in turns, sums without an order often come in order.
+    # Heads of so many bytes come one after the other (tests/cpu/test_demo.py). In turns, sums without an
+    # order often come in order.
     shape = GPTShape(layers=2, width=512, head_dim=64, seqlen=2048)
     settings = DemoSettings(steps=20, batch=8, shape=shape, device="cuda")
     result = run_demo(settings, say=lambda line: None)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import PlacementError
-from ...machine import COLUMNS_TOGETHER, GROUPS_TOGETHER, HEADS_TOGETHER, TASKS_TOGETHER
+from ...machine import COLUMNS_TOGETHER, GROUPS_TOGETHER, HEADS_TOGETHER
 from ...problem import IntArray
 from ..batch import Batch
 from ..constants import LONG_FROM
@@ -24,10 +24,10 @@ __all__ = ["LongFirst"]
 class LongFirst(Placement):
     """Sequences of ``long_from`` keys and more, then the others, whose items fill the gap at the end.
 
-    Long sequences come in sections: of up to ``HEADS_TOGETHER`` heads of 128 columns, fewer of more columns,
-    or of up to ``GROUPS_TOGETHER`` head groups; and of about ``TASKS_TOGETHER`` tasks, which are fewer heads
-    where these are long. There the longest items come first, as in FlashAttention-4 (section 3.3), and items
-    of one length by kv tiles, so that heads take turns. The others come as `last_first` has them.
+    Long sequences come in equal sections of up to ``HEADS_TOGETHER`` heads of 128 columns, fewer of more
+    columns, or of up to ``GROUPS_TOGETHER`` head groups. There the longest items come first, as in
+    FlashAttention-4 (section 3.3), and items of one length by kv tiles, so that heads take turns. The others
+    come as `last_first` has them.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import ByLength, build_plan
@@ -58,13 +58,11 @@ class LongFirst(Placement):
 
 
 def _even_sections(batch: Batch, chosen: NDArray[np.bool_]) -> IntArray:
-    """Section of each chosen head group, all about equally large; the others are behind the last one."""
+    """Section of each chosen head group; the others are behind the last one. Sizes differ by one at most."""
     problem, together = batch.problem, GROUPS_TOGETHER
     if problem.group == 1:
         together = HEADS_TOGETHER * COLUMNS_TOGETHER // max(problem.widest, COLUMNS_TOGETHER)
-    tasks = batch.sizes.tasks * problem.group // batch.head_groups
-    size = np.repeat(np.maximum(tasks, TASKS_TOGETHER // together), batch.groups) * chosen
-    ends = np.cumsum(size)
-    number = -(-ends[-1] // TASKS_TOGETHER)
-    section: IntArray = np.where(chosen, (2 * ends - size) * number // (2 * ends[-1]), number)
+    count = np.cumsum(chosen)
+    number = -(-count[-1] // together)
+    section: IntArray = np.where(chosen, (count - 1) * number // count[-1], number)
     return section

@@ -12,7 +12,7 @@ import torch
 from ...peers.registry import Backward
 from ...testing import same_bytes
 
-__all__ = ["REPLAYS", "Contender", "measure"]
+__all__ = ["REPLAYS", "Contender", "measure", "order_of_round"]
 
 T = TypeVar("T")
 REPLAYS = 4
