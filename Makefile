@@ -50,7 +50,7 @@ soak: .venv/ready ## on a Hopper GPU: 10,000 replays under contention, after abo
 	$(BIN)/python stress/soak.py --replays 10000
 
 sanitize: .venv/ready ## on a Hopper GPU: compute-sanitizer of the CUDA toolkit over every kernel variant
-	$(BIN)/python stress/sanitize.py
+	$(BIN)/python stress/sanitize.py --jobs 8
 
 litmus: .venv/ready ## on a Hopper GPU: more than 10^9 hand-overs of a tile from block to block, beside full load
 	$(BIN)/python stress/litmus.py --rounds 2e8 --loads dram l2

@@ -1,7 +1,9 @@
 """compute-sanitizer over every kernel variant at small sizes; needs the CUDA toolkit and a Hopper GPU.
 
-Without --launch it starts itself once a tool and judges what the tool says. No oracle and no test framework:
-the tools are slow, and what is wrong here is found by them, not by values.
+Without --launch it starts itself once per tool and kind of variant, and judges what the tool says. No oracle
+and no test framework: the tools are slow, and what is wrong here is found by them, not by values.
+
+    python stress/sanitize.py --jobs 8 --only bf16
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from multiprocessing import get_context
+from multiprocessing.pool import ThreadPool
 from typing import Any
 from unittest import mock
 
@@ -86,35 +91,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS), metavar="TOOL")
     parser.add_argument("--only", default="", metavar="TEXT", help="variants whose name contains TEXT")
-    parser.add_argument("--launch", action="store_true", help="launch the variants, under no tool")
+    parser.add_argument("--jobs", type=int, default=1, help="so many kinds of variants side by side")
+    parser.add_argument(
+        "--launch", nargs="*", metavar="VARIANT", help="launch these, or those of --only, under no tool"
+    )
     args = parser.parse_args(argv)
     chosen = {name: config for name, config in variants().items() if args.only in name}
     if not chosen:
         parser.error(f"no variant's name contains {args.only!r}; known: {', '.join(variants())}")
-    if shutil.which("compute-sanitizer") is None and not args.launch:
+    if unknown := set(args.launch or ()) - set(chosen):
+        parser.error(f"no such variants: {', '.join(sorted(unknown))}")
+    if args.jobs < 1:
+        parser.error(f"--jobs must be >= 1, got {args.jobs}")
+    if shutil.which("compute-sanitizer") is None and args.launch is None:
         parser.error("compute-sanitizer is not on the PATH; it is a part of the CUDA toolkit")
-    if args.launch:
-        launch_all(chosen)
+    if args.launch is not None:
+        launch_all({name: chosen[name] for name in args.launch or chosen})
         return 0
-    for config in chosen.values():
-        program(config)  # compiled once, into the cache
-    failed = [tool for tool in args.tools if not passes(tool, args.only)]
-    return int(bool(failed))
+    with get_context("spawn").Pool(args.jobs) as compilers:
+        compilers.map(keep_compiled, chosen, chunksize=1)
+    with ThreadPool(args.jobs) as runs:
+        passed = runs.starmap(passes, product(args.tools, kinds(chosen).items()), chunksize=1)
+    return int(not all(passed))
 
 
-def passes(tool: str, only: str) -> bool:
-    """Run one tool over the chosen variants and print what it found."""
+def keep_compiled(name: str) -> None:
+    """Compile a variant into the cache, if it is not there."""
+    program(variants()[name])
+
+
+def kinds(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of variants by kernel, head dim and dtype."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        found["-".join(name.split("-")[:3])].append(name)
+    return dict(found)
+
+
+def passes(tool: str, kind: tuple[str, list[str]]) -> bool:
+    """Run one tool over the variants of a kind and print what it found."""
+    name, names = kind
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10000", *TOOLS[tool]]
-    command += [sys.executable, __file__, "--launch", "--only", only]
+    command += [sys.executable, __file__, "--launch", *names]
     # Every buffer an allocation of its own, so that the tool knows its ends.
     uncached = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, env=uncached, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wrong = findings(tool, done.stdout)
     if done.returncode:
         wrong.append(f"the program ended with {done.returncode}: {done.stdout[-2000:]}")
-    print(f"{tool}: {len(launches(done.stdout))} launches, {len(wrong)} findings", flush=True)
-    for line in wrong[:20]:
-        print(f"  {line}")
+    first = f"{tool}, {name}: {len(launches(done.stdout))} launches, {len(wrong)} findings"
+    print("\n  ".join([first, *wrong[:20]]), flush=True)
     return not wrong
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from typing import Any
+
 import pytest
 import torch
 
+import sanitize
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.compile import backward_variants, variants
@@ -19,6 +23,7 @@ from sanitize import (
     contributed,
     findings,
     inputs,
+    kinds,
     plans,
     segment_of,
     sums_of,
@@ -142,6 +147,52 @@ def test_an_error_of_a_tool_is_a_finding(tool: str, line: str) -> None:
     ]
     assert findings(tool, DONE) == ["no errors summary"]
     assert findings(tool, f"{DONE}========= ERROR SUMMARY: 0 errors\n") == []
+
+
+def test_kinds_are_all_variants() -> None:
+    found = kinds(variants())
+    assert sorted(name for names in found.values() for name in names) == sorted(variants())
+    assert found["sinks"] == ["sinks"]
+    assert len(found["backward-d64-bf16"]) == 32
+    assert max(map(len, found.values())) == 32
+
+
+def test_each_tool_runs_over_each_kind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[str, list[str]]] = []
+
+    def run(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        tool, names = command[command.index("--tool") + 1], command[command.index("--launch") + 1 :]
+        ran.append((tool, names))
+        error = "========= Invalid __global__ read of size 4 bytes\n" if "sinks" in names else ""
+        log = f"{DONE}{error}========= ERROR SUMMARY: {len(error) // 50} errors\n"
+        return subprocess.CompletedProcess(command, 0, log)
+
+    class Here:  # in place of a pool of processes
+        def __init__(self, jobs: int) -> None:
+            self.map = lambda function, names, chunksize: None
+
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    monkeypatch.setattr(sanitize, "get_context", lambda how: type("Context", (), {"Pool": Here}))
+    tools = ["memcheck", "initcheck"]
+    assert sanitize.main(["--jobs", "3", "--only", "spread-d64", "--tools", *tools]) == 0
+    names = {name for name in variants() if "spread-d64" in name}
+    for tool in tools:
+        assert sorted(name for of, here in ran if of == tool for name in here) == sorted(names)
+    assert len(ran) == 4
+    assert capsys.readouterr().out.count("1 launches, 0 findings") == 4
+    assert sanitize.main(["--only", "sinks", "--tools", "memcheck"]) == 1
+    assert "memcheck, sinks: 1 launches, 1 findings\n  Invalid __global__ read" in capsys.readouterr().out
+    for wrong in (["--jobs", "0"], ["--launch", "nobody"], ["--only", "nobody"]):
+        with pytest.raises(SystemExit):
+            sanitize.main(wrong)
 
 
 @pytest.mark.parametrize("tool", TOOLS)
