@@ -98,9 +98,10 @@ def check_kvcache(
     _refuse_gradients(q, k_cache, v_cache, *new, *aux)
     table = _table(q, k_cache, kept.page_table, kept.cache_batch_idx)
     contiguous, more = kept.page_table is None, 0 if checked_new is None else checked_new[0].shape[1]
-    before = _lengths(q, kept.cache_seqlens, k_cache.shape[1] * table.shape[1], checked_new is not None)
+    room = k_cache.shape[1] * table.shape[1]
+    before, known = _lengths(q, kept.cache_seqlens, room, None if checked_new is None else more)
     if not torch.compiler.is_compiling():
-        check_tokens("cache_seqlens", before, more, table, k_cache, contiguous=contiguous)
+        check_tokens("cache_seqlens", known, more, table, k_cache, contiguous=contiguous)
         if checked_new is not None:
             check_last_strides((k_cache, v_cache))
     before, table = (x.to(q.device).contiguous() for x in (before, table))
@@ -253,20 +254,22 @@ def _table(
     return torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
 
 
-def _lengths(q: Tensor, given: object, room: int, appends: bool) -> Tensor:
-    """Tokens in the cache before the call."""
+def _lengths(q: Tensor, given: object, room: int, more: int | None) -> tuple[Tensor, Tensor]:
+    """Tokens in the cache before the call: a tensor to compute with, and one to check, on the CPU where the
+    host knows them. ``more``: new ones behind them; None: none are given."""
     if given is None:
-        if appends:
+        if more is not None:
             raise InputError("k and v need cache_seqlens, which says where they go; got None")
         given = room
     if isinstance(given, Tensor):
         _check_int32("cache_seqlens", given, q, (q.shape[0],))
-        return given
+        return given, given
     if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
         raise InputError(f"cache_seqlens must be None, an integer or a tensor, got {short(given)}")
     if not 0 <= given <= room:
         raise InputError(f"cache_seqlens is {given}, a sequence has room for 0 to {room} keys")
-    return torch.full((q.shape[0],), int(given), dtype=torch.int32, device=q.device)
+    known = torch.full((q.shape[0],), int(given), dtype=torch.int32, device="cpu")
+    return torch.full_like(known, int(given), device=q.device), known
 
 
 def _check_int32(name: str, x: object, q: Tensor, shape: tuple[int, ...] | None) -> None:

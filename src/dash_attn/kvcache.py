@@ -48,8 +48,9 @@ def flash_attn_with_kvcache(
 
     On a GPU nothing here waits for the device, and the launches depend on shapes alone: the sizes of cache
     and table, not on lengths. So a CUDA graph may capture the call, and lengths, pages and tokens may change
-    from replay to replay. What cannot be seen is clamped: a length to the room that a sequence has, a page
-    number to pages that exist. A token for which there is no room is not written. Nothing is copied where
+    from replay to replay. What is on the CPU is checked; page numbers only where lengths are there, too. What
+    cannot be seen is clamped: a length to the room that a sequence has, a page number to pages that exist. A
+    token for which there is no room is not written. Nothing is copied where
     tensors begin at multiples of 16 bytes, strides of the last dimension are 1, and all others are multiples
     of 16 bytes, the first one also of the second one.
 

@@ -24,12 +24,13 @@ from dash_attn import (
     is_supported,
 )
 from dash_attn.backends.base import NO_AUX, backend_named
-from dash_attn.backends.cached import CachedProblem
+from dash_attn.backends.cached import CachedProblem, CachedTensors
 from dash_attn.backends.cpu import forward as reference
 from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
 from dash_attn.backends.sm90.cached.launch import config_of
+from dash_attn.cache_arguments import _lengths
 from dash_attn.errors import InputError
-from dash_attn.ops.cached import _call
+from dash_attn.ops.cached import _call, _problem, check_tokens
 from dash_attn.ops.operators import APPEND, CACHED
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import ForwardNumerics
@@ -118,6 +119,51 @@ def test_one_number_for_all_and_none() -> None:
     for a, b in zip(some, flash_attn_func(q, k[:, :5], v[:, :5], return_lse=True)):
         assert_same_bytes(a, b)
     assert not flash_attn_with_kvcache(q, k, v, cache_seqlens=0).any()
+
+
+def test_a_cache_without_tokens() -> None:
+    empty = CACHE[:, :0]
+    out, lse = flash_attn_with_kvcache(Q, empty, empty, return_lse=True)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not flash_attn_with_kvcache(Q, empty, empty, cache_seqlens=int32(0, 0)).any()
+
+
+def test_what_the_host_knows_is_checked_wherever_lengths_are() -> None:
+    """A number for all sequences; places of sequences beside lengths on another device."""
+    q, elsewhere = Q.to("meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    before, known = _lengths(q, 30, 32, 3)
+    assert before.device.type == "meta"
+    assert known.tolist() == [30, 30]
+    with pytest.raises(InputError, match="cache_seqlens has 30 at 0 and 3 new ones"):
+        check_tokens("cache_seqlens", known, 3, elsewhere[:, None], CACHE, contiguous=True)
+    for places, more, message in (
+        (int32(0, 7), 0, "cache_batch_idx has 7 at 1, k_cache has 2"),
+        (int32(-1, 0), 0, "cache_batch_idx has -1 at 0, k_cache has 2"),
+        (int32(1, 1), 3, "cache_batch_idx has 1 at 0 and at 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check_tokens("cache_seqlens", elsewhere, more, places[:, None], CACHE, contiguous=True)
+    check_tokens("cache_seqlens", elsewhere, 0, int32(1, 1)[:, None], CACHE, contiguous=True)
+    check_tokens("cache_seqlens", elsewhere, 3, TABLE + 9, PAGES, contiguous=False)
+
+
+def test_sides_of_masks_that_no_sequence_reaches_are_open() -> None:
+    """2^31 - 1 would overflow where kernels add to it."""
+    used = int32(32, 32)
+    tensors = CachedTensors(Q, CACHE, CACHE, used, torch.arange(2, dtype=torch.int32)[:, None])
+    assert _problem(tensors, AttentionSpec(0.1, 3, 2**31 - 1), -1).sides == (3, -1)
+    window = [flash_attn_with_kvcache(Q, CACHE, CACHE, window_size=(3, n)) for n in (2**31 - 1, -1)]
+    assert_same_bytes(*window)
+
+
+@pytest.mark.parametrize(("at", "page"), [(3, -1), (3, 4), (31, 1), (-1, 1)])
+def test_operators_write_nothing_out_of_place(at: int, page: int) -> None:
+    """Compiled code calls them without the checks of the public function."""
+    cache, table = torch.zeros(4, 16, 2, 8), int32(page, 2, 3, 0).view(2, 2)
+    with pytest.raises(InputError, match=str(page if at == 3 else at)):
+        APPEND(cache, cache, NEW, NEW, int32(0, at), table.flip(0))
+    assert not cache.any()
 
 
 def test_no_sequence() -> None:
@@ -209,6 +255,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a place twice": (
         {"k": NEW, "v": NEW, "cache_seqlens": 3, "cache_batch_idx": int32(1, 1)},
         "cache_batch_idx has 1 at 0 and at 1: no place may be given twice where tokens are appended",
+    ),
+    "expanded": (
+        {"k_cache": CACHE[:1].expand(2, -1, -1, -1), "k": NEW, "v": NEW, "cache_seqlens": 3},
+        r"k_cache is expanded, so tokens share memory: strides \(0, 16, 8, 1\)",
+    ),
+    "a number with new ones": (
+        {"k": NEW, "v": NEW, "cache_seqlens": 30},
+        "cache_seqlens has 30 at 0 and 3 new ones, but sequence 0 has room for 32 keys",
     ),
     "a page twice": (
         {"k": NEW, "v": NEW, "cache_seqlens": int32(14, 5), "page_table": int32(3, 1, 1, 2).view(2, 2),

@@ -1088,3 +1088,12 @@ def test_lengths_pages_and_bounds_out_of_range_are_clamped() -> None:
     assert cache[1, 15].all()  # the second one has no room
     assert cache[0, 0].all()  # the first one has no place
     assert cache.sum() == 3 * 16
+    # Rows of no sequence, and a cache of no pages: there is nothing to read.
+    nobody = CachedTensors(q.flatten(0, 1), k, k, lengths[:0], table[:0], bounds[:1] * 0)
+    for none, given in (
+        (packed._replace(batch=0), nobody),
+        (problem._replace(pages=0), CachedTensors(q, k[:0], k[:0], lengths, table)),
+    ):
+        out, lse = BACKEND.prepare_cached(none, CPU).forward(given, SCORES)
+        assert not out.any()
+        assert (lse == -torch.inf).all()

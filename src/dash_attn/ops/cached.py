@@ -94,7 +94,7 @@ def _problem(tensors: CachedTensors, spec: AttentionSpec, longest_q: int) -> Cac
         of_q = (-1, total, total if longest_q < 0 else min(longest_q, total))
     sizes = (q.shape[-2], k.shape[2], q.shape[-1], v.shape[3], DTYPE_NAMES[q.dtype])
     pages = (k.shape[1], k.shape[0], table.shape[1])
-    return CachedProblem(batch, *sizes, (spec.left, spec.right), *of_q, *pages)
+    return CachedProblem(batch, *sizes, spec.mask.sides, *of_q, *pages)
 
 
 @lru_cache(256)
@@ -107,14 +107,18 @@ def check_tokens(
 ) -> None:
     """Lengths and page numbers on the CPU must be in range. Others are not looked at.
 
-    ``more``: tokens that are to be appended.
+    ``more``: tokens that are to be appended. ``contiguous``: the table has the places of sequences, which are
+    looked at wherever the lengths are.
 
     Raises:
         InputError: one is not; the message names it.
     """
-    if lengths.device.type != "cpu":
-        return
     pages, size = cache.shape[:2]
+    if lengths.device.type != "cpu":
+        if not contiguous or table.device.type != "cpu":
+            return
+        # At worst every sequence uses its place, and is written to.
+        lengths = torch.full((table.shape[0],), max(size - more, 0), dtype=torch.int32, device="cpu")
     room, found = size * table.shape[1], lengths.tolist()
     for at, length in enumerate(found):
         if length < 0:
@@ -168,7 +172,7 @@ def check_rows_of_q(cu_seqlens_q: Tensor, q: Tensor, longest_q: int) -> None:
 
 
 def check_last_strides(cache: tuple[Tensor, Tensor]) -> None:
-    """Tokens can be appended only where the columns of a cache lie side by side.
+    """Tokens can be appended only where the columns of a cache lie side by side, and each has its memory.
 
     Raises:
         InputError: they do not.
@@ -176,6 +180,8 @@ def check_last_strides(cache: tuple[Tensor, Tensor]) -> None:
     for name, x in zip(("k_cache", "v_cache"), cache):
         if x.stride(-1) != 1:
             raise InputError(f"{name} must have a last dimension of stride 1, got strides {x.stride()}")
+        if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride())):
+            raise InputError(f"{name} is expanded, so tokens share memory: strides {x.stride()}")
 
 
 def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...errors import InputError
 from ...problem import Mask, Problem
 from ...schedule import ForwardNumerics
 from ...scores import Scores
@@ -54,16 +55,32 @@ def _gathered(pages: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
     """The used rows of all sequences, one after the other."""
     size, found = pages.shape[1], []
     for row, length in zip(table, lengths):
-        mine = row[: -(-length // size)].long()
+        mine = _pages(row[: -(-length // max(size, 1))], pages)
         found.append(pages[mine].flatten(0, 1)[:length])
     return torch.cat(found)
 
 
+def _pages(row: Tensor, cache: Tensor) -> Tensor:
+    """Numbers of pages, which must exist: compiled code is checked here only."""
+    found, number = row.long(), cache.shape[0]
+    if found.numel() and not 0 <= int(found.min()) <= int(found.max()) < number:
+        raise InputError(f"pages {found.tolist()} were given, k_cache has {number}")
+    return found
+
+
 def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:
-    """Write ``new`` (batch, rows, kv_heads, head_dim) behind the first ``at`` tokens of every sequence."""
-    size = cache[0].shape[1]
+    """Write ``new`` (batch, rows, kv_heads, head_dim) behind the first ``at`` tokens of every sequence.
+
+    Raises:
+        InputError: a token has no place. Nothing is written then.
+    """
+    size, rows = cache[0].shape[1], new[0].shape[1]
+    places = []
     for sequence, first in enumerate(at.tolist()):
-        tokens = torch.arange(first, first + new[0].shape[1])
-        pages = table[sequence, tokens // size].long()
+        if not 0 <= first <= size * table.shape[1] - rows:
+            raise InputError(f"cache_seqlens has {first} at {sequence}: no room for {rows} new ones")
+        tokens = torch.arange(first, first + rows)
+        places.append((_pages(table[sequence, tokens // size], cache[0]), tokens % size))
+    for sequence, place in enumerate(places):
         for where, what in zip(cache, new):
-            where[pages, tokens % size] = what[sequence]
+            where[place] = what[sequence]

@@ -30,8 +30,10 @@ def append_kernel(
     mask = there & (dims < HEAD_DIM)
     source = new + sequence * new_batch + (pid % rows) * new_row + dims
     target = cache + page * cache_page + (token % size) * cache_row + dims
-    for head in range(heads):
-        tl.store(target + head * cache_head, tl.load(source + head * new_head, mask=mask), mask=mask)
+    for _ in range(heads):  # by steps: a product of 32 bits could overflow
+        tl.store(target, tl.load(source, mask=mask), mask=mask)
+        target += cache_head
+        source += new_head
 
 
 def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:

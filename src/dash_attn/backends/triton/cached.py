@@ -41,8 +41,11 @@ class Cached(PreparedCached):
         out = torch.empty((*q.shape[:-1], p.head_dim_v), dtype=q.dtype, device=q.device)
         *batch, rows, heads, _ = q.shape
         lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
-        if not q.numel():
-            return out, lse
+        if not q.numel() or not k.numel() or not p.batch:
+            lse.fill_(-torch.inf)
+            if aux.learnable_sink is not None:
+                lse.copy_(aux.learnable_sink[:, None])
+            return out.zero_(), lse
         tiles = p.q_tiles(self._shape.rows)
         places = _whole(table), _whole(lengths), _whole(lengths if bounds is None else bounds)
         flags = {"CACHED": True, "SINK": aux.learnable_sink is not None, "SCALED": is_scaled(scores, NO_AUX)}

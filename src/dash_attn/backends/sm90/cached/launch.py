@@ -105,7 +105,7 @@ class Cached(PreparedCached):
         shape = (1, q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         sink = self._sink(aux)
-        if not q.numel() or not k.numel() or not self.problem.keys:
+        if not q.numel() or not k.numel() or not self.problem.keys or not self.problem.batch:
             lse.copy_(sink[:, None].expand(lse.shape))
             return out.zero_(), lse.squeeze(0) if packed else lse
         four = [loadable(q), _with_rows(k), _with_rows(v), out]
