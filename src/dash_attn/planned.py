@@ -51,8 +51,8 @@ def apply_plan(
     ``torch.compile`` breaks its graph here: a plan is no value that it knows.
 
     Raises:
-        InputError: an argument cannot be used; no backend covers the plan's problem, or the one that is asked
-            for does not.
+        InputError: an argument cannot be used; the plan is not proven; no backend covers its problem, or the
+            one that is asked for does not.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the backend's.
     """
     run = _apply
@@ -73,6 +73,10 @@ def _apply(
     """``how``: scale, softcap, probability of dropout, backend and disorder."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a dash_attn.schedule.Plan, got {short(plan)}")
+    if plan.verdict is None:
+        raise InputError(
+            "the plan is not proven, for copies and unpickled plans are not: dash_attn.schedule.prove(plan)"
+        )
     softmax_scale, softcap, p, asked, disorder = how
     q, k, v, scale = check_planned(*qkv, softmax_scale)
     packed = q.ndim == 3

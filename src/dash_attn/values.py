@@ -178,7 +178,7 @@ def scale_of(scale: float | None, head_dim: int) -> float:
     value = _finite(scale)
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         raise InputError(f"softmax_scale must be a finite float32, got {scale!r:.40}")
-    return value
+    return value + 0.0  # -0.0 equals 0.0, and would find what was prepared for it, but signs zeros otherwise
 
 
 def _finite(value: object) -> float:

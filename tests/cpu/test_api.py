@@ -22,6 +22,7 @@ from dash_attn.errors import InputError, UnsupportedMaskError
 from dash_attn.problem import Mask
 from dash_attn.schedule import FA3, POLICIES, SPT, Descending, Policy, Shift
 from dash_attn.testing import assert_same_bytes, same_bytes
+from dash_attn.values import scale_of
 
 
 def tensors(
@@ -146,6 +147,7 @@ def test_lse_and_scale():
     assert not lse.requires_grad
     assert_same_bytes(out, attention(q, k, v, softmax_scale=2.0))
     assert_same_bytes(attention(q, k, v), attention(q, k, v, softmax_scale=8**-0.5))
+    assert math.copysign(1.0, scale_of(-0.0, 8)) == 1.0  # it finds what was prepared for 0.0
 
 
 def test_causal_is_aligned_bottom_right():

@@ -129,6 +129,13 @@ def test_a_cache_without_tokens() -> None:
     assert not flash_attn_with_kvcache(Q, empty, empty, cache_seqlens=int32(0, 0)).any()
 
 
+def test_a_default_device_is_not_that_of_a_cache() -> None:
+    cache = torch.zeros(2, 50, 2, 8)
+    with torch.device("meta"):
+        flash_attn_with_kvcache(Q, cache, cache, NEW, NEW, cache_seqlens=4, causal=True)
+    assert_same_bytes(cache[:, 4:7], NEW)
+
+
 def test_what_the_host_knows_is_checked_wherever_lengths_are() -> None:
     """A number for all sequences; places of sequences beside lengths on another device."""
     q, elsewhere = Q.to("meta"), torch.empty(2, dtype=torch.int32, device="meta")

@@ -193,6 +193,15 @@ def test_a_plan_of_ones_own_is_prepared_once() -> None:
     assert torch.equal(first[0], again[0])
 
 
+def test_a_copy_of_a_plan_must_be_proven_again() -> None:
+    x, plan = torch.randn(2, 100, 1, 64, requires_grad=True), planned(FA3())
+    copied = pickle.loads(pickle.dumps(plan))
+    with pytest.raises(InputError, match=r"the plan is not proven.*dash_attn\.schedule\.prove"):
+        apply_plan(copied, x, x, x, 0.1)
+    found = [torch.autograd.grad(apply_plan(p, x, x, x, 0.1)[0].sum(), x)[0] for p in (plan, prove(copied))]
+    assert torch.equal(*found)
+
+
 def test_a_plan_of_ones_own_has_checked_arguments() -> None:
     plan, x = planned(FA3()), torch.randn(2, 100, 1, 64)
     assert_same_bytes(apply_plan(plan, x, x, x, None)[0], apply_plan(plan, x, x, x, 64**-0.5)[0])

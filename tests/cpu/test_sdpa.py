@@ -83,6 +83,16 @@ def test_scale_and_strides():
     assert_same_bytes(found, ours(q, k, v, softmax_scale=0.5))
 
 
+def test_output_under_autocast_has_its_dtype_whatever_the_layout():
+    x = torch.randn(1, 2, 40, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for q in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+            wanted = F.scaled_dot_product_attention(q, q, q)
+            with sdpa.enabled():
+                found = F.scaled_dot_product_attention(q, q, q)
+            assert (found.dtype, found.stride()) == (wanted.dtype, q.stride())
+
+
 def test_compiled_calls_take_the_same_kernels():
     tensors = leaves()
     torch._dynamo.reset()

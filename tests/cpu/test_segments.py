@@ -190,6 +190,18 @@ def test_a_sink_has_the_gradient_of_whole_sequences() -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+def test_the_gradient_of_a_sink_in_float64_is_float64() -> None:
+    q = torch.randn(1, 300, 2, 16, dtype=torch.float64)
+    found = []
+    for n in (None, 128):
+        sink = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+        attention(q, q, q, causal=True, learnable_sink=sink, q_segment=n).sum().backward()
+        found.append(sink.grad)
+    assert found[0] is not None
+    assert (found[0] != found[0].float()).any()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
 def test_sums_are_added_in_ascending_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """And in another order they would be others: the negative control of all byte comparisons here."""
     tensors = drawn(rows=600)

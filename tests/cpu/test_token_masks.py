@@ -294,6 +294,8 @@ def test_packing_with_a_cache_and_for_cross_attention():
     assert every.cu_seqlens_q.tolist() == [0, 3, 6]
     with pytest.raises(InputError, match="packed sequences of 4 keys with 3 queries that see all keys"):
         packing_of(mask + 1, 3, keep_queries=True)
+    named = packing_of(-7 * mask, 3, keep_queries=True)  # one sequence per row, whatever its number
+    assert all(torch.equal(a, b) for a, b in zip(named[:4], every[:4]))
     chunks = packing_of(torch.tensor([[1, 1, 2, 2, 3]]), 2)
     assert chunks.cu_seqlens_q.tolist() == [0, 0, 1, 2]
     assert chunks.cu_seqlens_k.tolist() == [0, 2, 4, 5]

@@ -236,7 +236,7 @@ def _checked(
             f"alibi_slopes of packed sequences must have shape (heads,), got {tuple(slopes.shape)}"
         )
     if cu_seqlens is not None:  # as if the rows of this rank were one sequence
-        one = torch.tensor([0, q.shape[0]], dtype=torch.int32)
+        one = torch.tensor([0, q.shape[0]], dtype=torch.int32, device="cpu")
         local = Packing(one, one, None, None)
     call = check_call(q, k, v, local, asked, aux)
     q, k, v = call.q, call.k, call.v

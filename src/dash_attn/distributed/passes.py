@@ -137,10 +137,10 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
     if shared.whole:
         return _whole(shared, mine, heads, aux)
     sink = aux.learnable_sink
-    wide = aux if sink is None else aux._replace(learnable_sink=sink.float())
+    wide = aux if sink is None else aux._replace(learnable_sink=sink.to(shared.wide))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in mine[1:4])
     complete, sums = shared.complete[shared.team.rank], {}
-    dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.float32)
+    dsink = None if sink is None else torch.zeros_like(sink, dtype=shared.wide)
     for rows, place in zip(shared.rows, places(shared.rows)):
         found: Tensor | None
         origin = shared.origin(heads, rows.sequence)

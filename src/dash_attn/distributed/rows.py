@@ -38,10 +38,12 @@ def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
     for length in layout.lengths:
         starts.append(starts[-1] + length)
     parts = [
-        torch.arange(starts[c.rows.sequence] + c.rows.first, starts[c.rows.sequence] + c.rows.last)
+        torch.arange(
+            starts[c.rows.sequence] + c.rows.first, starts[c.rows.sequence] + c.rows.last, device="cpu"
+        )
         for c in layout.chunks[rank]
     ]
-    return torch.cat([*parts, torch.empty(0, dtype=torch.int64)]).to(device)
+    return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device="cpu")]).to(device)
 
 
 def shard(

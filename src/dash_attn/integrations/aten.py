@@ -255,9 +255,9 @@ def _auxiliary(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def in_layout_of(reference: Tensor, x: Tensor) -> Tensor:
     """x with the strides of ``empty_like(reference)``, which PyTorch gives and compiled code expects.
 
-    x itself where it has another head dim.
+    x itself where it has another head dim. Its dtype stays: under autocast it is another one.
     """
     if x.shape != reference.shape:
         return x
-    like = torch.empty_like(reference)
+    like = torch.empty_like(reference, dtype=x.dtype)
     return x if x.stride() == like.stride() else like.copy_(x)

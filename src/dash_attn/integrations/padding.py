@@ -82,10 +82,13 @@ def packing_of(
     ([1, 2, 3, 4, 5], [0, 2, 4, 5])
     """
     numbers = mask.cpu().long()
-    if keep_queries and numbers.numel() and int(numbers.max()) > 1:
-        raise InputError(
-            f"packed sequences of {mask.shape[1]} keys with {seqlen_q} queries that see all keys"
-        )
+    if keep_queries and numbers.numel():
+        there = numbers != 0
+        first = numbers.gather(1, there.int().argmax(1, keepdim=True))  # of each row
+        if bool((there & (numbers != first)).any()):
+            raise InputError(
+                f"packed sequences of {mask.shape[1]} keys with {seqlen_q} queries that see all keys"
+            )
     packing = _every_query(numbers, seqlen_q) if keep_queries else _tokens(numbers, seqlen_q)
     rows_q, rows_k = (rows.to(mask.device if device is None else device) for rows in packing[:2])
     return packing._replace(rows_q=rows_q, rows_k=rows_k)

@@ -191,9 +191,9 @@ def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:
 
 def run_parts(parts: tuple[Part, ...], tensors: Tensors, scores: Scores, aux: AuxTensors) -> Gradients:
     """The gradients of a call, part by part."""
-    sink = aux.learnable_sink
-    wide = aux if sink is None else aux._replace(learnable_sink=sink.float())
-    q, k, v = tensors.q, tensors.k, tensors.v
+    sink, q, k, v = aux.learnable_sink, tensors.q, tensors.k, tensors.v
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = aux if sink is None else aux._replace(learnable_sink=sink.to(dtype))
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     total: Tensor | None = None
     for part in parts:

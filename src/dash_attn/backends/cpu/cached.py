@@ -79,7 +79,7 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     for sequence, first in enumerate(at.tolist()):
         if not 0 <= first <= size * table.shape[1] - rows:
             raise InputError(f"cache_seqlens has {first} at {sequence}: no room for {rows} new ones")
-        tokens = torch.arange(first, first + rows)
+        tokens = torch.arange(first, first + rows, device="cpu")
         places.append((_pages(table[sequence, tokens // size], cache[0]), tokens % size))
     for sequence, place in enumerate(places):
         for where, what in zip(cache, new):

@@ -28,7 +28,7 @@ def sink_gradient(problem: Problem, tensors: Tensors, aux: AuxTensors) -> Tensor
     if sink is None:
         return None
     wide = accumulator(tensors.q.dtype)
-    total = torch.zeros(problem.heads, dtype=wide)
+    total = torch.zeros(problem.heads, dtype=wide, device="cpu")
     starts = TileRows(problem).q_start
     for begin, end in pairwise(starts):
         rows = slice(begin, end)
