@@ -37,20 +37,20 @@ MAIN, CUDNN = "h200-backward.json", "h200-cudnn.json"
 OTHER_KERNELS_MS = 0.039
 """Preprocessing at 16,384 tokens and hidden size 2,048 (docs/performance.md)."""
 
+
+def _is_long_128(mask: str, point: Row) -> bool:
+    here: bool = (point["set"], point["mask"], point["head_dim"]) == ("lengths", mask, 128)
+    return here and point["seqlen"] >= 32_768
+
+
 RATIO_NAMES = {"det": PEER, "any": ANY_PEER, "builds": OTHER_BUILDS, "order": ORDER}
 SELECTIONS: Mapping[str, Callable[[Row], bool]] = {
     "grid": lambda point: point["set"] == "grid",
     "grid-short": lambda point: point["set"] == "grid" and point["seqlen"] <= 1024,
     "grouped": lambda point: point["set"] == "grouped",
     "lengths": lambda point: point["set"] == "lengths",
-    "long-causal-128": lambda point: (
-        (point["set"], point["mask"], point["head_dim"]) == ("lengths", "causal", 128)
-        and point["seqlen"] >= 32_768
-    ),
-    "long-full-128": lambda point: (
-        (point["set"], point["mask"], point["head_dim"]) == ("lengths", "full", 128)
-        and point["seqlen"] >= 32_768
-    ),
+    "long-causal-128": partial(_is_long_128, "causal"),
+    "long-full-128": partial(_is_long_128, "full"),
 }
 """Points of the throughput benchmark, chosen by the fields of POINT."""
 

@@ -39,6 +39,7 @@ __all__ = [
     "RowIntervals",
     "Shapes",
     "Tensors",
+    "accumulator",
     "as_current",
     "backend_for",
     "backend_named",
@@ -323,6 +324,11 @@ class Backend(ABC):
         """A problem over a cache of keys, which it covers, on a device."""
 
 
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """Of sums, and of lse, for tensors of a dtype: fp32, fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int, like: Tensor) -> Tensor:
     """Zeros for sums of dK and dV, to which the backwards of several segments of q rows add.
 
@@ -337,7 +343,7 @@ def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int,
         (kv_tiles, batch, kv_heads, head_groups, words) fp32 (fp64 for fp64). What the words are is the
         backend's own business.
     """
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    dtype = accumulator(like.dtype)
     size = kv_tiles, len(problem.sequences), problem.kv_heads, *backend.key_sums(problem, groups)
     return torch.zeros(size, dtype=dtype, device=like.device)
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..backends.base import accumulator
 from ..ops.calls import Call, shaped_call
 from ..ops.segments import CutSequence
 from ..problem import IntArray
@@ -114,7 +115,7 @@ class Shared:
     @property
     def wide(self) -> torch.dtype:
         """Of lse, and of sums."""
-        return torch.float64 if self.given.dtype == torch.float64 else torch.float32
+        return accumulator(self.given.dtype)
 
     @cached_property
     def key_starts(self) -> dict[int, int]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.base import NO_AUX, NO_BACKWARD, AuxTensors, Gradients, Tensors
+from ..backends.base import NO_AUX, NO_BACKWARD, AuxTensors, Gradients, Tensors, accumulator
 from ..errors import InputError
 
 __all__ = [
@@ -152,7 +152,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Ten
     if aux.learnable_sink is not None:
         out = out + 0 * aux.learnable_sink.sum()
     *batch, rows, heads, _ = q.shape
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = accumulator(q.dtype)
     return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)
 
 

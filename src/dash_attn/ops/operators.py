@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Gradients, Tensors
+from ..backends.base import AuxTensors, Gradients, Tensors, accumulator
 from ..backends.cached import CachedTensors
 from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
@@ -138,7 +138,7 @@ APPEND = torch.ops.dash_attn.append.default
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = accumulator(q.dtype)
     *batch, rows, heads, _d = q.shape
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*batch, heads, rows), dtype=wide)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Backend, Gradients, Prepared, Tensors, new_key_sums
+from ..backends.base import AuxTensors, Backend, Gradients, Prepared, Tensors, accumulator, new_key_sums
 from ..problem import Problem
 from ..schedule import Plan, build_plan, choose_policy
 from ..schedule.defaults import choose_policy_of_segment
@@ -192,8 +192,7 @@ def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:
 def run_parts(parts: tuple[Part, ...], tensors: Tensors, scores: Scores, aux: AuxTensors) -> Gradients:
     """The gradients of a call, part by part."""
     sink, q, k, v = aux.learnable_sink, tensors.q, tensors.k, tensors.v
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    wide = aux if sink is None else aux._replace(learnable_sink=sink.to(dtype))
+    wide = aux if sink is None else aux._replace(learnable_sink=sink.to(accumulator(q.dtype)))
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     total: Tensor | None = None
     for part in parts:

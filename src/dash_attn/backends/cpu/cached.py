@@ -11,7 +11,7 @@ from ...errors import InputError
 from ...problem import Mask, Problem
 from ...schedule import ForwardNumerics
 from ...scores import Scores
-from ..base import NO_AUX, AuxTensors
+from ..base import NO_AUX, AuxTensors, accumulator
 from ..cached import CachedProblem, CachedTensors, PreparedCached
 from .forward import forward
 
@@ -33,7 +33,7 @@ class Cached(PreparedCached):
     ) -> tuple[Tensor, Tensor]:
         p, q = self.problem, tensors.q
         if not p.batch:
-            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            wide = accumulator(q.dtype)
             *batch, rows, heads, _ = q.shape
             return q.new_zeros((*q.shape[:-1], p.head_dim_v)), q.new_zeros((*batch, heads, rows), dtype=wide)
         lengths = tensors.lengths.tolist()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...schedule.constants import SINK_ROWS
-from ..base import AuxTensors, Tensors
-from .tiles import TileRows, accumulator
+from ..base import AuxTensors, Tensors, accumulator
+from .tiles import TileRows
 
 __all__ = ["sink_gradient"]
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...problem import Mask, Problem, SequenceGrid
-from ..base import AuxTensors, tensor_shapes
+from ..base import AuxTensors, accumulator, tensor_shapes
 from .masks import hidden_elements
 
 __all__ = [
     "TileMasks",
     "TileRows",
-    "accumulator",
     "check_packed",
     "copy_tile",
     "distances",
@@ -35,10 +34,6 @@ def exact() -> Iterator[None]:
     """
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def copy_tile(x: Tensor, rows: slice, head: int) -> Tensor:
