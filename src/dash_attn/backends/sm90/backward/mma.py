@@ -73,10 +73,11 @@ class MmaRole:
                         n_task += 1
                     self.tight_task(t, n_task, rings, slot, True)
                 else:
+                    first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
-                        self.task(t, n_task, rings, slot, False)
+                        self.task(t, n_task, first, rings, slot, False)
                         n_task += 1
-                    self.task(t, n_task, rings, slot, True)
+                    self.task(t, n_task, first, rings, slot, True)
                 n_task += 1
                 n_kv += 1
                 self.put_dk(t, n_task, slot, numbers.scale, rings)
@@ -148,31 +149,37 @@ class MmaRole:
         return cute.make_tensor(stat.iterator, layout)[None, lane % 4, None, None]
 
     @cute.jit
-    def task(self, t, n_task: Int32, rings, slot, is_last: cutlass.Constexpr[bool]):
+    def task(self, t, n_task: Int32, first: Int32, rings, slot, is_last: cutlass.Constexpr[bool]):
         """One (kv tile, q tile) with 64 query rows.
 
         Expects S^T in acc_S, and leaves the next task's there unless it is the last.
-        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS beside dV, its trip through shared
-        memory beside the next S, the dQ write-out beside dK.
+        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS and its way into shared memory beside dV,
+        the dQ write-out beside dK. A proxy fence waits for all that its warp has stored, so it stands where
+        that is long done: that of dS behind the next S, that of dQ behind the dP of the next task (`first`: the first of
+        the item, before which there is no dQ).
         """
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
         rings.dout.wait_full(n_task)
         acc_dP = self.start_dp(t, do_stage)
         rP = self.p_operand(t, q_stage)
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+        if n_task > first:
+            arrive(rings.dq.full_of(n_task - 1))
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
-        # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P
-        # gives its registers to dS. The tensor cores hardly notice, dS takes less time than dV.
         for i in cutlass.range_constexpr(cute.size(acc_dP)):
             acc_dP[i] = t.acc_S[i] * acc_dP[i]
+        rings.ds.wait_empty(n_task)
+        self.store_ds(t, self.rounded(acc_dP), acc_dP.layout, ds_stage)
+        # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P
+        # gives its registers to dS, which is rounded once more for them. The tensor cores hardly notice.
         warpgroup.wait_group(0)
         arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
             self.start_s(t, n_task + 1, rings)
-        rdS = as_operand_a(acc_dP, self.dtype)
-        rings.ds.wait_empty(n_task)
-        self.store_ds(t, rdS, acc_dP.layout, ds_stage)
+        rdS = as_operand_a(self.rounded(acc_dP), self.dtype)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=DS_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
         acc_dQ = self.start_dq(t, ds_stage)
@@ -185,9 +192,10 @@ class MmaRole:
         if const_expr(is_last):
             arrive(rings.k.empty)
         self.store_dq(t, acc_dQ, dq_stage)
-        cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        arrive(rings.dq.full_of(n_task))
+        if const_expr(is_last):
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            arrive(rings.dq.full_of(n_task))
         warpgroup.wait_group(0)
         arrive(rings.q.empty_of(n_task))
 
@@ -205,10 +213,7 @@ class MmaRole:
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
         self.probabilities(t, 0, q_stage)
-        rounded = cute.make_rmem_tensor(t.acc_S.layout, self.dtype)
-        pairs = cute.recast_tensor(rounded, Int32)
-        for i in cutlass.range_constexpr(cute.size(pairs)):
-            pairs[i] = packed(t.acc_S[2 * i], t.acc_S[2 * i + 1], self.dtype)
+        rounded = self.rounded(t.acc_S)
         rP = as_operand_a(rounded, self.dtype)
         rings.dout.wait_full(n_task)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
@@ -242,6 +247,14 @@ class MmaRole:
             arrive(barrier)
         if const_expr(not is_last):
             warpgroup.wait_group(0)
+
+    def rounded(self, acc):
+        """An accumulator in the dtype of the tensors, at this point of the program: values and layout stay."""
+        found = cute.make_rmem_tensor(acc.layout, self.dtype)
+        pairs = cute.recast_tensor(found, Int32)
+        for i in range(cute.size(pairs)):
+            pairs[i] = packed(acc[2 * i], acc[2 * i + 1], self.dtype)
+        return found
 
     @cute.jit
     def wide_task(self, t, n_task: Int32, first: Int32, rings, is_last: cutlass.Constexpr[bool]):

@@ -42,7 +42,7 @@ class SplitColumns(MmaRole):
         return ptx.thread_index() % 4 * 2 + 32 * self._group()
 
     @cute.jit
-    def task(self, t, n_task: Int32, rings, slot, is_last: cutlass.Constexpr[bool]):
+    def task(self, t, n_task: Int32, first: Int32, rings, slot, is_last: cutlass.Constexpr[bool]):
         """One (kv tile, q tile).
 
         Expects S^T in acc_S, and leaves the next task's there unless it is the last.
