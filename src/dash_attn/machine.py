@@ -32,7 +32,7 @@ WORKERS = 132
 L2_BYTES = 50 * 2**20
 """L2 cache of an H100 or H200."""
 
-HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 32, 16, 128
+HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 16, 16, 128
 """At most so many heads come together, the longest items first: heads of COLUMNS_TOGETHER columns with one q
 head per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers
 idle between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""

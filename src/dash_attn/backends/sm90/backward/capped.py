@@ -22,7 +22,7 @@ class CappedMma(MmaRole):
         t.inner, t.scale_log2 = numbers.inner, numbers.outer
         return t
 
-    def begin_p(self, t, stage) -> None:
+    def begin_p(self, t, stage, is_cut) -> None:
         """tanh in place of S."""
         for h in range(2):
             self._tanh(t, 64 * h, 64, stage)

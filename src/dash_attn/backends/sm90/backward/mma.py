@@ -56,7 +56,8 @@ class MmaRole:
                 self.start_s(t, n_task, rings)
                 warpgroup.wait_group(0)
                 if const_expr(c.delayed_dq):
-                    self.begin_p(t, rings.q.stage(n_task))
+                    stage = rings.q.stage(n_task)
+                    self.begin_p(t, stage, t.info[0, stage])
                 rings.v.wait_full(n_kv)
                 if const_expr(not c.split):
                     rings.dk.wait_empty(n_kv)
@@ -272,8 +273,10 @@ class MmaRole:
         c = self.config
         q_stage, ds_stage = rings.q.stage(n_task), rings.ds.stage(n_task)
         rdS = self.wide_ds(t, n_task, rings)
+        is_cut = Int32(0)
         if const_expr(not is_last):
             self.start_s(t, n_task + 1, rings)
+            is_cut = t.info[0, rings.q.stage(n_task + 1)]  # read long before it is asked for
         self.store_ds(t, rdS, t.acc_S.layout, ds_stage)
 
         # Before the first task there is no dQ: the product is computed from old values, put into the buffer
@@ -286,7 +289,7 @@ class MmaRole:
         warpgroup.wait_group(2)
         arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
-            self.begin_p(t, rings.q.stage(n_task + 1))
+            self.begin_p(t, rings.q.stage(n_task + 1), is_cut)
         into = cutlass.max(last, first)
         rings.dq.wait_empty(into)
         warpgroup.wait_group(1)
@@ -304,10 +307,11 @@ class MmaRole:
         """dV of a task, and dS as an operand; there is room in its buffer."""
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         rings.dout.wait_full(n_task)
+        is_cut = t.info[0, q_stage]  # read long before it is asked for
         acc_dP = self.start_dp(t, do_stage)
         rP = as_operand_a(part(t.acc_S, 0), self.dtype)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
-        self.probabilities(t, 1, q_stage)
+        self.probabilities(t, 1, q_stage, is_cut)
         # This wait is also a branch, below which ptxas sinks nothing: otherwise most of exp2 would end up
         # behind dP.
         rings.ds.wait_empty(n_task)
@@ -411,9 +415,9 @@ class MmaRole:
         multiply(t.scores, acc_dP, t.tPrV[None, None, None, 0], t.tPrdO[None, None, None, stage], True)
         return acc_dP
 
-    def begin_p(self, t, stage) -> None:
+    def begin_p(self, t, stage, is_cut) -> None:
         """What is done of P beside dQ and dK of the task before."""
-        self.probabilities(t, 0, stage)
+        self.probabilities(t, 0, stage, is_cut)
 
     def p_operand(self, t, stage):
         """P of a tile of 64 rows as an operand."""
@@ -421,7 +425,7 @@ class MmaRole:
         return as_operand_a(t.acc_S, self.dtype)
 
     @cute.jit
-    def probabilities(self, t, h: cutlass.Constexpr[int], stage):
+    def probabilities(self, t, h: cutlass.Constexpr[int], stage, is_cut=None):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
 
         The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is
@@ -431,14 +435,14 @@ class MmaRole:
         c = self.config
         acc = part(t.acc_S, h)
         if const_expr(c.delayed_dq):
-            self._mask_if_cut(t, acc, h, stage, -math.inf)
+            self._mask_if_cut(t, acc, h, stage, is_cut, -math.inf)
         for column in cutlass.range_constexpr(8):
             lse2 = self.column_of_lse(t, 8 * h + column, stage)
             for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
                 acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
         if const_expr(not c.delayed_dq):
-            self._mask_if_cut(t, acc, h, stage, 0.0)
+            self._mask_if_cut(t, acc, h, stage, t.info[0, stage], 0.0)
 
     def column_of_lse(self, t, column: int, stage):
         """LSE of the two queries of this thread among eight."""
@@ -463,9 +467,9 @@ class MmaRole:
         return ptx.thread_index() % 4 * 2
 
     @cute.jit
-    def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, value: cutlass.Constexpr[float]):
-        """`_mask` where the mask cuts the task's tile; of its 64 query columns h."""
-        if t.info[0, stage] == 1:
+    def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, is_cut, value: cutlass.Constexpr[float]):
+        """`_mask` where the mask cuts the task's tile; of its 64 query columns h. `is_cut`: the first word of `info`."""
+        if is_cut == 1:
             self._mask(acc, t.info[None, stage], 64 * h, value)
 
     @cute.jit

@@ -87,7 +87,7 @@ class SplitColumns(MmaRole):
             for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
                 t.acc_S[i] = cute.math.exp2(t.acc_S[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
-        self._mask_if_cut(t, t.acc_S, 0, stage, 0.0)
+        self._mask_if_cut(t, t.acc_S, 0, stage, t.info[0, stage], 0.0)
 
     @cute.jit
     def _share(self, t, acc, stage: cutlass.Constexpr[int]):
