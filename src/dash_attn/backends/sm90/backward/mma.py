@@ -61,8 +61,8 @@ class MmaRole:
                 rings.v.wait_full(n_kv)
                 if const_expr(not c.split):
                     rings.dk.wait_empty(n_kv)
+                first = n_task
                 if const_expr(c.delayed_dq):
-                    first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
                         self.wide_task(t, n_task, first, rings, False)
                         n_task += 1
@@ -74,7 +74,6 @@ class MmaRole:
                         n_task += 1
                     self.tight_task(t, n_task, rings, slot, True)
                 else:
-                    first = n_task
                     for _ in cutlass.range(tasks - 1, unroll=1):
                         self.task(t, n_task, first, rings, slot, False)
                         n_task += 1
@@ -154,10 +153,10 @@ class MmaRole:
         """One (kv tile, q tile) with 64 query rows.
 
         Expects S^T in acc_S, and leaves the next task's there unless it is the last.
-        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS and its way into shared memory beside dV,
-        the dQ write-out beside dK. A proxy fence waits for all that its warp has stored, so it stands where
-        that is long done: that of dS behind the next S, that of dQ behind the dP of the next task (`first`: the first of
-        the item, before which there is no dQ).
+        Tensor-core order: dP, dV, next S, dQ, dK; exp2 beside dP, dS and its way into shared memory beside
+        dV, the dQ write-out beside dK. A proxy fence waits for all that its warp has stored, so it stands
+        where that is long done: that of dS behind the next S, that of dQ behind exp2 of the next task
+        (`first`: the item's first task, before which there is no dQ).
         """
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         ds_stage, dq_stage = rings.ds.stage(n_task), rings.dq.stage(n_task)
@@ -250,7 +249,7 @@ class MmaRole:
             warpgroup.wait_group(0)
 
     def rounded(self, acc):
-        """An accumulator in the dtype of the tensors, at this point of the program: values and layout stay."""
+        """An accumulator in the dtype of the tensors, converted where this stands in the program."""
         found = cute.make_rmem_tensor(acc.layout, self.dtype)
         pairs = cute.recast_tensor(found, Int32)
         for i in range(cute.size(pairs)):
@@ -468,7 +467,7 @@ class MmaRole:
 
     @cute.jit
     def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, is_cut, value: cutlass.Constexpr[float]):
-        """`_mask` where the mask cuts the task's tile; of its 64 query columns h. `is_cut`: the first word of `info`."""
+        """`_mask` where the mask cuts the task's tile: `is_cut`, from `info`. Of its 64 query columns h."""
         if is_cut == 1:
             self._mask(acc, t.info[None, stage], 64 * h, value)
 

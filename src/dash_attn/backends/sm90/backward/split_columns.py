@@ -47,7 +47,7 @@ class SplitColumns(MmaRole):
 
         Expects S^T in acc_S, and leaves the next task's there unless it is the last.
         Tensor-core order: dP, dV, dQ, dK, next S; exp2 and P's trip through shared memory beside dP, dS and
-        its trip beside dV, the dQ write-out beside dK and the next S.
+        its trip beside dV, the dQ write-out beside dK and the next S. `first` is of no use here.
         """
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         of_p, of_ds = 2 * n_task, 2 * n_task + 1  # uses of the buffers of dS: P has the first one
