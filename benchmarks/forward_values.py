@@ -42,10 +42,12 @@ def forward_values() -> Iterator[tuple[str, Value]]:
         yield f"grouped-{of}", partial(_grouped, pick)
 
 
-def by_point(set_: str, timing: str, figure: str) -> dict[Point, dict[str, float]]:
+def by_point(
+    set_: str, timing: str, figure: str, file: str = "h200-forward.json"
+) -> dict[Point, dict[str, float]]:
     """A figure of every contender, at the points of a set that has the grid's."""
     found: dict[Point, dict[str, float]] = {}
-    for row in read("h200-forward.json"):
+    for row in read(file):
         if (row["set"], row["timing"]) == (set_, timing):
             found.setdefault((row["head_dim"], row["mask"], row["seqlen"]), {})[row["impl"]] = row[figure]
     return found

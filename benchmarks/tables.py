@@ -271,7 +271,8 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
     folder = "benchmarks/results/h200-"
     of_source: Mapping[str, Iterator[tuple[str, Value]]] = {
         f"{folder}backward.json": chain(throughput_values(), tlx_values(), replication_values()),
-        f"{folder}forward.json": chain(forward_values(), other_values(), total_values()),
+        f"{folder}forward.json": chain(forward_values(), other_values(), total_values("h200-forward.json")),
+        "benchmarks/results/h100-forward.json": total_values("h100-forward.json"),
         f"{folder}ablations.json": ablation_values(),
         f"{folder}deviation.json": iter([("table-1", deviation_table)]),
         f"{folder}error-growth.json": error_values(),
@@ -284,6 +285,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}decode-chunks.json": chunk_values(),
         f"{folder}choices.json": schedule_values(),
         f"{folder}grid.json": shape_values("h200-grid.json"),
+        "benchmarks/results/h100-grid.json": shape_values("h100-grid.json"),
         f"{folder}shapes.json": shape_values("h200-shapes.json"),
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}segments.json": shape_values("h200-segments.json"),

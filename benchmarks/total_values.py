@@ -36,21 +36,21 @@ TARGETS = (("geometric mean", 1.05), ("least", 1.00), ("geometric mean, stretch"
 """Of the ratios to peers of any kind."""
 
 
-def total_values() -> Iterator[tuple[str, Value]]:
+def total_values(file: str) -> Iterator[tuple[str, Value]]:
     """``total-WHICH-STATISTIC``, ``total-single-WHICH-STATISTIC`` of single calls, a table, and targets."""
-    if not _points("sustained"):
+    if not _points(file, "sustained"):
         return  # not measured yet
     for timing, prefix in (("sustained", "total"), ("single", "total-single")):
         for which in BACKWARDS:
             for statistic in STATISTICS:
-                yield f"{prefix}-{which}-{statistic}", partial(_statistic, timing, which, statistic)
-    yield "total-table", total_table
-    yield "total-targets", target_table
+                yield f"{prefix}-{which}-{statistic}", partial(_statistic, file, timing, which, statistic)
+    yield "total-table", partial(total_table, file)
+    yield "total-targets", partial(target_table, file)
 
 
-def _points(timing: str) -> dict[Point, dict[str, float]]:
+def _points(file: str, timing: str) -> dict[Point, dict[str, float]]:
     """Milliseconds by point and by what was timed, with what enters by ratio."""
-    found = by_point("total", timing, "ms")
+    found = by_point("total", timing, "ms", file)
     for (head_dim, mask, seqlen), ms in found.items():
         at = SEQLENS.index(seqlen)
         if "fa4 forward" in ms:
@@ -77,22 +77,22 @@ def _peers(ms: Mapping[str, float], which: str) -> float:
     return forward + _fastest(ms, "backward", BACKWARDS[which])[0]
 
 
-def _ratios(timing: str, which: str) -> list[float]:
+def _ratios(file: str, timing: str, which: str) -> list[float]:
     """Our speed / that of the peers, greater than 1 where ours is faster."""
-    points = _points(timing)
+    points = _points(file, timing)
     if len(points) != POINTS:
         raise ValueError(f"{len(points)} of {POINTS} points of forward and backward were measured")
     return [_peers(ms, which) / ms["dash_attn"] for ms in points.values()]
 
 
-def _statistic(timing: str, which: str, statistic: str) -> str:
-    return STATISTICS[statistic](_ratios(timing, which))
+def _statistic(file: str, timing: str, which: str, statistic: str) -> str:
+    return STATISTICS[statistic](_ratios(file, timing, which))
 
 
-def total_table() -> str:
+def total_table(file: str) -> str:
     """Milliseconds of ours and of the fastest peers, and ratios."""
     lines = []
-    for (head_dim, mask, seqlen), ms in _points("sustained").items():
+    for (head_dim, mask, seqlen), ms in _points(file, "sustained").items():
         best = [_fastest(ms, "forward", ("fa4", "cudnn", "fa3"))]
         best += [_fastest(ms, "backward", BACKWARDS[which]) for which in ("det", "any")]
         shown = [f"{x:.3f} {NAMES[name]}" for x, name in best]
@@ -102,9 +102,9 @@ def total_table() -> str:
     return table_of([*head, "ours / det", "ours / any"], lines)
 
 
-def target_table() -> str:
+def target_table(file: str) -> str:
     """What was reached and what was wanted, of peers of any kind."""
-    ratios, lines = _ratios("sustained", "any"), []
+    ratios, lines = _ratios(file, "sustained", "any"), []
     for figure, wanted in TARGETS:
         value = min(ratios) if figure == "least" else statistics.geometric_mean(ratios)
         outcome = "met" if value >= wanted else "**missed**"

@@ -1,4 +1,4 @@
-"""What an H200 costs. These numbers move work in time; none of them decides a bit.
+"""What an H100 or H200 costs. These numbers move work in time; none of them decides a bit.
 
 What decides bits is in :mod:`dash_attn.schedule.constants`.
 """
@@ -8,13 +8,11 @@ from __future__ import annotations
 __all__ = [
     "BYTES_IN_TURNS",
     "CACHED_BYTES",
-    "COLUMNS_TOGETHER",
     "CONVERSION_CYCLES",
     "DRAM_BYTES_PER_CYCLE",
     "DRAM_SHARE",
     "FEW_ROUNDS",
     "FORWARD_CYCLES",
-    "GROUPS_TOGETHER",
     "HEADS_IN_TURNS",
     "HEADS_TOGETHER",
     "HOP_TASKS",
@@ -32,10 +30,10 @@ WORKERS = 132
 L2_BYTES = 50 * 2**20
 """L2 cache of an H100 or H200."""
 
-HEADS_TOGETHER, GROUPS_TOGETHER, COLUMNS_TOGETHER = 16, 16, 128
-"""At most so many heads come together, the longest items first: heads of COLUMNS_TOGETHER columns with one q
-head per kv head, fewer of more columns; and head groups where there are several q heads. Fewer leave workers
-idle between sections, more hold more of L2 than they need (docs/experiments/choices.md)."""
+HEADS_TOGETHER = 16
+"""At most so many heads, or head groups, come together, the longest items first. Fewer leave workers idle
+between sections, more hold more of L2 than they need, which an H100's memory does not hide
+(docs/experiments/choices.md)."""
 
 HEADS_IN_TURNS = 16
 """Heads that take turns where their items queue, if no more are needed to keep all workers busy."""

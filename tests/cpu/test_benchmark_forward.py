@@ -127,10 +127,12 @@ def test_a_set_is_replaced_and_others_stay(benchmark: SimpleNamespace, tmp_path:
     assert [row["ms"] for row in found["rows"]] == [3, 4, 5]
 
 
-def test_every_set_of_the_committed_file_says_which_run_it_is_of() -> None:
-    found = json.loads((FOLDER / "results" / "h200-forward.json").read_text())
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_every_set_of_the_committed_files_says_which_run_it_is_of(gpu: str) -> None:
+    found = json.loads((FOLDER / "results" / f"{gpu}-forward.json").read_text())
     assert set(found["headers"]) == {row["set"] for row in found["rows"]}
     assert all(header["command"] for header in found["headers"].values())
+    assert all(gpu in header["gpu"].lower() for header in found["headers"].values())
 
 
 def test_versions_of_what_is_not_installed_are_empty(benchmark: SimpleNamespace) -> None:
@@ -150,16 +152,20 @@ def total_rows(ours_ms: float, **more: float) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def values(module: ModuleType, name: str, rows: list[dict[str, Any]]) -> dict[str, str]:
+def values(module: ModuleType, name: str, rows: list[dict[str, Any]], *file: str) -> dict[str, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("documents.document", lambda name: {"rows": rows})
-        return {key: value() for key, value in getattr(module, name)()}
+        return {key: value() for key, value in getattr(module, name)(*file)}
+
+
+def total_values(module: ModuleType, rows: list[dict[str, Any]]) -> dict[str, str]:
+    return values(module, "total_values", rows, "any.json")
 
 
 def test_forward_and_backward_beside_the_fastest_of_any_peers(benchmark: SimpleNamespace) -> None:
     total = benchmark.total_values
-    assert values(total, "total_values", []) == {}
-    found = values(total, "total_values", total_rows(4.0))
+    assert total_values(total, []) == {}
+    found = total_values(total, total_rows(4.0))
     ratios = [x for by_length in total.FA3_TO_FA4.values() for x in by_length]
     forwards = [1 / max(x, 1) for x in ratios]  # of cuDNN 2.0, FlashAttention-4 1.0 and 3 by ratio
     assert found["total-any-least"] == f"{(min(forwards) + 3.0) / 4.0:.2f}"
@@ -175,21 +181,19 @@ def test_forward_and_backward_beside_the_fastest_of_any_peers(benchmark: SimpleN
     assert [line.split("|")[4].strip() for line in found["total-targets"].splitlines()[2:]] == 3 * [
         "**missed**"
     ]
-    met = values(total, "total_values", total_rows(3.0))["total-targets"]
+    met = total_values(total, total_rows(3.0))["total-targets"]
     assert [line.split("|")[4].strip() for line in met.splitlines()[2:]] == 3 * ["met"]
 
 
 def test_a_mark_needs_all_points_and_a_peer_each_way(benchmark: SimpleNamespace) -> None:
     total, rows = benchmark.total_values, total_rows(4.0)
     with pytest.raises(ValueError, match="23 of 24 points"):
-        values(
-            total,
-            "total_values",
-            [row for row in rows if (row["head_dim"], row["mask"], row["seqlen"]) != (64, "full", 512)],
+        total_values(
+            total, [row for row in rows if (row["head_dim"], row["mask"], row["seqlen"]) != (64, "full", 512)]
         )
     with pytest.raises(ValueError, match="no backward of fa4_det, cudnn_det was measured"):
-        values(total, "total_values", [row for row in rows if "_det" not in row["impl"]])
-    without = values(total, "total_values", [row for row in rows if "cudnn" not in row["impl"]])
+        total_values(total, [row for row in rows if "_det" not in row["impl"]])
+    without = total_values(total, [row for row in rows if "cudnn" not in row["impl"]])
     assert without["total-any-least"] == f"{(1 / 1.24 + 3.5) / 4.0:.2f}"
 
 

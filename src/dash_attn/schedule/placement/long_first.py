@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import PlacementError
-from ...machine import COLUMNS_TOGETHER, GROUPS_TOGETHER, HEADS_TOGETHER
+from ...machine import HEADS_TOGETHER
 from ...problem import IntArray
 from ..batch import Batch
 from ..constants import LONG_FROM
@@ -24,10 +24,9 @@ __all__ = ["LongFirst"]
 class LongFirst(Placement):
     """Sequences of ``long_from`` keys and more, then the others, whose items fill the gap at the end.
 
-    Long sequences come in equal sections of up to ``HEADS_TOGETHER`` heads of 128 columns, fewer of more
-    columns, or of up to ``GROUPS_TOGETHER`` head groups. There the longest items come first, as in
-    FlashAttention-4 (section 3.3), and items of one length by kv tiles, so that heads take turns. The others
-    come as `last_first` has them.
+    Long sequences come in equal sections of up to ``HEADS_TOGETHER`` head groups. There the longest items
+    come first, as in FlashAttention-4 (section 3.3), and items of one length by kv tiles, so that heads take
+    turns. The others come as `last_first` has them.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import ByLength, build_plan
@@ -53,16 +52,13 @@ class LongFirst(Placement):
                 return codes
             long = batch.per_item(of_group)
             codes, tasks, kv = np.where(long, np.arange(len(codes)), codes), tasks * long, kv * long
-        keys = [batch.per_item(_even_sections(batch, of_group)), tasks]
+        keys = [batch.per_item(_even_sections(of_group)), tasks]
         return sorted_by(codes, *keys, *([kv] if (queues & of_group).any() else []))
 
 
-def _even_sections(batch: Batch, chosen: NDArray[np.bool_]) -> IntArray:
+def _even_sections(chosen: NDArray[np.bool_]) -> IntArray:
     """Section of each chosen head group; the others are behind the last one. Sizes differ by one at most."""
-    problem, together = batch.problem, GROUPS_TOGETHER
-    if problem.group == 1:
-        together = HEADS_TOGETHER * COLUMNS_TOGETHER // max(problem.widest, COLUMNS_TOGETHER)
     count = np.cumsum(chosen)
-    number = -(-count[-1] // together)
+    number = -(-count[-1] // HEADS_TOGETHER)
     section: IntArray = np.where(chosen, (count - 1) * number // count[-1], number)
     return section
