@@ -9,13 +9,13 @@ from .arguments import Asked, CheckedCall, Packing, Used, check_call, completed
 from .backends.base import NO_AUX, AuxTensors
 from .errors import InputError
 from .ops.autograd import attend, call_directly, empty_results, refuse_gradients, with_gradients
-from .ops.calls import Call, dense_call, packed_call, used_call
+from .ops.calls import Call, dense_call, packed_call, shaped_call, used_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .spec import AttentionSpec
 from .values import check_flag
 
-__all__ = ["QKV", "find_call", "is_empty", "run_dense", "run_packed"]
+__all__ = ["QKV", "backend_of_nothing", "find_call", "is_empty", "run_dense", "run_packed"]
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -66,6 +66,8 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     """(call, out, lse); the call of those that need no operator."""
     q, k, v, aux, _, packing = checked
     if is_empty(checked):
+        if not torch.compiler.is_compiling():
+            backend_of_nothing(checked)
         return None, *empty_results(q, k, v, aux)
     aux = completed(aux, checked.spec.dropout_p, q)
     checked = checked._replace(aux=aux)
@@ -86,6 +88,19 @@ def find_call(checked: CheckedCall) -> Call:
     if isinstance(packing, Used):
         return used_call(q, k, v, packing, spec)
     return dense_call(q, k, v, spec) if packing is None else packed_call(q, k, v, packing, spec)
+
+
+def backend_of_nothing(checked: CheckedCall) -> str:
+    """Name of the backend of a call without a sequence: the one that would run a sequence like its others.
+
+    Raises:
+        InputError: none covers it, or the one that is asked for does not.
+        UnsupportedMaskError: the policy does not cover the mask.
+    """
+    q, k, v, _, spec, packing = checked
+    lengths = (q.shape[1], k.shape[1]) if packing is None else (0, 0)
+    sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
+    return shaped_call((lengths,), sizes, q.dtype, q.device, packing is not None, spec).backend.name
 
 
 def is_empty(checked: CheckedCall) -> bool:

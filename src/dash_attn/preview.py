@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .arguments import Asked, Packing, Used, aux_of, check_call
-from .backends.base import AuxTensors, backends_for
+from .backends.base import AuxTensors
 from .cache_arguments import (
     CheckedCache,
     Kept,
@@ -18,7 +18,7 @@ from .cache_arguments import (
     check_paged,
     paged_of,
 )
-from .dispatch import QKV, find_call, is_empty
+from .dispatch import QKV, backend_of_nothing, find_call, is_empty
 from .errors import DashError, InputError
 from .ops.cached import cached_call
 from .ops.calls import Call
@@ -158,7 +158,7 @@ def _backend_of(qkv: QKV, lengths: _Lengths, page_table: Tensor | None, aux: Aux
         packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
     checked = check_call(*qkv, packing, asked, aux)
     if is_empty(checked):
-        return backends_for(checked.q.device, asked.backend)[0].name
+        return backend_of_nothing(checked)
     return find_call(checked).backend.name
 
 

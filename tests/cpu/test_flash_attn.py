@@ -360,6 +360,17 @@ def test_a_packed_batch_of_no_sequence():
         flash_attn_varlen_func(Q, K, V, cu(0), cu(0))
 
 
+def test_an_empty_batch_is_refused_where_one_sequence_would_be():
+    """Otherwise the first batch that is not empty would be the first error."""
+    for keep in (0, 1):
+        q, k, v = (x[:keep] for x in DENSE)
+        with pytest.raises(InputError, match="the sm90 backend does not run on cpu"):
+            flash_attn_func(q, k, v, backend="sm90")
+        assert not is_supported(q, k, v, backend="sm90")
+    with pytest.raises(InputError, match="the sm90 backend does not run on cpu"):
+        flash_attn_varlen_func(Q[:0], K[:0], V[:0], cu(0), cu(0), backend="sm90")
+
+
 def test_arguments_that_are_equal_but_of_another_type_are_checked_again():
     assert flash_attn_func(*DENSE, causal=True) is not None
     with pytest.raises(InputError, match="causal must be True or False, got 1"):
