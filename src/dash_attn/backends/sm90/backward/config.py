@@ -125,7 +125,7 @@ class BackwardConfig:
     @property
     def tight(self) -> bool:
         """Whether dK and dV take so many registers that one tile of scores has room beside them, and not two:
-        see `MmaRole.tight_task`."""
+        see `TightMma`."""
         return self.head_dim + self.head_dim_v > 256 and not self.split
 
     @property

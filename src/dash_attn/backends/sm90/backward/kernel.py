@@ -20,7 +20,7 @@ from ..device import plan_view
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from . import capped, finish, load, mma, reduce, split_columns
+from . import capped, finish, load, mma, reduce, split_columns, tight
 from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
@@ -38,9 +38,14 @@ class Backward:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        kind = capped.CappedMma if config.softcap else mma.MmaRole
-        kind = split_columns.SplitColumns if config.split else kind
-        self.load_role, self.mma_role = load.LoadRole(config), kind(config, self.dtype)
+        self.load_role, self.mma_role = load.LoadRole(config), self._mma_kind()(config, self.dtype)
+
+    def _mma_kind(self) -> type[mma.MmaRole]:
+        if self.config.split:
+            return split_columns.SplitColumns
+        if self.config.tight:
+            return tight.TightMma
+        return capped.CappedMma if self.config.softcap else mma.MmaRole
 
     def _tiled_mmas(self) -> Products:
         c = self.config
