@@ -388,9 +388,13 @@ def without(instruction: Instruction) -> Instruction:
 
 
 @slow
-def test_every_fence_acquire_and_release_of_the_backward_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is left out in turn."""
-    case, config = Case("mutants", ((400, 400),), (1, 1), 64), variants()["backward-d64-bf16"]
+@pytest.mark.parametrize(("head_dim", "rows"), [(64, 400), (128, 200)])
+def test_every_fence_acquire_and_release_of_the_backward_is_missed(
+    head_dim: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is left out in turn. Every item has several tasks."""
+    config = variants()[f"backward-d{head_dim}-bf16"]
+    case = Case("mutants", ((rows, rows),), (1, 1), head_dim)
     before, main, after = programs.kernels(config)
     places = [n for n, i in enumerate(main.instructions) if i.operation.startswith(ORDERS)]
     kernels, unnoticed = programs.kernels, []
@@ -403,7 +407,7 @@ def test_every_fence_acquire_and_release_of_the_backward_is_missed(monkeypatch: 
         try:
             with emulated(blocks=2, seed=1, races=True):
                 case.run()
-        except RaceError:
+        except (RaceError, AssertionError):  # the second: a product read what may be old, and it was used
             continue
         unnoticed.append(main.instructions[place].operation)
     assert unnoticed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS

@@ -182,7 +182,8 @@ def behind(seqlen_q: int, seqlen_k: int, heads: int, **options: int) -> Problem:
 RECTANGLES = {
     "spt": (behind(1024, 8192, 32, batch=4, head_dim=64), 0.85),
     "by_length": (behind(1024, 8192, 32), 0.85),
-    "short of by_length": (behind(512, 4096, 64), 0.85),
+    "short of by_length": (behind(512, 4096, 64), 0.84),
+    "one q tile of by_length": (behind(64, 4096, 192), 0.45),
     "lpt": (behind(256, 8192, 64, kv_heads=16), 0.85),
     "few q tiles": (behind(100, 3000, 200, head_dim=64), 0.4),
     "window": (Problem.dense(heads=32, seqlen=4096, head_dim=64, mask=Mask.window(4095, 0)), 0.8),

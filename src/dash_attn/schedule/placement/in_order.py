@@ -15,7 +15,7 @@ from ..policy import Numerics
 from .base import Placement, sorted_by
 from .l2 import all_fit, l2_limit
 
-__all__ = ["InOrder", "LastFirst", "downwards", "queueing"]
+__all__ = ["InOrder", "LastFirst", "downwards", "heads_in_turns", "queueing"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,12 @@ def queueing(batch: Batch) -> NDArray[np.bool_]:
     return np.repeat(many, batch.groups)
 
 
+def heads_in_turns(batch: Batch, which: NDArray[np.bool_]) -> float:
+    """How many of these head groups, which queue, keep all workers busy if they take turns."""
+    steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[which]
+    return max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
+
+
 def downwards(batch: Batch, may: NDArray[np.bool_] | None = None) -> IntArray:
     """Codes head after head, the kv tiles of each from the last to the first; some heads take turns.
 
@@ -100,8 +106,7 @@ def _sections(batch: Batch, turns: NDArray[np.bool_], queues: NDArray[np.bool_] 
     begins = ~turns
     begins[1:] |= ~turns[:-1]
     if queues is None:
-        steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[turns]
-        together = max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
+        together = heads_in_turns(batch, turns)
     else:
         together = WORKERS
         begins[1:] |= (np.diff(batch.items_of_group) != 0) & ~(queues[1:] & queues[:-1])

@@ -15,7 +15,7 @@ from ..batch import Batch
 from ..constants import LONG_FROM
 from ..policy import Numerics
 from .base import Placement, sorted_by
-from .in_order import downwards, queueing
+from .in_order import downwards, heads_in_turns, queueing
 
 __all__ = ["LongFirst"]
 
@@ -24,9 +24,9 @@ __all__ = ["LongFirst"]
 class LongFirst(Placement):
     """Sequences of ``long_from`` keys and more, then the others, whose items fill the gap at the end.
 
-    Long sequences come in equal sections of up to ``HEADS_TOGETHER`` head groups. There the longest items
-    come first, as in FlashAttention-4 (section 3.3), and items of one length by kv tiles, so that heads take
-    turns. The others come as `last_first` has them.
+    Long sequences come in equal sections of up to ``HEADS_TOGETHER`` head groups, or where items queue of as
+    many as keep all workers busy. There the longest items come first, as in FlashAttention-4 (section 3.3),
+    and items of one length by kv tiles, so that heads take turns. The others come as `last_first` has them.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import ByLength, build_plan
@@ -52,13 +52,16 @@ class LongFirst(Placement):
                 return codes
             long = batch.per_item(of_group)
             codes, tasks, kv = np.where(long, np.arange(len(codes)), codes), tasks * long, kv * long
-        keys = [batch.per_item(_even_sections(of_group)), tasks]
-        return sorted_by(codes, *keys, *([kv] if (queues & of_group).any() else []))
+        count, queues = int(of_group.sum()), queues & of_group
+        if not queues.any():
+            section = _even_sections(of_group, -(-count // HEADS_TOGETHER))
+            return sorted_by(codes, batch.per_item(section), tasks)
+        section = _even_sections(of_group, max(1, int(count / heads_in_turns(batch, queues))))
+        return sorted_by(codes, batch.per_item(section), tasks, kv)
 
 
-def _even_sections(chosen: NDArray[np.bool_]) -> IntArray:
+def _even_sections(chosen: NDArray[np.bool_], number: int) -> IntArray:
     """Section of each chosen head group; the others are behind the last one. Sizes differ by one at most."""
     count = np.cumsum(chosen)
-    number = -(-count[-1] // HEADS_TOGETHER)
     section: IntArray = np.where(chosen, (count - 1) * number // count[-1], number)
     return section
