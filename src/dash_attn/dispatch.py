@@ -66,7 +66,7 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
     """(call, out, lse); the call of those that need no operator."""
     q, k, v, aux, _, packing = checked
     if is_empty(checked):
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # it would trace the search, and the batch may grow
             backend_of_nothing(checked)
         return None, *empty_results(q, k, v, aux)
     aux = completed(aux, checked.spec.dropout_p, q)
@@ -91,11 +91,12 @@ def find_call(checked: CheckedCall) -> Call:
 
 
 def backend_of_nothing(checked: CheckedCall) -> str:
-    """Name of the backend of a call without a sequence: the one that would run a sequence like its others.
+    """Name of the backend of a call without a sequence: the one that would run a sequence, of a packed call one
+    without rows.
 
     Raises:
         InputError: none covers it, or the one that is asked for does not.
-        UnsupportedMaskError: the policy does not cover the mask.
+        UnsupportedMaskError: the policy does not cover the mask of a dense call.
     """
     q, k, v, _, spec, packing = checked
     lengths = (q.shape[1], k.shape[1]) if packing is None else (0, 0)

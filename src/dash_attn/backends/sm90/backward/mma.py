@@ -169,7 +169,7 @@ class MmaRole:
         rings.ds.wait_empty(n_task)
         self.store_ds(t, self.rounded(acc_dP), acc_dP.layout, ds_stage)
         # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P
-        # gives its registers to dS, which is rounded once more for them. The tensor cores hardly notice.
+        # gives its registers to dS, which is converted a second time for them. The tensor cores hardly notice.
         warpgroup.wait_group(0)
         arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
