@@ -91,8 +91,8 @@ def find_call(checked: CheckedCall) -> Call:
 
 
 def backend_of_nothing(checked: CheckedCall) -> str:
-    """Name of the backend of a call without a sequence: the one that would run a sequence, of a packed call one
-    without rows.
+    """Name of the backend of a call without a sequence: the one that would run a sequence. In a packed call
+    that one has no rows.
 
     Raises:
         InputError: none covers it, or the one that is asked for does not.

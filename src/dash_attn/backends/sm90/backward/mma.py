@@ -169,7 +169,8 @@ class MmaRole:
         rings.ds.wait_empty(n_task)
         self.store_ds(t, self.rounded(acc_dP), acc_dP.layout, ds_stage)
         # dV is done before the next S^T starts: ptxas finds no room for both beside dP, and its operand P
-        # gives its registers to dS, which is converted a second time for them. The tensor cores hardly notice.
+        # gives its registers to dS, which is converted a second time for them. The tensor cores hardly
+        # notice.
         warpgroup.wait_group(0)
         arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
@@ -373,7 +374,7 @@ class MmaRole:
     def probabilities(self, t, h: cutlass.Constexpr[int], stage, is_cut=None):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
 
-        The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is
+        `is_cut`, of `info`, is given where dQ is delayed, and read here elsewhere. The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is
         being issued, at head dim 64, where half of it runs beside dQ and dK of the task before, nothing
         should keep it there.
         """
