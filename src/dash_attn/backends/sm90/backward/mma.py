@@ -374,7 +374,8 @@ class MmaRole:
     def probabilities(self, t, h: cutlass.Constexpr[int], stage, is_cut=None):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
 
-        `is_cut`, of `info`, is given where dQ is delayed, and read here elsewhere. The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is
+        `is_cut`, of `info`, is given where dQ is delayed, and read here elsewhere.
+        The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is
         being issued, at head dim 64, where half of it runs beside dQ and dK of the task before, nothing
         should keep it there.
         """
