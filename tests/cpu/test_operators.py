@@ -191,6 +191,46 @@ def loss(q, k, v):
     return flash_attn_func(q, k, v).square().sum()
 
 
+class Nothing(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dout):
+        return None
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_nobody_makes_zeros_for_the_gradient_of_lse(direct, monkeypatch):
+    """They would be a launch per backward on a GPU."""
+    if not direct:
+        monkeypatch.setattr("dash_attn.dispatch.call_directly", lambda *_: False)
+    leaves = inputs()
+    out, lse = flash_attn_func(*leaves, return_lse=True)
+    assert not lse.requires_grad
+    found = []
+
+    def backward(ctx, *grads):
+        found.append(grads)
+        return (None,) * len(ctx.needs_input_grad)
+
+    monkeypatch.setattr(type(out.grad_fn)._forward_cls, "backward", backward)
+    out.sum().backward()
+    assert [x is None for x in found[0]] == [False, True]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_gradient_that_nobody_makes_is_none(direct, monkeypatch):
+    if not direct:
+        monkeypatch.setattr("dash_attn.dispatch.call_directly", lambda *_: False)
+    leaves = inputs()
+    Nothing.apply(flash_attn_func(*leaves)).sum().backward()
+    assert [x.grad for x in leaves] == [None] * 3
+
+
 def test_func_grad_has_the_same_bytes():
     tensors = [x.detach() for x in inputs()]
     grads = torch.func.grad(loss, argnums=(0, 1, 2))(*tensors)

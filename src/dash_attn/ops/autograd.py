@@ -185,12 +185,14 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         out, lse = call.forward(q, k, v, AuxTensors(*aux) if aux else NO_AUX)
         ctx.save_for_backward(q, k, v, out, lse, *aux)
-        ctx.mark_non_differentiable(lse)
+        _only_out(ctx, lse)
         ctx.call = call
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
         grads = gradients_once(_backward_of(ctx.call), dout, *ctx.saved_tensors)
         return None, *_wanted(ctx.needs_input_grad[1:], grads)
 
@@ -224,12 +226,14 @@ class _OperatorAttention(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = functions.forward(*inputs, *lengths, *options)
         ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:], *_own(lengths))
-        ctx.mark_non_differentiable(lse)
+        _only_out(ctx, lse)
         ctx.backward_of, ctx.options = functions.backward, options
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
         arguments = (dout, *ctx.saved_tensors, *ctx.options)
         grads = without_second_derivative(ctx.backward_of, *arguments)
         return None, None, None, *_wanted(ctx.needs_input_grad[3:], grads)
@@ -237,6 +241,13 @@ class _OperatorAttention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
         raise RuntimeError("dash_attn.attention has no forward derivative")
+
+
+def _only_out(ctx: Any, lse: Tensor) -> None:
+    """lse has no gradient, and no zeros are made in place of one: that would be a launch per backward. A
+    gradient of out that nobody has made is None then, too."""
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
 
 
 def _own(lengths: tuple[Tensor, ...]) -> list[Tensor]:
@@ -283,11 +294,13 @@ class _TransformedAttention(_OperatorAttention):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         functions, lengths, options, *tensors = inputs
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], *_own(lengths))
-        ctx.mark_non_differentiable(output[1])
+        _only_out(ctx, output[1])
         ctx.backward_of, ctx.options = functions.backward, options
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            return (None,) * len(ctx.needs_input_grad)
         arguments = (dout, *ctx.saved_tensors, *ctx.options)
         grads = _once(_TransformedGradients, ctx.backward_of, arguments)
         return None, None, None, *_wanted(ctx.needs_input_grad[3:], grads)
