@@ -407,7 +407,7 @@ def test_every_fence_acquire_and_release_of_the_backward_is_missed(
         try:
             with emulated(blocks=2, seed=1, races=True):
                 case.run()
-        except (RaceError, AssertionError):  # the second: a product read what may be old, and it was used
+        except RaceError:
             continue
         unnoticed.append(main.instructions[place].operation)
     assert unnoticed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS

@@ -24,6 +24,7 @@ from dash_attn.backends.sm90.tiles import row_bytes_of
 from .machine import Machine
 from .memory import Memory, TensorMap
 from .program import Kernel, kernels_of
+from .races import RaceError
 
 Parameter = bytes | TensorMap
 EXTENTS_BYTES = 20
@@ -63,7 +64,8 @@ class Emulated:
         after, doubtful = memory.copied(), machine.watch.doubtful
         memory.restore(before)
         Machine(kernel, machine.grid, fitted, memory, self.seed, self.late, True, doubtful).run()
-        assert memory.copied() == after, "values that nothing orders were used"
+        if memory.copied() != after:
+            raise RaceError(f"{kernel.name}: values that nothing orders were used")
 
     def _forward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
