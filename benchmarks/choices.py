@@ -5,12 +5,12 @@ that somebody might choose: other policies, other placements, other numbers of h
 sustained, as in forward.py, and contenders take turns. The default is measured twice, as two contenders: by
 how much these differ says what a difference means.
 
-    python benchmarks/choices.py --output benchmarks/results/h200-choices.json
+    python benchmarks/choices.py --output benchmarks/results/h100-choices.json
     python benchmarks/choices.py --only groups --rounds 9
 
 What the model says of the same plans is added to a file by a call of its own, which needs no GPU:
 
-    python benchmarks/choices.py --model benchmarks/results/h200-choices.json
+    python benchmarks/choices.py --model benchmarks/results/h100-choices.json
 """
 
 from __future__ import annotations

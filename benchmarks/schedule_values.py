@@ -1,4 +1,4 @@
-"""What the docs quote of other schedules than the default one (h200-choices.json)."""
+"""What the docs quote of other schedules than the default one (h100-choices.json)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def schedule_values() -> Iterator[tuple[str, Value]]:
 def _cases() -> dict[str, list[Row]]:
     """Rows by case; the two of the default plan are one, with their mean."""
     found: dict[str, list[Row]] = {}
-    for row in read("h200-choices.json"):
+    for row in read("h100-choices.json"):
         found.setdefault(row["case"], []).append(row)
     return {name: [_default(rows), *(r for r in rows if not r["auto"])] for name, rows in found.items()}
 

@@ -283,7 +283,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}decode.json": decode_values(),
         f"{folder}decode-few.json": few_values(),
         f"{folder}decode-chunks.json": chunk_values(),
-        f"{folder}choices.json": schedule_values(),
+        "benchmarks/results/h100-choices.json": schedule_values(),
         f"{folder}grid.json": shape_values("h200-grid.json"),
         "benchmarks/results/h100-grid.json": shape_values("h100-grid.json"),
         f"{folder}shapes.json": shape_values("h200-shapes.json"),

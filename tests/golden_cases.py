@@ -85,9 +85,9 @@ def ring_problems(times: int = 1) -> dict[str, Problem]:
 def auto_problems(times: int = 1) -> dict[str, Problem]:
     """Problems by name that show what ``policy="auto"`` runs: ``cpu/test_golden.py`` says what of it.
 
-    They are as small as that allows: full rings of 16, rings that start apart, long sequences under a causal
-    mask, kv heads whose q heads are dealt to several head groups or to one, and forwards of several segments,
-    with one worker for all of them and with a fold.
+    They are as small as that allows: full rings of 16, rings that start apart, long sequences and squares
+    under a causal mask, kv heads whose q heads are dealt to several head groups or to one, and forwards of
+    several segments, with one worker for all of them and with a fold.
 
     Args:
         times: so many times the heads, for tests whose workers should get in each other's way.
@@ -109,6 +109,13 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
         "auto-d128-causal-gqa": Problem.dense(heads=16, kv_heads=2, seqlen=700, mask=causal),
         "auto-d128-causal-gqa-whole": Problem.dense(heads=4, kv_heads=1, seqlen=900, mask=causal),
         "auto-d128-causal-gqa-long": Problem.dense(heads=4, kv_heads=1, seqlen=16_640, mask=causal),
+        "auto-d128-causal-square": Problem.dense(heads=3, seqlen=2048, mask=causal),
+        "auto-d128-causal-square-16k": Problem.dense(seqlen=16_384, mask=causal, dtype="float16"),
+        "auto-d128-causal-varlen-square": Problem.varlen([2000, 2500, 300], heads=2, mask=causal),
+        "auto-d128-causal-gqa-square": Problem.dense(heads=4, kv_heads=2, seqlen=8192, mask=causal),
+        "auto-d64-causal-gqa-square": Problem.dense(
+            heads=6, kv_heads=2, seqlen=4096, head_dim=64, mask=causal
+        ),
         "auto-d64-causal-few-queries": Problem.dense(
             heads=2, seqlen_q=3, seqlen_k=17_000, head_dim=64, mask=causal
         ),

@@ -179,8 +179,8 @@ PRINTED = [
     "--mask full --seqlen 4096 --head-dim 256",
     "--mask causal --tiles 8",
     "--mask causal --seqlen 1024 --head-dim 64",
-    "--mask causal --tiles 8 --heads 4 --kv-heads 2",  # long_first
-    "--mask causal --seqlen 1024 --head-dim 64 --heads 4 --kv-heads 2",  # lpt
+    "--mask causal --tiles 8 --heads 4 --kv-heads 2",  # by_length
+    "--mask causal --seqlen 1024 --head-dim 192 --heads 4 --kv-heads 2",  # lpt
     "--mask causal --tiles 8 --heads 4 --policy symmetric_shift",
     "--mask causal --tiles 8 --heads 4 --policy spt --placement lpt",
     "--mask full --tiles 8 --heads 4 --policy shift --ring 4 --stride 1",
@@ -198,7 +198,7 @@ def test_a_policy_that_is_printed_is_taken_back(capsys: Run, line: str) -> None:
 def test_what_was_printed_has_parameters_and_placements(capsys: Run) -> None:
     """So that the test above is not about plain names only."""
     names = {as_json(capsys, f"plan {line} --json")["policy"] for line in PRINTED}
-    assert {"descending + lpt", "descending + long_first(long_from=0)"} <= names
+    assert {"descending + lpt", "by_length(long_from=0, shift_from=8192)"} <= names
     assert {"shift(ring=16, min_stride=2, max_stride=2)", "spt + lpt"} <= names
     assert "shift(ring=16, min_stride=2, max_stride=2)" in names
 

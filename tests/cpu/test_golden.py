@@ -93,6 +93,15 @@ def test_long_sequences_under_a_causal_mask() -> None:
     assert AUTO["auto-d128-causal-6144"].problem.sequences == ((6144, 6144),)
 
 
+def test_squares_under_a_causal_mask() -> None:
+    """Of every length, alone, with grouped heads, and beside others: half of their kv tiles go round."""
+    squares = {name: plan for name, plan in AUTO.items() if "square" in name}
+    tiles = {name: max(p.kv_tiles for p in plan.problem.grids.values()) for name, plan in squares.items()}
+    assert sorted(set(tiles.values())) == [16, 20, 32, 64, 128]
+    for name, plan in squares.items():
+        assert plan.min_workers == (8 if "varlen" in name else tiles[name] // 2), name
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_head_groups(mask: str, head_dim: int) -> None:

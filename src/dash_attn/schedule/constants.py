@@ -35,6 +35,11 @@ __all__ = [
     "NUMERICS_VERSION",
     "Q_SEGMENT",
     "Q_SEGMENT_STEP",
+    "SHIFT_FROM",
+    "SHIFT_FROM_GROUPED",
+    "SHIFT_FROM_NARROW",
+    "SHIFT_KEYS",
+    "SHIFT_TO",
     "SHORT",
     "SINK_ROWS",
     "SMALL_GROUP",
@@ -55,6 +60,15 @@ length. 192 beside 128 of V has tiles of 128 keys, and does not count."""
 LONG_FROM, LONG_ABOVE = 2048, 64
 """Keys of the shortest sequence that ``by_length`` sums in descending order; "auto" chooses that at head dims
 above LONG_ABOVE, up to AUTO_WIDE_ABOVE."""
+
+SHIFT_TO, SHIFT_KEYS = 16384, 128
+"""``by_length`` sums squares of at most SHIFT_TO keys by symmetric shift, if their tiles of SHIFT_KEYS keys
+are a power of two. Half of these tiles must be resident together, 64 at most. Such halves fill a GPU; those
+of other lengths would leave a part of it idle (docs/experiments/choices.md)."""
+
+SHIFT_FROM, SHIFT_FROM_GROUPED, SHIFT_FROM_NARROW = 2048, 8192, 4096
+"""Keys of the shortest of these squares for "auto": above LONG_ABOVE with one q head per kv head, and with
+several; up to LONG_ABOVE with several."""
 
 HEADS, HEADS_LONG, LONG_ROWS = 2, 1, 8192
 """q heads per item where the mask cuts, and from so many rows per kv tile and q head on: more would make the

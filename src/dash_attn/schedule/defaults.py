@@ -16,6 +16,10 @@ from .constants import (
     AUTO_WIDE_ABOVE,
     AUTO_WIDE_KEYS,
     LONG_ABOVE,
+    SHIFT_FROM,
+    SHIFT_FROM_GROUPED,
+    SHIFT_FROM_NARROW,
+    SHIFT_KEYS,
 )
 from .numerics import SPT, ByLength, Descending, Shift
 from .placement import LongFirst
@@ -32,11 +36,12 @@ def choose_policy(problem: Problem) -> Schedule:
 
     * Full mask: shift, with rings of at most ``AUTO_RING`` kv tiles that start ``AUTO_STRIDE`` q tiles apart.
     * Causal mask, one q head per kv head: SPT, head after head, which keeps few heads in L2 at a time. At
-      head dims 72 to 128 long sequences are descending, longest items first; above 128, with kv tiles of 64
-      keys, all are.
+      head dims 72 to 128 long sequences are descending, longest items first, and squares of 2,048, 4,096,
+      8,192 and 16,384 keys are summed by symmetric shift: as many of their heads as fill a GPU come together.
+      Above 128, with kv tiles of 64 keys, all are descending.
     * Causal mask, several q heads per kv head: descending. Under SPT, items would start a whole group of
-      tasks apart. The longest items first: at head dims 72 to 128 of some heads at a time, at others of as
-      many as fit L2.
+      tasks apart. The longest items first, of some heads at a time; at head dims above 128 of as many as fit
+      L2. Squares of 4,096 keys or more, at head dims 72 to 128 of 8,192 or more, by symmetric shift.
     * Windows: descending, some heads in turns. Their items are equally long but for the ones at the edges,
       and putting those last would make all others wait for them.
 
@@ -44,14 +49,17 @@ def choose_policy(problem: Problem) -> Schedule:
 
     >>> from dash_attn.problem import Mask
     >>> [str(choose_policy(Problem.dense(seqlen=1024, mask=m))) for m in (Mask.full(), Mask.causal())]
-    ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=2048)']
+    ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=2048, shift_from=2048)']
     >>> of_256 = [Problem.dense(seqlen=1024, mask=m, head_dim=256) for m in (Mask.full(), Mask.causal())]
     >>> [str(choose_policy(problem)) for problem in of_256]
     ['shift(ring=16, min_stride=2, max_stride=2)', 'by_length(long_from=0)']
     """
     halved = problem.tile_n == AUTO_WIDE_KEYS and problem.widest > AUTO_WIDE_ABOVE
     wide = LONG_ABOVE < problem.widest <= AUTO_WIDE_ABOVE
-    return _chosen(problem.mask, problem.group > 1, wide, halved)
+    shifts = problem.tile_n == SHIFT_KEYS and SHIFT_KEYS % problem.tile_m == 0
+    return _chosen(
+        problem.mask, problem.group > 1, wide, halved, shifts and problem.widest <= AUTO_WIDE_ABOVE
+    )
 
 
 def choose_policy_of_segment(problem: Problem) -> Schedule:
@@ -73,13 +81,17 @@ def choose_policy_of_segment(problem: Problem) -> Schedule:
 
 
 @lru_cache(256)
-def _chosen(mask: Mask, grouped: bool, wide: bool, halved: bool) -> Schedule:
+def _chosen(mask: Mask, grouped: bool, wide: bool, halved: bool, shifts: bool) -> Schedule:
     if mask.is_full:
         return Schedule.of(AUTO_SHIFT)
     if not mask.is_causal:
         return Schedule.of(Descending())
     if grouped:
+        if shifts:
+            return Schedule.of(ByLength(0, SHIFT_FROM_GROUPED if wide else SHIFT_FROM_NARROW))
         return Schedule.of(Descending(), LongFirst(long_from=0) if wide else "lpt")
     if halved:
         return Schedule.of(ByLength(long_from=0))
-    return Schedule.of(ByLength() if wide else SPT())
+    if wide:
+        return Schedule.of(ByLength(shift_from=SHIFT_FROM if shifts else None))
+    return Schedule.of(SPT())

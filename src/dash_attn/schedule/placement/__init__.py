@@ -33,5 +33,5 @@ def default_placement(numerics: Numerics) -> Placement:
     """The order of items that suits the numerics; head after head for policies of others."""
     if isinstance(numerics, ByLength):
         return LongFirst(numerics.long_from)
-    known: dict[type[Numerics], Placement] = {SPT: LastFirst(), Shift: Rings(), SymmetricShift: Pairs()}
+    known: dict[type[Numerics], Placement] = {SPT: LastFirst(), Shift: Rings(), SymmetricShift: Pairs(2)}
     return known.get(type(numerics), InOrder())

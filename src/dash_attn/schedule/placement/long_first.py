@@ -13,9 +13,11 @@ from ...machine import HEADS_TOGETHER
 from ...problem import IntArray
 from ..batch import Batch
 from ..constants import LONG_FROM
+from ..numerics import ByLength
 from ..policy import Numerics
 from .base import Placement, sorted_by
 from .in_order import downwards, heads_in_turns, queueing
+from .pairs import Pairs
 
 __all__ = ["LongFirst"]
 
@@ -27,6 +29,7 @@ class LongFirst(Placement):
     Long sequences come in equal sections of up to ``HEADS_TOGETHER`` head groups, or where items queue of as
     many as keep all workers busy. There the longest items come first, as in FlashAttention-4 (section 3.3),
     and items of one length by kv tiles, so that heads take turns. The others come as `last_first` has them.
+    Sequences that symmetric shift sums come before those that are not longer, as `pairs` has them.
 
     >>> from dash_attn.problem import Mask, Problem
     >>> from dash_attn.schedule import ByLength, build_plan
@@ -43,6 +46,19 @@ class LongFirst(Placement):
             raise PlacementError(f"long_from must be >= 0, got {self.long_from}")
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
+        lengths = batch.problem.lengths
+        shifted = numerics.shifts(*lengths.T) if isinstance(numerics, ByLength) else np.zeros(1, np.bool_)
+        if not shifted.any():
+            return self._by_length(batch)
+        pairs = Pairs().place(batch, numerics)
+        if shifted.all():
+            return pairs
+        longer = lengths[:, 1] > lengths[shifted, 1].max()
+        turn = batch.per_item(np.repeat(np.where(shifted, 1, np.where(longer, 0, 2)), batch.groups))
+        others = self._by_length(batch)
+        return np.concatenate([others[turn[others] == 0], pairs[turn[pairs] == 1], others[turn[others] == 2]])
+
+    def _by_length(self, batch: Batch) -> IntArray:
         of_group = np.repeat(batch.problem.lengths[:, 1] >= self.long_from, batch.groups)
         queues, codes = queueing(batch), np.arange(batch.item_count)
         tasks, kv = -batch.columns.tasks, batch.columns.kv
