@@ -23,7 +23,7 @@ from tables import VALUES
 
 ROOT = Path(__file__).parents[1]
 
-MARKER = re.compile(r"<!-- from (\S+): (\S+) -->")
+MARKER = re.compile(r"<!-- from (\S+): (.+?) -->")
 INLINE = re.compile(r"`[^`\n]+`|[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]\d+)?%?")
 BLOCK = re.compile(r"\n(?:[^\n]+(?:\n|\Z))*")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
@@ -75,12 +75,16 @@ def of_first_rank(team: Team, x: Tensor) -> Tensor:
     return found
 
 
+_STEP = 16
+"""Bytes: where a tensor begins in a buffer is a multiple of so many, whatever its dtype."""
+
+
 class Move(NamedTuple):
     """A tensor that goes from one rank to another.
 
     Attributes:
         source, target: ranks.
-        shape: of the tensor.
+        shape, dtype: of the tensor.
         take: makes it, on the source.
         put: takes it, on the target.
     """
@@ -88,6 +92,7 @@ class Move(NamedTuple):
     source: int
     target: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
     take: Callable[[], Tensor]
     put: Callable[[Tensor], None]
 
@@ -99,10 +104,10 @@ class Moving:
         team: all its ranks begin the same moves, in the same order.
         moves: those of this rank, and perhaps others. Between two ranks they have one order on both; those
             within a rank are copies.
-        like: dtype and device of the tensors.
+        device: of the tensors.
     """
 
-    def __init__(self, team: Team, moves: Sequence[Move], like: Tensor) -> None:
+    def __init__(self, team: Team, moves: Sequence[Move], device: torch.device) -> None:
         self._team = team
         out, self._into, within = [], [], []  # type: list[Move], list[Move], list[Move]
         for move in moves:
@@ -118,12 +123,11 @@ class Moving:
         if team.size > 1:
             sizes_out = _sizes(out, "target", team.size)
             sizes_in = _sizes(self._into, "source", team.size)
-            self._received, self._sent = like.new_empty(sum(sizes_in)), like.new_empty(sum(sizes_out))
-            at = 0
-            for move in out:
-                size = _size(move)
-                self._sent[at : at + size].view(move.shape).copy_(move.take())
-                at += size
+            self._received, self._sent = (
+                torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sizes_in, sizes_out)
+            )
+            for move, place in _places(out, self._sent):
+                place.copy_(move.take())
             with errors_of(team):
                 self._work = dist.all_to_all_single(
                     self._received, self._sent, sizes_in, sizes_out, group=team.group, async_op=True
@@ -137,23 +141,34 @@ class Moving:
             return
         with errors_of(self._team):
             self._work.wait()
-        at = 0
-        for move in self._into:
-            size = _size(move)
-            move.put(self._received[at : at + size].view(move.shape))
-            at += size
+        for move, place in _places(self._into, self._received):
+            move.put(place)
         self._into.clear()
         del self._sent, self._received
 
 
 def _size(move: Move) -> int:
-    return int(torch.Size(move.shape).numel())
+    """Bytes of the tensor."""
+    return int(torch.Size(move.shape).numel()) * move.dtype.itemsize
+
+
+def _room(move: Move) -> int:
+    """Bytes that it has in a buffer."""
+    return -(-_size(move) // _STEP) * _STEP
+
+
+def _places(moves: Sequence[Move], buffer: Tensor) -> Iterator[tuple[Move, Tensor]]:
+    """Where each tensor is in a buffer that has them one after the other."""
+    at = 0
+    for move in moves:
+        yield move, buffer[at : at + _size(move)].view(move.dtype).view(move.shape)
+        at += _room(move)
 
 
 def _sizes(moves: Sequence[Move], end: str, ranks: int) -> list[int]:
     found = [0] * ranks
     for move in moves:
-        found[getattr(move, end)] += _size(move)
+        found[getattr(move, end)] += _room(move)
     return found
 
 

@@ -1,8 +1,7 @@
-"""dK and dV on their way to the ranks where the keys lie, and how they are finished there."""
+"""Gradients on their way to the ranks where rows and keys lie, and how dK and dV are finished there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -34,25 +33,24 @@ class Made(NamedTuple):
 
 
 class Leaving:
-    """dK and dV of a step on their way to the ranks where the keys lie; :meth:`end` finishes them there.
+    """Gradients of a step on their way to the ranks where rows and keys lie; :meth:`end` finishes dK and dV.
 
     Args:
         shared: the call.
         step: which heads.
         made: what this rank made.
-        grads: dk and dv of what lies on this rank; they are written.
+        grads: dq, dk and dv of what lies on this rank; they are written. dq is None where it need not move.
     """
 
-    def __init__(self, shared: Shared, step: int, made: Made, grads: Sequence[Tensor]) -> None:
-        self._shared, self._step, self._made, self._grads = shared, step, made, grads
-        moves: list[Move] = []
-        for flat, x in zip((made.dk, made.dv), grads):
-            moves += shared.keys_home(flat, x, step)
-        self._moving = [Moving(shared.team, moves, grads[0])]
+    def __init__(
+        self, shared: Shared, step: int, made: Made, grads: tuple[Tensor | None, Tensor, Tensor]
+    ) -> None:
+        self._shared, self._step, self._made, self._grads = shared, step, made, grads[1:]
         self._arrived: dict[tuple[int, Heads], list[tuple[int, int, Tensor]]] = {}
-        if sums := self._sums():
-            like = grads[0].new_empty(0, dtype=shared.wide)
-            self._moving.append(Moving(shared.team, sums, like))
+        moves = [] if grads[0] is None else shared.rows_out(made.dq, grads[0], step)
+        for flat, x in zip((made.dk, made.dv), self._grads):
+            moves += shared.keys_out(flat, x, step)
+        self._moving: Moving | None = shared.move(moves + self._sums())
 
     def _sums(self) -> list[Move]:
         """Moves of the segments' sums, to every chunk of keys that they have a part in."""
@@ -70,20 +68,20 @@ class Leaving:
                             part = _Sums(self, (sequence, index), slice(begin - first, end - first))
                             goal = _Arriving(self, (number, heads), index, begin)
                             shape = (end - begin, *_shape(cut))
-                            moves.append(Move(worker, owner, shape, part.take, goal.put))
+                            moves.append(Move(worker, owner, shape, shared.wide, part.take, goal.put))
         return moves
 
     def end(self) -> None:
         """Wait, and write dK and dV."""
-        for moving in self._moving:
-            moving.end()
+        assert self._moving is not None
+        self._moving.end()
         shared, rank = self._shared, self._shared.team.rank
         for (number, heads), parts in self._arrived.items():
             rows, offset = shared.layout.chunks[rank][number]
             with as_current(shared.device):
                 self._finish(rows, offset, heads, sorted(parts, key=lambda part: part[0]))
         # Moves know this object, and it knows them: without this their memory would wait for the collector.
-        self._moving.clear()
+        self._moving = None
         self._arrived.clear()
 
     def _finish(self, rows: Rows, offset: int, heads: Heads, parts: list[tuple[int, int, Tensor]]) -> None:

@@ -42,11 +42,11 @@ def forward(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) ->
         k, v: (batch, local rows, kv_heads, head_dim).
         aux: of all heads, and intervals of rows of the keys that lie on this rank, (batch, local rows).
     """
-    (mine,) = shared.gathered(q)
+    mine, moves = shared.rows_in(q)
+    coming = shared.begin_keys(k, v, 0, moves)
     aux = _with_all_keys(shared, aux)
     outs, lses = [], []
     steps = shared.steps(shared.team.rank)
-    coming = shared.begin_keys(k, v, 0)
     for step, heads in enumerate(steps):
         moving, keys, values = coming
         moving.end()
@@ -59,8 +59,12 @@ def forward(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) ->
     out, lse = _joined(outs, 2), _joined(lses, 1)
     if shared.keeps_keys:
         k, v = keys, values
-    home = shared.returned(lse.transpose(1, 2).unsqueeze(3)).squeeze(3).transpose(1, 2)
-    return shared.returned(out), home.contiguous(), Saved(mine, k, v, out, lse)
+    saved = Saved(mine, k, v, out, lse)
+    if shared.in_place:
+        return out, lse, saved
+    homes = [shared.home(x) for x in (out, lse)]
+    shared.move([move for x, home in zip((out, lse), homes) for move in shared.rows_out(x, home)]).end()
+    return homes[0], homes[1], saved
 
 
 _QKV = tuple[Tensor, Tensor, Tensor]
@@ -100,36 +104,37 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
         dout: of the rows that lie on this rank.
         saved: what the forward returned.
     """
-    (dout,) = shared.gathered(dout)
-    aux = _with_all_keys(shared, aux)
+    dout, moves = shared.rows_in(dout)
     q, k, v, out, lse = saved
+    coming = (shared.move(moves), k, v) if shared.keeps_keys else shared.begin_keys(k, v, 0, moves)
+    aux = _with_all_keys(shared, aux)
     local = dout.shape[0], shared.layout.local_rows, shared.given.kv_heads
-    grads = [x.new_empty((*local, x.shape[3])) for x in (k, v)]
+    dk, dv = (x.new_empty((*local, x.shape[3])) for x in (k, v))
+    home = None if shared.in_place else shared.home(q)
     sink = aux.learnable_sink
     dsink = None if sink is None else torch.zeros_like(sink)
     dqs: list[Tensor] = []
     leaving: Leaving | None = None
     steps = shared.steps(shared.team.rank)
-    coming = (None, k, v) if shared.keeps_keys else shared.begin_keys(k, v, 0)
     for step, heads in enumerate(steps):
         moving, keys, values = coming
-        if moving is not None:
-            moving.end()
+        moving.end()
         if step + 1 < len(steps):
             coming = shared.begin_keys(k, v, step + 1)
         of_q = _q_heads(shared, heads)
         mine = Tensors(dout[:, :, of_q], q[:, :, of_q], keys, values, out[:, :, of_q], lse[:, of_q])
         made = _backward_step(shared, mine, heads, _of_heads(aux, heads, shared.group))
-        dqs.append(made.dq)
+        if home is None:
+            dqs.append(made.dq)
         if dsink is not None and made.dsink is not None:
             dsink[heads[0] * shared.group : heads[1] * shared.group] = made.dsink.to(dsink.dtype)
         if leaving is not None:  # what it moves has moved while this step was computed
             leaving.end()
-        leaving = Leaving(shared, step, made, grads)
+        leaving = Leaving(shared, step, made, (home, dk, dv))
         del made
     assert leaving is not None
     leaving.end()
-    return Gradients(shared.returned(_joined(dqs, 2)), grads[0], grads[1], dsink)
+    return Gradients(_joined(dqs, 2) if home is None else home, dk, dv, dsink)
 
 
 def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors) -> Made:
@@ -207,7 +212,7 @@ def _with_all_keys(shared: Shared, aux: AuxTensors) -> AuxTensors:
     """With the intervals of rows of all keys that this rank needs."""
     if aux.rows is None:
         return aux
-    starts, ends = (shared.rows_of_keys(x) for x in aux.rows)
+    starts, ends = shared.rows_of_keys(*aux.rows)
     return aux._replace(row_starts=starts, row_ends=ends)
 
 

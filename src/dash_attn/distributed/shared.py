@@ -26,6 +26,8 @@ __all__ = ["Given", "Heads", "Shared", "places"]
 MOST_RUNS = 4
 """Stretches of rows between two ranks that are copied one by one. More are copied at once, by indices."""
 
+_ALL = slice(None)
+
 Heads = tuple[int, int]
 """The first head, and the one behind the last."""
 
@@ -247,69 +249,78 @@ class Shared:
         """Moves between x, rows as they lie with all heads, and what workers have of them.
 
         Args:
-            x: (batch, local rows, heads, columns).
+            x: (batch, local rows, heads, columns); lse (batch, heads, local rows).
             ways: which rows.
-            flat: of this rank as a worker, (batch, rows, heads, columns).
+            flat: of this rank as a worker, with its rows and heads.
             heads: of x, those of each worker.
             out: to the workers, not back.
         """
-        batch, _, _, columns = x.shape
         moves = []
         for way in ways:
-            first, last = heads[way.worker]
-            there = _Part(x, (slice(None), way.local, slice(first, last)))
-            here = _Part(flat, (slice(None), way.at))
-            shape = (batch, way.size, last - first, columns)
-            if out:
-                moves.append(Move(way.owner, way.worker, shape, there.take, here.put))
+            mine = slice(*heads[way.worker])
+            count = mine.stop - mine.start
+            if x.ndim == 3:
+                there, here = _Part(x, (_ALL, mine, way.local)), _Part(flat, (_ALL, _ALL, way.at))
+                shape: tuple[int, ...] = (x.shape[0], count, way.size)
             else:
-                moves.append(Move(way.worker, way.owner, shape, here.take, there.put))
+                there, here = _Part(x, (_ALL, way.local, mine)), _Part(flat, (_ALL, way.at))
+                shape = (x.shape[0], way.size, count, x.shape[3])
+            ends = (way.owner, way.worker) if out else (way.worker, way.owner)
+            source, target = (there, here) if out else (here, there)
+            moves.append(Move(*ends, shape, x.dtype, source.take, target.put))
         return moves
 
-    def q_heads(self) -> list[Heads]:
-        """The q heads of each worker."""
-        return [(first * self.group, last * self.group) for first, last in (w.heads for w in self.work)]
+    def q_heads(self, of_kv: Sequence[Heads]) -> list[Heads]:
+        """The q heads of kv heads."""
+        return [(first * self.group, last * self.group) for first, last in of_kv]
 
-    def gathered(self, *tensors: Tensor) -> list[Tensor]:
-        """Of tensors like q: the rows that this rank works on, with its heads."""
+    def move(self, moves: Sequence[Move]) -> Moving:
+        """Begin moves."""
+        return Moving(self.team, moves, self.device)
+
+    def rows_in(self, x: Tensor) -> tuple[Tensor, list[Move]]:
+        """Of a tensor like q: the rows that this rank works on, with its heads, and moves that fill them."""
         if self.in_place:
-            return list(tensors)
-        heads = self.q_heads()
+            return x, []
+        heads = self.q_heads([work.heads for work in self.work])
         first, last = heads[self.team.rank]
-        found, moves = [], []
-        for x in tensors:
-            found.append(x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3])))
-            moves += self._moves(x, self._q_ways, found[-1], heads, True)
-        Moving(self.team, moves, tensors[0]).end()
-        return found
+        flat = x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3]))
+        return flat, self._moves(x, self._q_ways, flat, heads, True)
 
-    def returned(self, flat: Tensor) -> Tensor:
-        """What :meth:`gathered` undoes: rows to where they lie, with all heads."""
-        if self.in_place:
-            return flat
-        found = flat.new_empty((flat.shape[0], self.layout.local_rows, self.given.heads, flat.shape[3]))
-        Moving(self.team, self._moves(found, self._q_ways, flat, self.q_heads(), False), flat).end()
-        return found
+    def home(self, like: Tensor) -> Tensor:
+        """Room for the rows that lie on this rank, with all heads, of a tensor like out or like lse."""
+        rows, heads = self.layout.local_rows, self.given.heads
+        batch, *_, columns = like.shape
+        return like.new_empty((batch, heads, rows) if like.ndim == 3 else (batch, rows, heads, columns))
 
-    def begin_keys(self, k: Tensor, v: Tensor, step: int) -> tuple[Moving, Tensor, Tensor]:
-        """Begin to bring the keys of a step: (the moves, k, v)."""
+    def rows_out(self, flat: Tensor, x: Tensor, step: int | None = None) -> list[Move]:
+        """Moves of rows like out, or of lse, to where they lie in x; of all heads, or those of a step."""
+        of_kv = [work.heads for work in self.work] if step is None else self.of_step(step)
+        return self._moves(x, self._q_ways, flat, self.q_heads(of_kv), False)
+
+    def begin_keys(
+        self, k: Tensor, v: Tensor, step: int, beside: Sequence[Move] = ()
+    ) -> tuple[Moving, Tensor, Tensor]:
+        """Begin to bring the keys of a step, and other moves beside them: (the moves, k, v)."""
         heads, mine = self.of_step(step), self.keys[self.team.rank]
         first, last = heads[self.team.rank]
-        flat, moves = [], []
+        flat, moves = [], list(beside)
         for x in (k, v):
             flat.append(x.new_empty((x.shape[0], _total(mine), last - first, x.shape[3])))
             moves += self._moves(x, self._k_ways, flat[-1], heads, True)
-        return Moving(self.team, moves, k), flat[0], flat[1]
+        return self.move(moves), flat[0], flat[1]
 
-    def rows_of_keys(self, x: Tensor) -> Tensor:
+    def rows_of_keys(self, *tensors: Tensor) -> list[Tensor]:
         """What stands beside each key, (batch, local rows), of all keys that this rank needs."""
-        mine = self.keys[self.team.rank]
-        flat = x.new_empty((x.shape[0], _total(mine), 1, 1))
-        everywhere = [(0, 1)] * self.team.size
-        Moving(self.team, self._moves(x[..., None, None], self._k_ways, flat, everywhere, True), x).end()
-        return flat[..., 0, 0]
+        mine, everywhere = self.keys[self.team.rank], [(0, 1)] * self.team.size
+        flat, moves = [], []
+        for x in tensors:
+            flat.append(x.new_empty((x.shape[0], 1, _total(mine))))
+            moves += self._moves(x[:, None], self._k_ways, flat[-1], everywhere, True)
+        self.move(moves).end()
+        return [x[:, 0] for x in flat]
 
-    def keys_home(self, flat: Tensor, x: Tensor, step: int) -> list[Move]:
+    def keys_out(self, flat: Tensor, x: Tensor, step: int) -> list[Move]:
         """Moves of rows like k, of sequences that their worker has whole, to where they lie in x."""
         return self._moves(x, self._home_ways, flat, self.of_step(step), False)
 
