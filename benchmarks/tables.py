@@ -238,7 +238,7 @@ def host_table() -> str:
     lines = [
         [row["problem"], row["what"], f"{row['us']['dash_attn']:.0f}", f"{row['us']['fa4']:.0f}",
          f"{row['us']['dash_attn'] / row['us']['fa4']:.2f}"]
-        for row in read("h200-host.json")
+        for row in read("h100-host.json")
         if row["what"] in ("forward", "forward and backward") and "unseen" not in row["problem"]
     ]  # fmt: skip
     return table_of(["problem", "call", "ours, us", "FA4, us", "ours / FA4"], lines)
@@ -262,7 +262,7 @@ def host_values() -> Iterator[tuple[str, Value]]:
 
 def _host(problem: str, what: str, key: str) -> str:
     (us,) = (
-        row["us"][key] for row in read("h200-host.json") if (row["problem"], row["what"]) == (problem, what)
+        row["us"][key] for row in read("h100-host.json") if (row["problem"], row["what"]) == (problem, what)
     )
     return f"{us / 1000:.1f}" if key in ("plan_for", "new lengths") else f"{us:.0f}"
 
@@ -279,7 +279,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}demo.json": demo_values(),
         f"{folder}traces.json": trace_values(),
         f"{folder}ranking.json": ranking_values(),
-        f"{folder}host.json": host_values(),
+        "benchmarks/results/h100-host.json": host_values(),
         f"{folder}decode.json": decode_values(),
         f"{folder}decode-few.json": few_values(),
         f"{folder}decode-chunks.json": chunk_values(),

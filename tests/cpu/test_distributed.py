@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import dash_attn
 from dash_attn.backends.base import backend_named
 from dash_attn.distributed import attention, attention_varlen, notes, positions, shard, unshard
+from dash_attn.distributed.exchange import Move, Moving, team_of
 from dash_attn.distributed.shared import Shared
 from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
 from dash_attn.problem import Mask
@@ -468,6 +469,25 @@ def _groups_come_and_go(rank: int) -> None:
 
 def test_a_new_group_has_agreed_on_nothing() -> None:
     spawn(_groups_come_and_go, 2)
+
+
+def _buffers(rank: int) -> None:
+    """A move that has ended keeps no buffer, though the object itself is kept while a step is computed."""
+    found = torch.zeros(8)
+    move = Move(0, 1, (8,), torch.float32, lambda: torch.ones(8), found.copy_)
+    moving = Moving(team_of(None), [move], found.device)
+    buffers = [weakref.ref(moving._received), weakref.ref(moving._sent)]
+    assert None not in [buffer() for buffer in buffers]
+    moving.end()
+    assert found.tolist() == [float(rank)] * 8
+    end = time.monotonic() + 10  # gloo's thread lets go of them a little later
+    while any(buffer() is not None for buffer in buffers) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [buffer() for buffer in buffers] == [None, None]
+
+
+def test_buffers_go_when_a_move_ends() -> None:
+    spawn(_buffers, 2)
 
 
 def _dying(rank: int) -> None:

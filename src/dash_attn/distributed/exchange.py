@@ -144,6 +144,7 @@ class Moving:
         for move, place in _places(self._into, self._received):
             move.put(place)
         self._into.clear()
+        self._work = None  # it holds the buffers, too
         del self._sent, self._received
 
 

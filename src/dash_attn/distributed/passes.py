@@ -110,7 +110,7 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
     aux = _with_all_keys(shared, aux)
     local = dout.shape[0], shared.layout.local_rows, shared.given.kv_heads
     dk, dv = (x.new_empty((*local, x.shape[3])) for x in (k, v))
-    home = None if shared.in_place else shared.home(q)
+    home: Tensor | None = None
     sink = aux.learnable_sink
     dsink = None if sink is None else torch.zeros_like(sink)
     dqs: list[Tensor] = []
@@ -124,8 +124,10 @@ def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gra
         of_q = _q_heads(shared, heads)
         mine = Tensors(dout[:, :, of_q], q[:, :, of_q], keys, values, out[:, :, of_q], lse[:, of_q])
         made = _backward_step(shared, mine, heads, _of_heads(aux, heads, shared.group))
-        if home is None:
+        if shared.in_place:
             dqs.append(made.dq)
+        elif home is None:  # only now: the kernels have given back what they needed for a while
+            home = shared.home(q)
         if dsink is not None and made.dsink is not None:
             dsink[heads[0] * shared.group : heads[1] * shared.group] = made.dsink.to(dsink.dtype)
         if leaving is not None:  # what it moves has moved while this step was computed
