@@ -270,8 +270,9 @@ class Shared:
             moves.append(Move(*ends, shape, x.dtype, source.take, target.put))
         return moves
 
-    def q_heads(self, of_kv: Sequence[Heads]) -> list[Heads]:
-        """The q heads of kv heads."""
+    def q_heads(self, step: int | None = None) -> list[Heads]:
+        """The q heads of each worker: all of them, or those of a step."""
+        of_kv = [work.heads for work in self.work] if step is None else self.of_step(step)
         return [(first * self.group, last * self.group) for first, last in of_kv]
 
     def move(self, moves: Sequence[Move]) -> Moving:
@@ -282,7 +283,7 @@ class Shared:
         """Of a tensor like q: the rows that this rank works on, with its heads, and moves that fill them."""
         if self.in_place:
             return x, []
-        heads = self.q_heads([work.heads for work in self.work])
+        heads = self.q_heads()
         first, last = heads[self.team.rank]
         flat = x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3]))
         return flat, self._moves(x, self._q_ways, flat, heads, True)
@@ -295,8 +296,7 @@ class Shared:
 
     def rows_out(self, flat: Tensor, x: Tensor, step: int | None = None) -> list[Move]:
         """Moves of rows like out, or of lse, to where they lie in x; of all heads, or those of a step."""
-        of_kv = [work.heads for work in self.work] if step is None else self.of_step(step)
-        return self._moves(x, self._q_ways, flat, self.q_heads(of_kv), False)
+        return self._moves(x, self._q_ways, flat, self.q_heads(step), False)
 
     def begin_keys(
         self, k: Tensor, v: Tensor, step: int, beside: Sequence[Move] = ()

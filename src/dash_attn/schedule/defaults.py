@@ -56,10 +56,9 @@ def choose_policy(problem: Problem) -> Schedule:
     """
     halved = problem.tile_n == AUTO_WIDE_KEYS and problem.widest > AUTO_WIDE_ABOVE
     wide = LONG_ABOVE < problem.widest <= AUTO_WIDE_ABOVE
-    shifts = problem.tile_n == SHIFT_KEYS and SHIFT_KEYS % problem.tile_m == 0
-    return _chosen(
-        problem.mask, problem.group > 1, wide, halved, shifts and problem.widest <= AUTO_WIDE_ABOVE
-    )
+    tiles_fit = problem.tile_n == SHIFT_KEYS and SHIFT_KEYS % problem.tile_m == 0
+    shifts = tiles_fit and problem.widest <= AUTO_WIDE_ABOVE
+    return _chosen(problem.mask, problem.group > 1, wide, halved, shifts)
 
 
 def choose_policy_of_segment(problem: Problem) -> Schedule:
