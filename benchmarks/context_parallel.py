@@ -4,8 +4,8 @@ Peers: PyTorch's ``context_parallel`` (its ring over SDPA's flash kernels), and 
 around FlashAttention-4, dK and dV reduced by NCCL. Both under a zigzag layout. Neither has the bytes of one
 GPU.
 
-A block of calls begins on all GPUs together. Its time is that of the slowest one. Blocks of all
-implementations take turns.
+A block of calls begins on all GPUs together. Its time is that of the slowest one. Implementations come in
+random order, each block behind one of its own that is not counted, as in forward.py.
 
     python benchmarks/context_parallel.py --output benchmarks/results/h100x2-context-parallel.json
     python benchmarks/context_parallel.py --only "65536, 16:4" --rounds 2
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -189,9 +190,11 @@ def measured(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
                 print(f"{name} is left out: {type(error).__name__}: {str(error)[:150]}", file=sys.stderr)
             del calls[name]
     times: dict[str, list[float]] = {name: [] for name in calls}
+    chance = random.Random(0)  # the same order on every rank
     for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(block_ms(call, counts[name]))
+        for name in chance.sample(list(calls), len(calls)):
+            block_ms(calls[name], counts[name])
+            times[name].append(block_ms(calls[name], counts[name]))
     return times
 
 

@@ -1,7 +1,8 @@
 """Time the attention forward of dash-attn and of its peers, side by side in one process.
 
 Two timings, contenders in turns. Sustained: blocks of back-to-back calls, about 12 ms each, so that the GPU
-is as hot as in training. Single: one call at a time, timed by events. A point at which a call takes 40 ms or
+is as hot as in training; in random order, and each behind a block of the same contender, which is not
+counted. Single: one call at a time, timed by events. A point at which a call takes 40 ms or
 more has few rounds, one call per block, and no single calls.
 
 Sets (forward_points.py): ``grid`` has the DASH paper's 24 points; ``grouped`` several q heads per kv head;
@@ -19,6 +20,7 @@ The file keeps the sets that are not measured, and says for each set which run i
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Hashable, Iterator, Sequence
@@ -33,7 +35,6 @@ from record import Record, Row
 
 from dash_attn.schedule import ForwardNumerics
 from dash_attn.tools.bench import require_hopper
-from dash_attn.tools.bench.timing import order_of_round
 
 BLOCK_S, LEAST_CALLS = 0.012, 3
 LONG_S, LONG_ROUNDS = 0.04, 3
@@ -47,10 +48,16 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def sustained(calls: dict[Name, Call], counts: dict[Name, int], rounds: int) -> dict[Name, list[float]]:
-    """Milliseconds of a call, of every block."""
+    """Milliseconds of a call, of every block.
+
+    A block follows one of its own: behind a contender whose workers wait, a GPU at its power limit is up to
+    5 % faster (docs/experiments/timing.md).
+    """
     times: dict[Name, list[float]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name in order_of_round(list(calls), number, rounds):
+    chance = random.Random(0)
+    for _ in range(rounds):
+        for name in chance.sample(list(calls), len(calls)):
+            block(calls[name], counts[name])
             times[name].append(block(calls[name], counts[name]))
     return times
 

@@ -86,8 +86,9 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
     """Problems by name that show what ``policy="auto"`` runs: ``cpu/test_golden.py`` says what of it.
 
     They are as small as that allows: full rings of 16, rings that start apart, long sequences and squares
-    under a causal mask, kv heads whose q heads are dealt to several head groups or to one, and forwards of
-    several segments, with one worker for all of them and with a fold.
+    under a causal mask, kv heads whose q heads are dealt to several head groups or to one, windows under
+    which an item takes its q heads one after the other, and forwards of several segments, with one worker
+    for all of them and with a fold.
 
     Args:
         times: so many times the heads, for tests whose workers should get in each other's way.
@@ -115,6 +116,13 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
         "auto-d128-causal-gqa-square": Problem.dense(heads=4, kv_heads=2, seqlen=8192, mask=causal),
         "auto-d64-causal-gqa-square": Problem.dense(
             heads=6, kv_heads=2, seqlen=4096, head_dim=64, mask=causal
+        ),
+        "auto-d128-window-gqa": Problem.dense(heads=8, kv_heads=2, seqlen=1500, mask=Mask.window(300, 0)),
+        "auto-d64-window-gqa": Problem.dense(
+            heads=16, kv_heads=2, seqlen=2000, head_dim=64, mask=Mask.window(128, 0), dtype="float16"
+        ),
+        "auto-d128-varlen-window-gqa": Problem.varlen(
+            [1900, 700, 64], heads=10, kv_heads=2, mask=Mask.window(400, 50)
         ),
         "auto-d64-causal-few-queries": Problem.dense(
             heads=2, seqlen_q=3, seqlen_k=17_000, head_dim=64, mask=causal

@@ -8,9 +8,11 @@ from __future__ import annotations
 __all__ = [
     "BYTES_IN_TURNS",
     "CACHED_BYTES",
+    "COLUMNS_IN_TURNS",
     "CONVERSION_CYCLES",
     "DRAM_BYTES_PER_CYCLE",
     "DRAM_SHARE",
+    "FEW_IN_TURNS",
     "FEW_ROUNDS",
     "FORWARD_CYCLES",
     "HEADS_IN_TURNS",
@@ -37,6 +39,11 @@ between sections, more hold more of L2 than they need, which an H100's memory do
 
 HEADS_IN_TURNS = 16
 """Heads that take turns where their items queue, if no more are needed to keep all workers busy."""
+
+COLUMNS_IN_TURNS, FEW_IN_TURNS = 1024, 8
+"""Under a window, heads that take turns have so many columns together, and are at least so many. With fewer
+heads, more neighbouring items of each run at the same time, and share what they read
+(docs/experiments/windows.md)."""
 
 BYTES_IN_TURNS = L2_BYTES * 3 // 2
 """Up to so many bytes of all heads together, all of them may take turns, so that no long item is left alone

@@ -21,6 +21,8 @@ from dash_attn.schedule import (
 ALL_POLICIES = (
     FA3(),
     Descending(),
+    Descending(by_head_from=0),
+    Descending(by_head_from=40),
     SPT(),
     Shift(),
     Shift(ring=2),

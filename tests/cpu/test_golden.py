@@ -118,6 +118,20 @@ def test_head_groups(mask: str, head_dim: int) -> None:
         assert any(groups == 1 for groups, group in found)
 
 
+def test_windows() -> None:
+    """q heads one after the other, all of a kv head or fewer; in a packed batch beside shorter sequences."""
+    found = {
+        name: [(p.passes, p.head_groups) for p in map(plan.pattern, range(len(plan.problem.shapes)))]
+        for name, plan in AUTO.items()
+        if "window" in name
+    }
+    assert found == {
+        "auto-d128-window-gqa": [(4, 1)],
+        "auto-d64-window-gqa": [(8, 1)],
+        "auto-d128-varlen-window-gqa": [(3, 2), (1, 3), (1, 3)],
+    }
+
+
 @pytest.mark.parametrize("plans", [AUTO, RINGS], ids=["auto", "rings"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_rings_that_start_apart(head_dim: int, plans: dict[str, Plan]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from attention_cases import executed, packed_tensors, shuffled_placement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dash_attn.errors import CoverageError, PlacementError
+from dash_attn.errors import CoverageError, PlacementError, UnsupportedMaskError
 from dash_attn.problem import Mask, Problem, SequenceGrid
-from dash_attn.schedule import Descending, HeadPattern, Plan, build_plan, prove
+from dash_attn.schedule import Descending, HeadPattern, Plan, build_plan, choose_policy, prove
 from dash_attn.schedule.constants import FULL_MOST_ITEMS, MOST_ITEMS
 from dash_attn.schedule.head_groups import default_head_groups, group_heads
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -90,3 +93,48 @@ def test_numbers_that_cannot_be() -> None:
     broken = HeadPattern(pattern.grid, pattern.offsets, pattern.runs, head_groups=7)
     with pytest.raises(CoverageError, match="7 head groups of 6 q heads"):
         prove(Plan(plan.problem, "broken", {(64, 64): broken}, plan.items))
+    broken = replace(pattern, passes=5)
+    with pytest.raises(CoverageError, match="5 passes of an item of 2 q heads"):
+        prove(Plan(plan.problem, "broken", {(64, 64): broken}, plan.items))
+
+
+WINDOW = Problem(((300, 300),) * 2, 6, 2, 16, Mask.window(60, 0), "float32", tile_m=16, tile_n=32)
+
+
+def test_one_head_after_the_other() -> None:
+    """An item goes through its q tiles once per q head. dQ keeps its bytes, dK and dV are summed in another
+    order."""
+    names = "descending", "descending(by_head_from=300)"
+    together, by_head = plans = [build_plan(WINDOW, name, head_groups=1) for name in names]
+    heads, q_tiles, _ = by_head.pattern(0).tasks_of_heads(2, 3)
+    count = len(by_head.pattern(0).tasks_of(2)[0])
+    assert heads.tolist() == [0] * count + [1] * count + [2] * count
+    assert q_tiles.tolist() == 3 * by_head.pattern(0).tasks_of(2)[0].tolist()
+    assert together.fingerprint != by_head.fingerprint
+    first, second = (executed(plan, packed_tensors(WINDOW)) for plan in plans)
+    assert_same_bytes(first["dq"], second["dq"])
+    for name in ("dk", "dv"):
+        assert not same_bytes(first[name], second[name]), name
+        torch.testing.assert_close(first[name], second[name])
+    for workers in range(by_head.min_workers, 5):
+        assert_same_bytes(executed(by_head, packed_tensors(WINDOW), workers=workers)["dk"], second["dk"])
+
+
+def test_shorter_sequences_and_single_heads_stay_as_they_are() -> None:
+    shorter = build_plan(WINDOW, "descending(by_head_from=301)")
+    assert shorter.fingerprint == build_plan(WINDOW, "descending").fingerprint
+    single = replace(WINDOW, heads=2)
+    plans = [build_plan(single, name) for name in ("descending", "descending(by_head_from=0)")]
+    assert plans[0].fingerprint == plans[1].fingerprint
+    with pytest.raises(UnsupportedMaskError, match="by_head_from must be >= 0, got -1"):
+        Descending(by_head_from=-1)
+
+
+@pytest.mark.parametrize(
+    ("left", "group", "seqlen", "groups"),
+    [(128, 8, 8192, 1), (512, 4, 4096, 1), (1024, 4, 4096, 2), (1024, 8, 8192, 2), (4096, 4, 16384, 1)],
+)
+def test_items_of_a_window_own_more_q_heads(left: int, group: int, seqlen: int, groups: int) -> None:
+    problem = Problem.dense(heads=2 * group, kv_heads=2, seqlen=seqlen, mask=Mask.window(left, 0))
+    pattern = build_plan(problem, choose_policy(problem)).pattern(0)
+    assert (pattern.head_groups, pattern.passes) == (groups, group // groups)

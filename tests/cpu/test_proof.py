@@ -345,7 +345,14 @@ def small_plans() -> list[Plan]:
                             found.append(build_plan(problem, policy_by_name(name), placement))
                         except ValueError:
                             continue
-    return found
+    return found + [by_head(plan) for plan in found if plan.problem.group > plan.pattern(0).head_groups]
+
+
+def by_head(plan: Plan) -> Plan:
+    """The same runs, once per q head of an item."""
+    passes = -(-plan.problem.group // plan.pattern(0).head_groups)
+    patterns = {shape: replace(p, passes=passes) for shape, p in plan.patterns.items()}
+    return prove(replace(plan, patterns=patterns))
 
 
 def test_min_workers_against_exhaustive_search() -> None:

@@ -47,11 +47,11 @@ def ran(variant: str, plan: Plan, blocks: int, seed: int, one_by_one: bool = Fal
 def tasks(plan: Plan, item: int) -> list[tuple[int, int, tuple[int, int, int]]]:
     """(dQ tile, kv tile, (first query row, q head, sequence)) of an item's tasks, in the kernel's order."""
     sequence, group, kv_tile = plan.items[item].tolist()
-    pattern = plan.pattern(sequence)
+    heads = plan.q_heads(sequence, group)
+    of_heads, q_tiles, _ = plan.pattern(sequence).tasks_of_heads(kv_tile, len(heads))
     return [
-        (first_tile(plan, sequence, head) + q, kv_tile, (q * plan.problem.tile_m, head, sequence))
-        for q in pattern.tasks_of(kv_tile)[0].tolist()
-        for head in plan.q_heads(sequence, group)
+        (first_tile(plan, sequence, heads[h]) + q, kv_tile, (q * plan.problem.tile_m, heads[h], sequence))
+        for h, q in zip(of_heads.tolist(), q_tiles.tolist())
     ]
 
 
@@ -96,9 +96,14 @@ CASES = {
         None,
     ),
     "head groups": (Problem.dense(heads=4, kv_heads=1, seqlen=256, head_dim=64, mask=Mask.causal()), 2),
+    "head after head": (
+        Problem.dense(heads=5, kv_heads=1, seqlen=400, head_dim=64, mask=Mask.window(90, 0)),
+        2,
+    ),
 }
 
 SLOW = {("causal", 128), ("full", 64), ("keys beyond the queries", 64), ("head groups", 128)}
+SLOW |= {("head after head", 64)}
 SLOW |= {(name, 192) for name in CASES}
 
 

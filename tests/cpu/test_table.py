@@ -37,8 +37,10 @@ def test_a_reader_that_knows_only_the_documentation(plan: Plan) -> None:
     tasks, partials, order, needs = 0, list[int](), Order(), list[int]()
     for i in range(words[2]):
         record = words[words[5] + 12 * i :][:12]
-        sequence, kv_head, kv, head_first, heads, run_first, runs, count, partial, last, *rest = record
-        assert rest == [0, 0]
+        sequence, kv_head, kv, head_first, heads, run_first, runs, count, partial, last, at_once, rest = (
+            record
+        )
+        assert rest == 0
         needs.append(last)
         _, head_group, tile = plan.items[i].tolist()
         groups = plan.pattern(sequence).head_groups
@@ -64,8 +66,9 @@ def test_a_reader_that_knows_only_the_documentation(plan: Plan) -> None:
         order.append(
             [
                 Contribution(i, (sequence, q_head, q_tile), ticket)
+                for first in range(head_first, head_first + heads, at_once or 1)
                 for q_tile, ticket in walked
-                for q_head in range(head_first, head_first + heads)
+                for q_head in range(first, first + at_once)
             ]
         )
     assert needs == deepest_item(order)

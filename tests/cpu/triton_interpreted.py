@@ -417,6 +417,17 @@ def test_the_order_of_sums_is_that_of_the_plan(long_tensors: list[Tensor]) -> No
     assert_same_bytes(disordered["dk"], found["dk"], "dk")
 
 
+def test_one_head_after_the_other(long_tensors: list[Tensor]) -> None:
+    """dQ keeps its bytes; dK and dV are summed in another order than with all heads at every q tile."""
+    together, by_head = (
+        run(build_plan(LONG, Descending(by_head_from=n), head_groups=1), long_tensors) for n in (None, 0)
+    )
+    assert_accurate(LONG, long_tensors, by_head)
+    assert_same_bytes(by_head["dq"], together["dq"], "dq")
+    for name in ("dk", "dv"):
+        assert not same_bytes(by_head[name], together[name]), name
+
+
 def test_dq_is_the_sum_of_contributions_in_ticket_order() -> None:
     """Contributions are so different in size that another order is far off."""
     problem = problem_of((1, 384), head_dim=8, heads=1, kv_heads=1)
@@ -455,7 +466,10 @@ def test_a_sequence_has_the_same_bytes_alone() -> None:
             assert_same_bytes(found[name][begin : begin + length], alone[name], name)
 
 
-@pytest.mark.parametrize("policy", [Shift(2), SymmetricShift(), SPT(), FA3(), Descending()], ids=str)
+TABLED = [Shift(2), SymmetricShift(), SPT(), FA3(), Descending(), Descending(by_head_from=300)]
+
+
+@pytest.mark.parametrize("policy", TABLED, ids=str)
 @pytest.mark.parametrize("head_dim", sorted(TILES))
 def test_tables_say_what_the_plan_says(policy: Any, head_dim: int) -> None:
     mask = Mask.full() if isinstance(policy, Shift) else Mask.causal()
@@ -469,6 +483,7 @@ def test_tables_say_what_the_plan_says(policy: Any, head_dim: int) -> None:
         q_tiles = [first + step * k for first, step, count in stretch for k in range(count)]
         assert q_tiles == plan.pattern(sequence).tasks_of(record[7])[0].tolist()
         heads = range(record[10], record[10] + record[11])
+        assert record[13] == (1 if plan.pattern(sequence).passes > 1 else len(heads))
         seen.add((sequence, heads, record[7]))
     wanted = {(s, plan.q_heads(s, group), kv) for s, group, kv in plan.items.tolist()}
     assert seen == wanted

@@ -115,7 +115,7 @@ def attention_forward(
             :class:`.TokenMask` with another window is an error.
         is_causal: as ``module.is_causal``.
         cu_seq_lens_q, cu_seq_lens_k: int32 bounds of sequences packed into a batch of one; an error beside
-            padding, or beside other sequences by ``position_ids``.
+            padding, or beside a mask with other sequences. ``position_ids`` are then not looked at.
         position_ids: (batch or 1, seqlen_q) or (seqlen_q,) integers. Where they do not count on from one
             token to the next, another sequence begins. Ids with more dimensions name places in images, and
             are not looked at.

@@ -8,13 +8,21 @@ import numpy as np
 
 from ..problem import Mask, Problem
 from ..schedule.head_groups import default_head_groups
+from ..schedule.numerics import Descending
+from ..schedule.policy import Numerics
 from .cost import Costs, require_workers
 
 __all__ = ["closed_form", "lower_bounds", "paper_makespan"]
 
+_TOGETHER = Descending()
+
 
 def lower_bounds(
-    problem: Problem, costs: Costs, workers: int, head_groups: int | None = None
+    problem: Problem,
+    costs: Costs,
+    workers: int,
+    head_groups: int | None = None,
+    numerics: Numerics = _TOGETHER,
 ) -> dict[str, float]:
     """Cycles below which no plan of the problem with these head groups can end, by reason.
 
@@ -32,7 +40,8 @@ def lower_bounds(
         costs: cycles of a task's parts.
         workers: resident workers.
         head_groups: head groups of each kv head, by default those that
-            :func:`~dash_attn.schedule.build.build_plan` makes for each sequence.
+            :func:`~dash_attn.schedule.build.build_plan` makes for each sequence under ``numerics``.
+        numerics: whether items take their q heads one after the other; by default they do not.
 
     Raises:
         CostError: ``workers`` is not a positive integer.
@@ -46,7 +55,8 @@ def lower_bounds(
     for shape, count in Counter(problem.shapes).items():
         grid = problem.tile_grids[shape]
         tasks += count * problem.heads * grid.tasks
-        groups = default_head_groups(problem.group, grid) if head_groups is None else head_groups
+        by_head = numerics.for_lengths(*shape[:2]).by_head
+        groups = head_groups or default_head_groups(problem.group, grid, by_head=by_head)
         launches += count * problem.kv_heads * groups * grid.kv_tiles * costs.launch
         owned = -(-problem.group // groups)
         longest = owned * int(np.maximum(grid.q_last - grid.q_first + 1, 0).max(initial=0))

@@ -86,8 +86,8 @@ def _q_tiles_by_time(timeline: Timeline) -> IntArray:
 def _q_tiles_of(plan: Plan, sequence: int, head_group: int, kv: int) -> IntArray:
     batch, heads = plan.batch, plan.q_heads(sequence, head_group)
     first = plan.problem.heads * int(batch.q_tiles[:sequence].sum())
-    rows = first + np.arange(heads.start, heads.stop) * int(batch.q_tiles[sequence])
-    tiles: IntArray = (plan.pattern(sequence).tasks_of(kv)[0][:, None] + rows).ravel()
+    of_heads, q, _ = plan.pattern(sequence).tasks_of_heads(kv, len(heads))
+    tiles: IntArray = first + (heads.start + of_heads) * int(batch.q_tiles[sequence]) + q
     return tiles
 
 

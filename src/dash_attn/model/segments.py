@@ -56,7 +56,7 @@ def task_tiles(timeline: Timeline) -> tuple[IntArray, IntArray]:
     plan = timeline.plan
     kv = np.repeat(plan.items[:, 2].astype(np.int64), np.diff(timeline.first_task))
     visited = [
-        np.repeat(plan.pattern(s).tasks_of(k)[0], len(plan.q_heads(s, g))) for s, g, k in plan.items.tolist()
+        plan.pattern(s).tasks_of_heads(k, len(plan.q_heads(s, g)))[1] for s, g, k in plan.items.tolist()
     ]
     return kv, np.concatenate([np.zeros(0, dtype=np.int64), *visited])
 

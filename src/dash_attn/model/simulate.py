@@ -133,9 +133,9 @@ class _Simulation:
 
     def _item_tasks(self, shape: tuple[int, ...], kv: int, heads_owned: int) -> tuple[list[int], list[int]]:
         """(tile, ticket) lists of an item; tiles count from the first of its first q head."""
-        q, t = self.plan.patterns[shape].tasks_of(kv)
-        heads = np.arange(heads_owned) * self.plan.patterns[shape].grid.q_tiles
-        return (q[:, None] + heads).ravel().tolist(), np.repeat(t, len(heads)).tolist()
+        pattern = self.plan.patterns[shape]
+        heads, q, t = pattern.tasks_of_heads(kv, heads_owned)
+        return (q + heads * pattern.grid.q_tiles).tolist(), t.tolist()
 
     def run(self) -> Timeline:
         p, items = self.plan.problem, self.plan.items.tolist()

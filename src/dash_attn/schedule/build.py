@@ -154,10 +154,11 @@ def _known_patterns(*of: Any) -> dict[tuple[int, ...], HeadPattern]:
 def _pattern_of(
     problem: Problem, policy: Policy, shape: tuple[int, ...], grid: TileGrid, head_groups: int | None
 ) -> HeadPattern:
-    groups = default_head_groups(problem.group, grid) if head_groups is None else head_groups
+    groups = head_groups or default_head_groups(problem.group, grid, by_head=policy.by_head)
+    passes = -(-problem.group // groups) if policy.by_head else 1
     keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
     with _named(problem, shape):
-        return (_kept_pattern if keep else _pattern)(policy, grid, groups)
+        return (_kept_pattern if keep else _pattern)(policy, grid, groups, passes)
 
 
 @contextmanager
@@ -170,10 +171,10 @@ def _named(problem: Problem, shape: tuple[int, ...]) -> Iterator[None]:
         raise UnsupportedMaskError(f"{error}: {problem.mask.name} of {lengths}") from error
 
 
-def _pattern(policy: Policy, grid: TileGrid, head_groups: int) -> HeadPattern:
+def _pattern(policy: Policy, grid: TileGrid, head_groups: int, passes: int) -> HeadPattern:
     policy.check(grid)
     runs = derive_runs(grid, policy.visits(grid), policy.summation(grid))
-    return HeadPattern.from_runs(grid, runs, head_groups)
+    return HeadPattern.from_runs(grid, runs, head_groups, passes)
 
 
 _kept_pattern = lru_cache(_KEPT_PATTERNS)(_pattern)

@@ -17,6 +17,9 @@ __all__ = [
     "AUTO_STRIDE",
     "AUTO_WIDE_ABOVE",
     "AUTO_WIDE_KEYS",
+    "BY_HEAD_ROWS",
+    "BY_HEAD_TILES",
+    "BY_HEAD_WINDOWS",
     "FEW_TASKS",
     "FORWARD_KEEP",
     "FORWARD_ROOM",
@@ -77,6 +80,14 @@ longest item too long for a GPU that has few heads."""
 FEW_TASKS, SMALL_GROUP = 9, 4
 """With so few tasks per kv tile and q head, an item owns a whole group of at most SMALL_GROUP q heads: sums
 of several head groups would take longer to store and add than the tasks gain."""
+
+BY_HEAD_WINDOWS = 2
+"""From so many windows of keys on, "auto" lets an item take its q heads one after the other: most items are
+then equally long (docs/experiments/windows.md)."""
+
+BY_HEAD_TILES, BY_HEAD_ROWS = 16, 2560
+"""Such an item owns one q head per BY_HEAD_TILES kv tiles: 8 q heads then have items for a whole GPU. It owns
+more where they have at most BY_HEAD_ROWS rows in all, and so take little time."""
 
 FULL_HEADS, FULL_HEADS_SHORT, SHORT = 1, 2, 64
 """q heads per item under a full mask, from SHORT q tiles on and below. The items of a ring stand on all q

@@ -15,6 +15,7 @@ from .constants import (
     AUTO_STRIDE,
     AUTO_WIDE_ABOVE,
     AUTO_WIDE_KEYS,
+    BY_HEAD_WINDOWS,
     LONG_ABOVE,
     SHIFT_FROM,
     SHIFT_FROM_GROUPED,
@@ -43,7 +44,8 @@ def choose_policy(problem: Problem) -> Schedule:
       tasks apart. The longest items first, of some heads at a time; at head dims above 128 of as many as fit
       L2. Squares of 4,096 keys or more, at head dims 72 to 128 of 8,192 or more, by symmetric shift.
     * Windows: descending, some heads in turns. Their items are equally long but for the ones at the edges,
-      and putting those last would make all others wait for them.
+      and putting those last would make all others wait for them. In sequences of at least two windows an
+      item takes its q heads one after the other.
 
     What each choice gains and loses, by measurement and by the model: docs/experiments/choices.md.
 
@@ -84,7 +86,8 @@ def _chosen(mask: Mask, grouped: bool, wide: bool, halved: bool, shifts: bool) -
     if mask.is_full:
         return Schedule.of(AUTO_SHIFT)
     if not mask.is_causal:
-        return Schedule.of(Descending())
+        bounded = grouped and min(mask.sides) >= 0
+        return Schedule.of(Descending(BY_HEAD_WINDOWS * sum(mask.sides) if bounded else None))
     if grouped:
         if shifts:
             return Schedule.of(ByLength(0, SHIFT_FROM_GROUPED if wide else SHIFT_FROM_NARROW))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from ..problem import TileGrid
 from .constants import (
+    BY_HEAD_ROWS,
+    BY_HEAD_TILES,
     FEW_TASKS,
     FULL_HEADS,
     FULL_HEADS_SHORT,
@@ -25,10 +27,11 @@ from .constants import (
 __all__ = ["default_head_groups", "group_heads"]
 
 
-def default_head_groups(group: int, grid: TileGrid) -> int:
+def default_head_groups(group: int, grid: TileGrid, *, by_head: bool = False) -> int:
     """Head groups of a kv head with ``group`` q heads.
 
-    The constants were measured on an H200 (docs/experiments/head-groups.md).
+    The constants were measured on an H200, those of items that take their q heads one after the other
+    (``by_head``) on an H100 (docs/experiments/head-groups.md).
 
     >>> from dash_attn.problem import Mask
     >>> lengths = [(n, n) for n in (512, 4096, 16384, 65536)]
@@ -45,6 +48,8 @@ def default_head_groups(group: int, grid: TileGrid) -> int:
         heads = group
     else:
         heads = HEADS if tasks * grid.tile_m < LONG_ROWS else HEADS_LONG
+    if by_head:
+        heads = max(heads, grid.kv_tiles // BY_HEAD_TILES, int(BY_HEAD_ROWS / (tasks * grid.tile_m)))
     heads = max(heads, -(-group * grid.kv_tiles // most))
     return -(-group // min(heads, group))
 

@@ -11,6 +11,8 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 from ..errors import TooFewWorkersError
 from .plan import Plan
 
@@ -31,10 +33,9 @@ class Task(NamedTuple):
 def item_tasks(plan: Plan, item: int) -> list[Task]:
     """All tasks of an item in the order in which its worker runs them."""
     sequence, head_group, kv = plan.items[item].tolist()
-    q_tiles, tickets = plan.pattern(sequence).tasks_of(kv)
-    pairs = list(zip(q_tiles.tolist(), tickets.tolist(), strict=True))
     heads = plan.q_heads(sequence, head_group)
-    return [Task(item, sequence, head, kv, q, t) for q, t in pairs for head in heads]
+    tasks = np.stack(plan.pattern(sequence).tasks_of_heads(kv, len(heads)), axis=1).tolist()
+    return [Task(item, sequence, heads[h], kv, q, t) for h, q, t in tasks]
 
 
 def task_order(

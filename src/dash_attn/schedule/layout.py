@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 MAGIC = 0x44534148
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class HeaderRecord(NamedTuple):
@@ -74,15 +74,16 @@ class HeaderRecord(NamedTuple):
 class ItemRecord(NamedTuple):
     """One item.
 
-    It goes through runs ``run_first`` to ``run_first + run_count - 1``, ``task_count`` tasks in all. It does
-    each task for q heads ``q_head_first``, ``q_head_first + 1``, ... (``q_head_count`` of them) before the
-    next task.
+    It goes through runs ``run_first`` to ``run_first + run_count - 1``, ``task_count`` tasks in all, for
+    ``q_head_count`` q heads from ``q_head_first`` on.
 
     Attributes:
         group_sum: where it leaves its sums of dK and dV, of ``group_sum_count`` places. -1: it owns all q
             heads of its kv head, and finishes dK and dV itself.
         needs: the last item of the list that it depends on, or its own place if there is none. A block may
             claim ahead of it what is behind that one.
+        heads_per_pass: ``q_head_count``: it goes through its runs once, and does each task for all its q
+            heads before the next task. 1: it goes through them once per q head.
     """
 
     sequence: Any
@@ -95,6 +96,7 @@ class ItemRecord(NamedTuple):
     task_count: Any
     group_sum: Any
     needs: Any
+    heads_per_pass: Any
 
 
 class RunRecord(NamedTuple):

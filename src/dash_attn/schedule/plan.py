@@ -10,8 +10,10 @@ Words (docs/glossary.md maps them to the paper)
 
 An item of a grouped-query problem runs every task of the pattern for all its q heads, one after the
 other in ascending order, before the next task: dK and dV stay with the worker, and between two
-contributions to one dQ tile lies a whole group of tasks. (Head after head would let items drift apart:
-a short one reaches its second head while a long one is still in its first.)
+contributions to one dQ tile lies a whole group of tasks. Where items are equally long, as under a
+window, it may go through all tasks once per q head instead: between two contributions then lies one
+task, so the tile is still in L2. (Others would drift apart: a short one reaches its second head while a
+long one is still in its first, and waits for it.)
 """
 
 from __future__ import annotations
@@ -104,6 +106,8 @@ class HeadPattern:
         offsets: (kv_tiles + 1,) int64; runs of kv tile ``kv`` are ``runs[offsets[kv]:offsets[kv + 1]]``.
         runs: (runs, 6) int64, columns as in :class:`Run`.
         head_groups: head groups of each kv head.
+        passes: how often an item goes through its runs. 1: once, for all its q heads at each q tile. More:
+            once for each of its q heads, which are so many at most.
         proven: what is known about it; no part of it.
     """
 
@@ -111,6 +115,7 @@ class HeadPattern:
     offsets: IntArray
     runs: IntArray
     head_groups: int = 1
+    passes: int = 1
     proven: Proven = field(default_factory=Proven, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,23 +128,27 @@ class HeadPattern:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Through the constructor, so that nobody can write to a copy either.
-        return HeadPattern, (self.grid, self.offsets, self.runs, self.head_groups)
+        return HeadPattern, (self.grid, self.offsets, self.runs, self.head_groups, self.passes)
 
     @classmethod
     def from_runs(
-        cls, grid: TileGrid, runs: Sequence[Sequence[RunTuple | Run]], head_groups: int = 1
+        cls,
+        grid: TileGrid,
+        runs: Sequence[Sequence[RunTuple | Run]],
+        head_groups: int = 1,
+        passes: int = 1,
     ) -> HeadPattern:
         """A pattern from the list of runs of each kv tile."""
         offsets = np.cumsum([0, *(len(r) for r in runs)], dtype=np.int64)
         table = np.array([run for item in runs for run in item], dtype=np.int64).reshape(-1, 6)
-        return cls(grid, offsets, table, head_groups)
+        return cls(grid, offsets, table, head_groups, passes)
 
     def runs_of(self, kv_tile: int) -> list[Run]:
         """Runs of one kv tile, in order."""
         return [Run(*row) for row in self.runs[self.offsets[kv_tile] : self.offsets[kv_tile + 1]].tolist()]
 
     def tasks_of(self, kv_tile: int) -> tuple[IntArray, IntArray]:
-        """(q tiles, tickets) of one kv tile, in the order of its item; int64."""
+        """(q tiles, tickets) of one kv tile, in the order of its item, of one q head; int64."""
         rows = self.runs[self.offsets[kv_tile] : self.offsets[kv_tile + 1]]
         if not len(rows):
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
@@ -147,6 +156,14 @@ class HeadPattern:
         q = np.concatenate([row[0] + row[1] * k for row, k in zip(rows, steps, strict=True)])
         t = np.concatenate([row[3] + row[4] * (k // row[5]) for row, k in zip(rows, steps, strict=True)])
         return q, t
+
+    def tasks_of_heads(self, kv_tile: int, heads: int) -> tuple[IntArray, IntArray, IntArray]:
+        """(q heads, q tiles, tickets) of an item of so many q heads, in its order; heads count from 0."""
+        q, t = self.tasks_of(kv_tile)
+        each = np.arange(heads, dtype=np.int64)
+        if self.passes > 1:
+            return np.repeat(each, len(q)), np.tile(q, heads), np.tile(t, heads)
+        return np.tile(each, len(q)), np.repeat(q, heads), np.repeat(t, heads)
 
     def summation_orders(self) -> list[list[int]]:
         """For each q tile, its kv tiles in the order in which they are added."""
@@ -327,8 +344,9 @@ class Plan:
     def fingerprint(self) -> str:
         """SHA-256 of the numerics, 64 hexadecimal digits; placement, batch and head count leave it alone.
 
-        It covers the tile shape, head dimensions, dtype, mask, q heads per kv head, and the head groups and
-        runs of every distinct pattern. Two plans with one fingerprint produce the same bytes on one backend.
+        It covers the tile shape, head dimensions, dtype, mask, q heads per kv head, and the head groups,
+        passes and runs of every distinct pattern. Two plans with one fingerprint produce the same bytes on
+        one backend.
         """
         return self.fingerprint_under(NUMERICS_VERSION)
 
@@ -342,6 +360,8 @@ class Plan:
         for shape in sorted(self.patterns):
             pattern = self.patterns[shape]
             digest.update(repr((*shape, pattern.head_groups)).encode())
+            if pattern.passes > 1:
+                digest.update(b"by head")
             digest.update(np.ascontiguousarray(pattern.offsets, dtype="<i8").tobytes())
             digest.update(np.ascontiguousarray(pattern.runs, dtype="<i8").tobytes())
         return digest.hexdigest()

@@ -49,6 +49,11 @@ class Policy(Numerics):
     def for_lengths(self, seqlen_q: int, seqlen_k: int) -> Policy:
         return self
 
+    @property
+    def by_head(self) -> bool:
+        """Whether an item takes its q heads one after the other, each at all q tiles; else all at each."""
+        return False
+
     def check(self, grid: TileGrid) -> None:
         """Raise UnsupportedMaskError if the policy does not cover this grid."""
 

@@ -71,6 +71,11 @@ def examine(plan: Plan) -> Verdict:
                 f"{_every_head(plan, pattern)}: {pattern.head_groups} head groups of {problem.group} q heads "
                 "per kv head"
             )
+        heads = -(-problem.group // pattern.head_groups)
+        if pattern.passes not in (1, heads):
+            raise CoverageError(
+                f"{_every_head(plan, pattern)}: {pattern.passes} passes of an item of {heads} q heads"
+            )
         if not pattern.proven.covers:
             _check_coverage(pattern, _every_head(plan, pattern))
             pattern.proven.covers = True
@@ -233,13 +238,17 @@ def _deepest_dependence(needs: IntArray) -> int:
 def _dependences(pattern: HeadPattern, order: IntArray, where: str) -> IntArray:
     """For each item of one head group, in claim order, the rank of the last item it depends on.
 
-    The q heads of a head group count as one: all items go through them in the same order at every q tile, so
-    what holds for blocks of q tiles (below) holds for them.
+    Where all items go through the q heads of a head group in the same order at every q tile, these count as
+    one: what holds for blocks of q tiles (below) holds for them. With several passes, the q tiles of each are
+    behind those of the one before. If one pass of all items ends, so do all: none waits for a later one. So
+    one pass says what is wrong.
     """
     for block in (_block_of_q_tiles(pattern), 1):
-        run = _PatternRun(pattern, order, block)
+        run = _PatternRun(pattern, order, block, pattern.passes)
         if run.finish():
             return np.array(run.reach, dtype=np.int64)
+    run = _PatternRun(pattern, order, 1, 1)
+    run.finish()
     raise run.error(where)
 
 
@@ -268,20 +277,26 @@ def _in_blocks(run: Run, block: int) -> Run:
 
 
 class _PatternRun:
-    """Greedy execution of the items of one head group, task by task but in slices.
+    """Greedy execution of the items of one head group, in so many passes, task by task but in slices.
 
     Items go by their claim rank here. ``done[q]`` counts the contributions to a q tile. ``newest[q]`` is
     the largest rank among the items that the latest contribution to q depends on, ``reach[rank]`` the
     same for what that item has done so far.
     """
 
-    def __init__(self, pattern: HeadPattern, order: IntArray, block: int) -> None:
+    def __init__(self, pattern: HeadPattern, order: IntArray, block: int, passes: int) -> None:
         self.pattern = pattern
-        q_tiles = -(-pattern.grid.q_tiles // block)
+        of_pass = -(-pattern.grid.q_tiles // block)
+        q_tiles = passes * of_pass
         self.order: list[int] = order.tolist()
         self.runs = [pattern.runs_of(kv) for kv in self.order]
         if block > 1:
             self.runs = [[_in_blocks(run, block) for run in runs] for runs in self.runs]
+        if passes > 1:
+            firsts = [of_pass * n for n in range(passes)]
+            self.runs = [
+                [r._replace(q_first=q + r.q_first) for q in firsts for r in runs] for runs in self.runs
+            ]
         self.reach = list(range(len(self.order)))
         self.at = [(0, 0)] * len(self.order)  # run, task within the run
         self.done = np.zeros(q_tiles, dtype=np.int32)

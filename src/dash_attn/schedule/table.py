@@ -162,6 +162,7 @@ def _records(pattern: HeadPattern, kv_heads: int, group: int) -> Words:
     records[:, ITEM.q_head_first], records[:, ITEM.q_head_count] = kv_head * group + begin, end - begin
     records[:, ITEM.run_first], records[:, ITEM.run_count] = pattern.offsets[kv], pattern.run_counts[kv]
     records[:, ITEM.task_count] = pattern.task_counts[kv]
+    records[:, ITEM.heads_per_pass] = end - begin if pattern.passes == 1 else 1
     records[:, ITEM.group_sum] = (kv_head * kv_tiles + kv) * groups + part if groups > 1 else -1
     return records
 
@@ -276,6 +277,9 @@ def _patterns(
         rows = [runs[first:end] for first, end in zip(firsts, ends, strict=True)]
         table = np.concatenate([np.zeros((0, 6), np.int64), *rows])
         # Sequences whose runs and totals are in one place of the table share a pattern, as in the plan.
-        key = (grid, groups, offsets.tobytes(), table.tobytes(), total_first)
-        patterns[pair] = alike.setdefault(key, HeadPattern(grid, offsets, table, groups))
+        all_mine = items[items[:, ITEM.sequence] == sequence]
+        by_head = (all_mine[:, ITEM.heads_per_pass] < all_mine[:, ITEM.q_head_count]).any()
+        passes = -(-problem.group // groups) if by_head else 1
+        key = (grid, groups, passes, offsets.tobytes(), table.tobytes(), total_first)
+        patterns[pair] = alike.setdefault(key, HeadPattern(grid, offsets, table, groups, passes))
     return patterns

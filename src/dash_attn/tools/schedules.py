@@ -14,7 +14,7 @@ from ..model import Costs, lower_bounds, simulate
 from ..model.bounds import paper_makespan
 from ..model.output import require_writable
 from ..problem import Problem
-from ..schedule import POLICIES, Plan, build_plan
+from ..schedule import POLICIES, Plan, Schedule, build_plan
 from ..schedule.head_groups import default_head_groups
 from .flags import add_command, cost_flags, emit, machine_of, plan_of, problem_flags, problem_of
 from .forward import require_gpu, run_forward_plan, run_forward_simulation, run_forward_trace
@@ -96,10 +96,10 @@ def run_simulate(args: argparse.Namespace) -> int:
     require_simulable(problem, workers)
     plan = plan_of(args, problem)
     _announce_simulation(plan.policy, problem)
-    timeline = simulate(plan, costs, workers)
+    timeline, numerics = simulate(plan, costs, workers), Schedule.parse(plan.policy).numerics
     facts = {
         "makespan": timeline.makespan,
-        "lower_bound": max(lower_bounds(problem, costs, workers).values()),
+        "lower_bound": max(lower_bounds(problem, costs, workers, numerics=numerics).values()),
         "utilization": timeline.utilization,
         "stall": timeline.stall,
         "stalls": timeline.stalls,

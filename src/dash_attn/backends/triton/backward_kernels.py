@@ -1,7 +1,7 @@
 """The kernels of the backward. Each program adds in the order that its record states, and waits for nobody.
 
 ``prepare_kernel``  per (q tile, q head): delta = rowsum(dO * O), and the log-sum-exp in base 2
-``dkdv_kernel``     per item of the plan: dK and dV, over its visits, each for all q heads of its head group
+``dkdv_kernel``     per item of the plan: dK and dV, over its visits, for all q heads of its head group
 ``fold_kernel``     per kv tile whose q heads are dealt to several head groups: adds their sums, ascending
 ``sink_kernel``     per (sequence, q head): its rows' part of the gradient of the sink
 ``sinks_kernel``    per q head: the gradient of the sink from the parts of all sequences
@@ -202,7 +202,8 @@ def dkdv_kernel(
     OF_K: tl.constexpr, OF_V: tl.constexpr,
 ):  # fmt: skip
     """dK if OF_K, dV if OF_V. Visits are rows (q_first, q_step, count); each of their q tiles is taken for
-    all heads, ascending. Tiles at their ends that INTERVALS empty are left out: they would add 0.
+    all heads, ascending, or all are taken once per head. Tiles at their ends that INTERVALS empty are left
+    out: they would add 0.
 
     An item is shared by TILE_N / KEYS programs, for its keys share no sum. A q tile is taken in TILE_M / ROWS
     steps.
@@ -219,7 +220,8 @@ def dkdv_kernel(
     visit_first = tl.load(record + 8)
     visit_count = tl.load(record + 9)
     head_first = tl.load(record + 10)
-    heads = tl.load(record + 11)
+    heads = tl.load(record + 13)
+    passes = tl.load(record + 11) // heads
     slot = tl.load(record + 12).to(tl.int64)
     kv_head = (head_first // group).to(tl.int64)
     begin = tl.load(record + 7) * TILE_N + part * KEYS
@@ -245,7 +247,9 @@ def dkdv_kernel(
         row_ends += batch_k * rows_batch + start_k
         starts, ends = intervals_of(row_starts, row_ends, keys, seqlen_k)
         low, high = tiles_within(starts, ends, seqlen_q, TILE_M)
-    for visit in range(visit_first, visit_first + visit_count):
+    for turn in range(passes * visit_count):
+        visit = visit_first + turn % visit_count
+        head = head_first + turn // visit_count
         q_first = tl.load(visits + visit * 3)
         q_step = tl.load(visits + visit * 3 + 1)
         count = tl.load(visits + visit * 3 + 2)
@@ -262,7 +266,7 @@ def dkdv_kernel(
             dk_tile, dv_tile = add_rows(
                 dk_tile, dv_tile, k_tile, v_tile, q_base, do_base, stats,
                 slopes, slope_batch, seed, threshold, rescale, origin, record,
-                q_row, q_head, do_row, do_head, stats_head, head_first, heads, q_first, q_step,
+                q_row, q_head, do_row, do_head, stats_head, head, heads, q_first, q_step,
                 bounds[third], bounds[third + 1], begin, diagonal, seqlen_q, seqlen_k, left, right, scale2,
                 cap2, starts, ends, SOFTCAP, ALIBI, DROPOUT, INTERVALS, third != 1,
                 HEAD_DIM, BLOCK_D, REST_D, HEAD_DIM_V, BLOCK_DV, REST_DV, ROWS, KEYS, TILE_M, OF_K, OF_V,

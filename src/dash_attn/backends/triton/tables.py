@@ -4,7 +4,8 @@ A record has WORDS words: batch and first row of q, batch and first row of k, bo
 with row 0; then the tile, where its stretches begin in their table and how many there are, the first q head
 (or the kv head) and how many (or how many head groups), its place among the sums of dK and dV (-1: none) and
 the distance to that of the next head group; then the number of the sequence and, in the backward, where the
-statistics of its rows begin.
+statistics of its rows begin. An item has, in place of that distance, for how many q heads at a time it goes
+through its visits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
 
 WORDS = 16
 _TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP, _SEQUENCE, _STATS = range(7, 16)
+_PASS = _STEP
 
 Words = NDArray[np.int32]
 
@@ -237,6 +239,8 @@ def _items(plan: Plan, sequences: Words, visits: _Joined) -> Words:
     kv_head, part = head_group // groups, head_group % groups
     first, end = group * part // groups, group * (part + 1) // groups
     records[:, _HEAD], records[:, _HEADS] = kv_head * group + first, end - first
+    by_head = batch.per_sequence(lambda p: p.passes)[sequence] > 1
+    records[:, _PASS] = np.where(by_head, 1, end - first)
     slot = plan.group_sum_first[sequence] + head_group * batch.kv_tiles[sequence] + kv
     records[:, _SLOT] = np.where(groups > 1, slot, -1)
     return records

@@ -8,7 +8,15 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...machine import BYTES_IN_TURNS, HEADS_IN_TURNS, HOP_TASKS, QUEUE, WORKERS
+from ...machine import (
+    BYTES_IN_TURNS,
+    COLUMNS_IN_TURNS,
+    FEW_IN_TURNS,
+    HEADS_IN_TURNS,
+    HOP_TASKS,
+    QUEUE,
+    WORKERS,
+)
 from ...problem import IntArray
 from ..batch import Batch
 from ..policy import Numerics
@@ -72,8 +80,12 @@ def queueing(batch: Batch) -> NDArray[np.bool_]:
 
 def heads_in_turns(batch: Batch, which: NDArray[np.bool_]) -> float:
     """How many of these head groups, which queue, keep all workers busy if they take turns."""
-    steps = np.repeat(batch.q_tiles * batch.problem.group // batch.head_groups, batch.groups)[which]
-    return max(HEADS_IN_TURNS, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
+    problem = batch.problem
+    steps = np.repeat(batch.q_tiles * problem.group // batch.head_groups, batch.groups)[which]
+    least = HEADS_IN_TURNS
+    if problem.mask.left is not None:
+        least = max(FEW_IN_TURNS, COLUMNS_IN_TURNS // problem.head_dim)
+    return max(least, WORKERS * HOP_TASKS / max(float(steps.mean()), 1.0))
 
 
 def downwards(batch: Batch, may: NDArray[np.bool_] | None = None) -> IntArray:

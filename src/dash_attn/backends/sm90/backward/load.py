@@ -49,13 +49,14 @@ class LoadRole:
                 # Their buffers may not be free for a while: until then K and V can come as far as L2.
                 for copy, tile in ((copies.k, shared.k), (copies.v, shared.v)):
                     self._prefetch_kv(copy, tile, plan_view.mailbox_item(slot))
-            for r in cutlass.range(plan_view.mailbox_item(slot).record.run_count, unroll=1):
+            r, first_head = Int32(0), Int32(0)
+            while plan_view.has_run(slot, r, first_head):
                 run = plan_view.read_run(memory.table, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(plan_view.mailbox_item(slot).record.q_head_count, unroll=1):
+                    for h in cutlass.range(plan_view.mailbox_item(slot).record.heads_per_pass, unroll=1):
                         item = plan_view.mailbox_item(slot)
-                        q_head = item.record.q_head_first + h
+                        q_head = item.record.q_head_first + first_head + h
                         self._load_rows(q, item, (n_task, q_tile, q_head), shared.q_info)
                         self._load_rows(dout, item, (n_task, q_tile, q_head), None)
                         if fresh == UNREAD:
@@ -67,6 +68,7 @@ class LoadRole:
                             n_kv += 1
                             fresh = Int32(UNREAD)
                         n_task += 1
+                r, first_head = plan_view.next_run(slot, r, first_head)
             n_item += 1
             if fresh == UNREAD:
                 self._release_dk(rings)

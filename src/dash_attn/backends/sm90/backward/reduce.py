@@ -145,15 +145,15 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                 * plan_view.mailbox_item(slot).record.task_count
             )
             claim_at = cutlass.min(CLAIM_AHEAD, left - 1)  # not before the first grant
-            r = Int32(0)
-            while r < plan_view.mailbox_item(slot).record.run_count:
+            r, first_head = Int32(0), Int32(0)
+            while plan_view.has_run(slot, r, first_head):
                 run = plan_view.read_run(memory.table, slot, r)
                 ticket, held = run.t_first, Int32(0)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(plan_view.mailbox_item(slot).record.q_head_count, unroll=1):
+                    for h in cutlass.range(plan_view.mailbox_item(slot).record.heads_per_pass, unroll=1):
                         item = plan_view.mailbox_item(slot)
-                        q_head = item.record.q_head_first + h
+                        q_head = item.record.q_head_first + first_head + h
                         tile = plan_view.first_tile_of(item, q_head) + q_tile
                         key = Int32(-1)
                         if const_expr(config.ordered):
@@ -190,7 +190,7 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                     if held == run.t_hold:
                         held = Int32(0)
                         ticket += run.t_step
-                r += 1
+                r, first_head = plan_view.next_run(slot, r, first_head)
             cute.arch.mbarrier_arrive(rings.item.empty_of(n_item))
             n_item += 1
             slot = wait_item(shared, rings, n_item)

@@ -178,6 +178,24 @@ def read_run(plan: cute.Tensor, slot: cute.Tensor, index: Int32):
 
 
 @cute.jit
+def has_run(slot: cute.Tensor, index: Int32, head: Int32):
+    """Whether an item has run `index` for its q heads from number `head` on, as `next_run` counts them."""
+    record = mailbox_item(slot).record
+    return (index < record.run_count) & (head < record.q_head_count)
+
+
+@cute.jit
+def next_run(slot: cute.Tensor, index: Int32, head: Int32):
+    """(run, number of its first q head) that follow in an item: after its last run, it goes on with other q
+    heads."""
+    index += 1
+    if index == mailbox_item(slot).record.run_count:
+        index = Int32(0)
+        head += mailbox_item(slot).record.heads_per_pass
+    return index, head
+
+
+@cute.jit
 def read_sequence(plan: cute.Tensor, sequence_offset: Int32, index: Int32):
     """Record of sequence `index`."""
     base = sequence_offset + index * SEQUENCE_WORDS
