@@ -1,4 +1,4 @@
-"""What the docs quote of other shapes (h200-shapes.json) and of the Triton backend (h200-triton.json)."""
+"""What the docs quote of other shapes (h100-shapes.json) and of the Triton backend (h200-triton.json)."""
 
 from __future__ import annotations
 

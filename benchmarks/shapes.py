@@ -3,7 +3,7 @@
 Cases are in shape_cases.py: queries behind many keys, few heads, windows, packed batches, patches, long and
 tiny problems, fp16. Timing is sustained, as in forward.py; then follows the energy of the backwards.
 
-    python benchmarks/shapes.py --output benchmarks/results/h200-shapes.json
+    python benchmarks/shapes.py --output benchmarks/results/h100-shapes.json
     python benchmarks/shapes.py --only groups window
     python benchmarks/shapes.py --grid --output benchmarks/results/h200-grid.json
     python benchmarks/shapes.py --head-dims --output benchmarks/results/h200-head-dims.json

@@ -286,7 +286,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         "benchmarks/results/h100-choices.json": schedule_values(),
         f"{folder}grid.json": shape_values("h200-grid.json"),
         "benchmarks/results/h100-grid.json": shape_values("h100-grid.json"),
-        f"{folder}shapes.json": shape_values("h200-shapes.json"),
+        "benchmarks/results/h100-shapes.json": shape_values("h100-shapes.json"),
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}segments.json": shape_values("h200-segments.json"),
         "benchmarks/results/h100x2-context-parallel.json": sharing_values(),

@@ -24,7 +24,7 @@ from dash_attn.backends.cpu.masks import hidden_elements, outside_intervals
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.errors import HandOverError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import Plan, Policy, build_plan, choose_policy, policy_by_name, prove
+from dash_attn.schedule import Numerics, Plan, Schedule, Shift, build_plan, choose_policy, prove
 from dash_attn.scores import Scores
 from dash_attn.testing import same_bytes
 from dash_attn.tools.verify.accuracy import error_norms
@@ -109,11 +109,12 @@ class FuzzCase:
             return plan
         return other if other.min_workers <= resident else plan
 
-    def _policy(self, problem: Problem) -> tuple[Policy, Any]:
+    def _policy(self, problem: Problem) -> tuple[Numerics, Any]:
         if self.policy == "auto":
             return choose_policy(problem)
-        given = {"ring": self.ring, "stride": self.stride} if self.policy == "shift" else {}
-        return policy_by_name(self.policy, **given), "policy"
+        if self.policy == "shift":
+            return Shift(self.ring, self.stride), "policy"
+        return Schedule.parse(self.policy)
 
 
 # Tensors

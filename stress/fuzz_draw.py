@@ -23,6 +23,9 @@ HEAD_DIMS = (
 )  # fmt: skip
 """Of Q and V."""
 
+CHOICES = ("auto", *POLICIES, "descending(by_head_from=0)")
+"""Policies."""
+
 MOST_SCORES = 3e8
 """Elements of all score matrices of a case: what the oracle has to do."""
 
@@ -49,7 +52,7 @@ def _draw(rng: random.Random, seed: int) -> FuzzCase:
     group = rng.choice((1, 1, 2, 3, 4, 7, 8)) if kv_heads < 4 else rng.choice((1, 1, 2))
     left, right = rng.choice(((None, None), (None, 0), (None, 0), _window(rng, longest)))
     layouts = [rng.choice(list(LAYOUTS)) if rng.random() < 0.4 else "plain" for _ in range(5)]
-    policy = rng.choice(("auto", "auto", *POLICIES))
+    policy = rng.choice(("auto", *CHOICES))
     ring = rng.choice((None, rng.randint(1, 64))) if policy == "shift" else None
     head_dim, head_dim_v = rng.choice(HEAD_DIMS)
     return FuzzCase(

@@ -36,10 +36,11 @@ from fuzz_case import GRADS
 
 FULL, CAUSAL, WINDOW = Mask.full(), Mask.causal(), Mask.window(300, 0)
 
+BY_HEAD = Descending(by_head_from=0)
 POLICIES: list[tuple[Mask, Policy]] = [
     *((FULL, policy) for policy in (FA3(), Descending(), SPT(), Shift(), Shift(ring=3))),
-    *((CAUSAL, policy) for policy in (FA3(), Descending(), SPT(), SymmetricShift())),
-    *((WINDOW, policy) for policy in (FA3(), Descending(), SPT())),
+    *((CAUSAL, policy) for policy in (FA3(), Descending(), BY_HEAD, SPT(), SymmetricShift())),
+    *((WINDOW, policy) for policy in (FA3(), Descending(), BY_HEAD, SPT())),
 ]
 """Every policy under every mask it covers."""
 

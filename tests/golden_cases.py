@@ -119,7 +119,7 @@ def auto_problems(times: int = 1) -> dict[str, Problem]:
         ),
         "auto-d128-window-gqa": Problem.dense(heads=8, kv_heads=2, seqlen=1500, mask=Mask.window(300, 0)),
         "auto-d64-window-gqa": Problem.dense(
-            heads=16, kv_heads=2, seqlen=2000, head_dim=64, mask=Mask.window(128, 0), dtype="float16"
+            heads=16, kv_heads=2, seqlen=2000, head_dim=64, mask=Mask.window(300, 0), dtype="float16"
         ),
         "auto-d128-varlen-window-gqa": Problem.varlen(
             [1900, 700, 64], heads=10, kv_heads=2, mask=Mask.window(400, 50)

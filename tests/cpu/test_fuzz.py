@@ -21,11 +21,11 @@ from strategies import masks, tiles
 from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu.executor import backward
 from dash_attn.problem import DTYPES
-from dash_attn.schedule import PLACEMENTS, POLICIES, Plan
+from dash_attn.schedule import PLACEMENTS, Plan
 from dash_attn.scores import Scores
 from fuzz import Summary, mask_kind, run
 from fuzz_case import LAYOUTS, Backend, FuzzCase, Grads, How, check, make_tensors
-from fuzz_draw import HEAD_DIMS, MOST_ATTEMPTS, draw, script_of, shrink, size
+from fuzz_draw import CHOICES, HEAD_DIMS, MOST_ATTEMPTS, draw, script_of, shrink, size
 
 torch.set_num_threads(1)
 
@@ -62,7 +62,7 @@ def cases(draw: st.DrawFn) -> FuzzCase:
     )
     group = draw(st.integers(1, 5))
     tile_m, tile_n = draw(tiles)
-    policy = draw(st.sampled_from(("auto", *POLICIES)))
+    policy = draw(st.sampled_from(CHOICES))
     layouts = [draw(st.sampled_from(list(LAYOUTS))) for _ in range(4)]
     layouts.append(draw(st.sampled_from([name for name in LAYOUTS if name != "one_head"])))
     return FuzzCase(
@@ -205,7 +205,7 @@ def test_what_is_drawn_covers_every_choice() -> None:
     drawn = [draw(seed) for seed in range(400)]
     assert drawn[:5] == [draw(seed) for seed in range(5)]
     for name, values in {
-        "policy": {"auto", *POLICIES}, "placement": {"policy", "lpt", "shuffled"}, "streams": {1, 2, 3},
+        "policy": set(CHOICES), "placement": {"policy", "lpt", "shuffled"}, "streams": {1, 2, 3},
         "dtype": {"bfloat16", "float16"}, "softcap": {0.0, 2.0, 30.0}, "packed": {True, False},
     }.items():  # fmt: skip
         assert {getattr(case, name) for case in drawn} == values

@@ -127,7 +127,7 @@ def test_windows() -> None:
     }
     assert found == {
         "auto-d128-window-gqa": [(4, 1)],
-        "auto-d64-window-gqa": [(8, 1)],
+        "auto-d64-window-gqa": [(4, 2)],
         "auto-d128-varlen-window-gqa": [(3, 2), (1, 3), (1, 3)],
     }
 
