@@ -48,7 +48,7 @@ from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from dash_attn.schedule.constants import FORWARD_SEGMENT
 from dash_attn.scores import Scores
-from gpu_cases import CAUSAL, FULL, WINDOW, auto_plan, dense, packed
+from gpu_cases import BY_HEAD, CAUSAL, FULL, WINDOW, auto_plan, dense, packed
 
 TOOLS = {
     "memcheck": [
@@ -262,7 +262,8 @@ def launch_sinks() -> None:
 
 def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
     """What a variant is launched with: a dense batch with a window. The variants that users get also run with
-    blocks that wait for each other at every task, packed with empty sequences, and in head groups."""
+    blocks that wait for each other at every task, packed with empty sequences, in head groups, and with items
+    that take their q heads one after the other."""
     like = columns(config, FEWER * config.padded)
     yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
     of_users = BackwardConfig(
@@ -276,6 +277,7 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
             "head groups",
             auto_plan(packed(300, 200, mask=FULL, heads=8, kv_heads=1, **like), head_groups=4),
         )
+        yield "head after head", build_plan(dense(WINDOW, seqlen=300, **like), BY_HEAD, head_groups=1)
 
 
 class Apart(Buffer):

@@ -203,7 +203,8 @@ def test_a_run_that_launched_nothing_is_a_finding(tool: str) -> None:
 def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
     product = dict(plans(BackwardConfig(64)))
-    assert set(product) == {"window", "rings", "packed", "head groups"}
+    assert set(product) == {"window", "rings", "packed", "head groups", "head after head"}
+    assert product["head after head"].pattern(0).passes == 2
     assert product["rings"].min_workers == 3
     assert product["head groups"].group_sum_first[-1] > 0
     assert (0, 0) in product["packed"].problem.sequences
