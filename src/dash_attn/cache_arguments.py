@@ -91,8 +91,11 @@ def check_kvcache(
     """Check a call of ``flash_attn_with_kvcache``. ``new``: k and v that are appended."""
     q, k_cache, v_cache = qkv
     _check_caches(q, k_cache, v_cache, 4)
+    overwrites = k_cache is v_cache and new[0] is not new[1]
     q, *new = _cast(k_cache, v_cache, q, *new)
     checked_new = _checked_new(q, k_cache, v_cache, *new)
+    if checked_new is not None and overwrites:
+        raise InputError("k_cache and v_cache are one tensor, k and v are two: v would overwrite k")
     check_aux(aux, q, q.shape[0])
     spec = spec_of(q, asked, aux)
     _refuse_gradients(q, k_cache, v_cache, *new, *aux)

@@ -60,7 +60,7 @@ def flash_attn_with_kvcache(
             page_size, kv_heads, head_dim), pages of 16, 32, 64, 128 or 256 tokens. v_cache may have another
             head_dim. What lies behind the used keys may be anything.
         k, v: (batch, seqlen_new, kv_heads, head_dim): written into the cache, in place, behind the first
-            ``cache_seqlens`` tokens of their sequence.
+            ``cache_seqlens`` tokens of their sequence. One tensor if the caches are one.
         cache_seqlens: tokens in the cache before the call: (batch,) int32 on q's device or on the CPU, or one
             number for all. None: the cache is full.
         cache_batch_idx: (batch,) int32, which place of the cache is that of a sequence; None: its own number.

@@ -211,6 +211,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"k": NEW[:1], "v": NEW, "cache_seqlens": 0},
         r"k must have shape \(2, seqlen_new, 2, 8\), got \(1, 3, 2, 8\)",
     ),
+    "one cache": ({"k": NEW, "v": -NEW, "cache_seqlens": 0}, "v_cache are one tensor, k and v are two"),
     "new dtype": ({"k": NEW.half(), "v": NEW, "cache_seqlens": 0}, "k is torch.float16 on cpu, q is"),
     "too many": (
         {"cache_seqlens": int32(3, 33)},
