@@ -91,7 +91,8 @@ def check_kvcache(
     """Check a call of ``flash_attn_with_kvcache``. ``new``: k and v that are appended."""
     q, k_cache, v_cache = qkv
     _check_caches(q, k_cache, v_cache, 4)
-    overwrites = k_cache is v_cache and new[0] is not new[1]
+    compiling = torch.compiler.is_compiling()
+    overwrites = not compiling and _are_one(k_cache, v_cache) and not _are_one(*new)
     q, *new = _cast(k_cache, v_cache, q, *new)
     checked_new = _checked_new(q, k_cache, v_cache, *new)
     if checked_new is not None and overwrites:
@@ -103,7 +104,7 @@ def check_kvcache(
     contiguous, more = kept.page_table is None, 0 if checked_new is None else checked_new[0].shape[1]
     room = k_cache.shape[1] * table.shape[1]
     before, known = _lengths(q, kept.cache_seqlens, room, None if checked_new is None else more)
-    if not torch.compiler.is_compiling():
+    if not compiling:
         check_tokens("cache_seqlens", known, more, table, k_cache, contiguous=contiguous)
         if checked_new is not None:
             check_last_strides((k_cache, v_cache))
@@ -228,6 +229,13 @@ def _checked_new(
         if x.shape[1] != rows:
             raise InputError(f"v has {x.shape[1]} new tokens, k has {rows}")
     return k, v
+
+
+def _are_one(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether these are the same elements."""
+    if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b
+    return a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:
