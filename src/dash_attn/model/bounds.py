@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from ..problem import Mask, Problem
-from ..schedule.head_groups import default_head_groups
+from ..schedule.head_groups import default_head_groups, most_heads
 from ..schedule.numerics import Descending
 from ..schedule.policy import Numerics
 from .cost import Costs, require_workers
@@ -58,8 +58,8 @@ def lower_bounds(
         by_head = numerics.for_lengths(*shape[:2]).by_head
         groups = head_groups or default_head_groups(problem.group, grid, by_head=by_head)
         launches += count * problem.kv_heads * groups * grid.kv_tiles * costs.launch
-        owned = -(-problem.group // groups)
-        longest = owned * int(np.maximum(grid.q_last - grid.q_first + 1, 0).max(initial=0))
+        longest = int(np.maximum(grid.q_last - grid.q_first + 1, 0).max(initial=0))
+        longest *= most_heads(problem.group, groups)
         if longest:
             pipeline_ends = costs.compute + costs.reduce - costs.per_task
             item = max(item, costs.launch + longest * costs.per_task + pipeline_ends)

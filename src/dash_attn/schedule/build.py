@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import PlacementError, UnsupportedMaskError
 from ..problem import IntArray, Problem, TileGrid
 from .batch import Batch
-from .head_groups import default_head_groups
+from .head_groups import default_head_groups, most_heads
 from .numerics import POLICIES
 from .placement import Placement
 from .plan import HeadPattern, Listed, Plan
@@ -155,7 +155,7 @@ def _pattern_of(
     problem: Problem, policy: Policy, shape: tuple[int, ...], grid: TileGrid, head_groups: int | None
 ) -> HeadPattern:
     groups = head_groups or default_head_groups(problem.group, grid, by_head=policy.by_head)
-    passes = -(-problem.group // groups) if policy.by_head else 1
+    passes = most_heads(problem.group, groups) if policy.by_head else 1
     keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
     with _named(problem, shape):
         return (_kept_pattern if keep else _pattern)(policy, grid, groups, passes)

@@ -24,7 +24,7 @@ from .constants import (
     SMALL_GROUP,
 )
 
-__all__ = ["default_head_groups", "group_heads"]
+__all__ = ["default_head_groups", "group_heads", "most_heads"]
 
 
 def default_head_groups(group: int, grid: TileGrid, *, by_head: bool = False) -> int:
@@ -52,6 +52,15 @@ def default_head_groups(group: int, grid: TileGrid, *, by_head: bool = False) ->
         heads = max(heads, grid.kv_tiles // BY_HEAD_TILES, int(BY_HEAD_ROWS / (tasks * grid.tile_m)))
     heads = max(heads, -(-group * grid.kv_tiles // most))
     return -(-group // min(heads, group))
+
+
+def most_heads(group: int, groups: int) -> int:
+    """q heads of the largest of so many head groups of a kv head.
+
+    >>> most_heads(7, 2)
+    4
+    """
+    return -(-group // groups)
 
 
 def group_heads(group: int, groups: int) -> list[range]:

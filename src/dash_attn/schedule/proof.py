@@ -33,6 +33,7 @@ import numpy as np
 from ..errors import CoverageError, CycleError, PlacementError, PlanError, TicketError, TooFewWorkersError
 from ..problem import IntArray
 from .batch import Batch, Columns
+from .head_groups import most_heads
 from .plan import Claims, HeadPattern, Plan, Run, Verdict, named
 from .tickets import MAX_HOLD
 
@@ -71,7 +72,7 @@ def examine(plan: Plan) -> Verdict:
                 f"{_every_head(plan, pattern)}: {pattern.head_groups} head groups of {problem.group} q heads "
                 "per kv head"
             )
-        heads = -(-problem.group // pattern.head_groups)
+        heads = most_heads(problem.group, pattern.head_groups)
         if pattern.passes not in (1, heads):
             raise CoverageError(
                 f"{_every_head(plan, pattern)}: {pattern.passes} passes of an item of {heads} q heads"

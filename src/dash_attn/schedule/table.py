@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ..errors import TableError
 from ..problem import Mask, Problem
-from .head_groups import group_heads
+from .head_groups import group_heads, most_heads
 from .layout import (
     ABI_VERSION,
     HEADER_WORDS,
@@ -261,8 +261,8 @@ def _patterns(
             raise TableError(
                 f"sequence {sequence}: {groups} head groups of {problem.group} q heads per kv head"
             )
-        first_group = (items[:, ITEM.kv_head] == 0) & (items[:, ITEM.q_head_first] == 0)
-        mine = items[(items[:, ITEM.sequence] == sequence) & first_group]
+        all_mine = items[items[:, ITEM.sequence] == sequence]
+        mine = all_mine[(all_mine[:, ITEM.kv_head] == 0) & (all_mine[:, ITEM.q_head_first] == 0)]
         mine = mine[np.argsort(mine[:, ITEM.kv_tile])]
         if not np.array_equal(mine[:, ITEM.kv_tile], np.arange(grid.kv_tiles)):
             raise TableError(
@@ -277,9 +277,8 @@ def _patterns(
         rows = [runs[first:end] for first, end in zip(firsts, ends, strict=True)]
         table = np.concatenate([np.zeros((0, 6), np.int64), *rows])
         # Sequences whose runs and totals are in one place of the table share a pattern, as in the plan.
-        all_mine = items[items[:, ITEM.sequence] == sequence]
         by_head = (all_mine[:, ITEM.heads_per_pass] < all_mine[:, ITEM.q_head_count]).any()
-        passes = -(-problem.group // groups) if by_head else 1
+        passes = most_heads(problem.group, groups) if by_head else 1
         key = (grid, groups, passes, offsets.tobytes(), table.tobytes(), total_first)
         patterns[pair] = alike.setdefault(key, HeadPattern(grid, offsets, table, groups, passes))
     return patterns
