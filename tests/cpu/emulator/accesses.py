@@ -90,6 +90,7 @@ _COMBINE: dict[str, Callable[..., object]] = {
     "add": np.add,
     "max": np.maximum,
     "min": np.minimum,
+    "or": np.bitwise_or,
     "cas": lambda old, compared, new: new if old == compared else old,
 }
 

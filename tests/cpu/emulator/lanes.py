@@ -57,6 +57,21 @@ def vote(i: Instruction, slot: Slot) -> Act:
     return act
 
 
+def reduce(i: Instruction, slot: Slot) -> Act:
+    """redux: one value of all lanes."""
+    kind = TYPES[i.form[-1]]
+    given, combine = slot(i.operands[1], kind), {"min": np.min, "max": np.max, "add": np.sum}[i.form[-2]]
+
+    def act(machine: Machine, warp: Warp, lanes: np.ndarray) -> bool:
+        if not together(warp, lanes):
+            return False
+        found = combine(warp.registers[given].view(kind)[lanes]).astype(kind)
+        put(machine, warp, i.operands[0], lanes, np.full(int(lanes.sum()), found))
+        return True
+
+    return act
+
+
 def shuffle(i: Instruction, slot: Slot) -> Act:
     to = i.operands[0]
     value, by, clamp = (slot(each, np.uint32) for each in i.operands[-4:-1])

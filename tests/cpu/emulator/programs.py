@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dash_attn.backends.sm90.backward import arguments as backward
+from dash_attn.backends.sm90.backward.config import SEEN_WORDS
 from dash_attn.backends.sm90.cached import arguments as cached
 from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
@@ -74,10 +75,13 @@ class Emulated:
         workspace = forward.Workspace(named["table"], **work)
         tensors, scales = forward.Tensors(**matrices), cap or [launch.scale]
         extra = [x for name, x in named.items() if name not in ("table", "work")]
-        claims, main, fold = kernels(c)
+        claims, *bounds, main, fold = kernels(c)
         heads, k = tensors.q.shape[2], tensors.k
         if launch.grid < launch.entries * heads:
             self._launch(claims, (1, 1), [_tensor(workspace.claimed)], memory)
+        for kernel in bounds:
+            parameters = [*map(_tensor, (workspace.table, *extra[-len(forward.Intervals._fields) :]))]
+            self._launch(kernel, (launch.entries, 1), parameters, memory)
         of_k, of_v = (row_bytes_of(columns) for columns in (c.head_dim, c.head_dim_v))
         maps = [(tensors.q, ROWS, of_k), (k, c.tile_n, of_k)]
         maps += [(tensors.v, c.tile_n, of_v), (tensors.out, ROWS, of_v)]
@@ -177,25 +181,34 @@ class Emulated:
         table, _ = passed.pop("table"), passed.pop("work")
         work["control"] = work["control"].view(torch.int32)
         unused = {"errors": table, "dq_contributions": table.view(1, -1), "trace": table.view(1, -1)}
+        rows = [passed.pop(name) for name in backward.Intervals._fields] if c.intervals else []
         workspace = backward.Workspace(table=table, **(unused | work | passed))
         tensors = backward.Tensors(**matrices)
-        before, main, after = kernels(c)
+        before, *marking, main, after = kernels(c)
         heads, named = tensors.q.shape[2], tensors._asdict() | workspace._asdict()
 
         def memory_of(fields: tuple[str, ...]) -> list[Parameter]:
-            return [_tensor(named[name]) for name in fields]
+            of_intervals = rows if "intervals" in fields else []
+            return [
+                *(_tensor(named[name]) for name in fields if name != "intervals"),
+                *map(_tensor, of_intervals),
+            ]
 
         everywhere = bytes([launch.complete == launch.q_tiles * heads])
         parameters = [*memory_of(backward.BeforeMemory._fields), everywhere]
         self._launch(before, (launch.q_tiles, heads), parameters, memory)
-        rows = {"q": c.tile_m, "dout": c.tile_m}
+        for kernel in marking:
+            parameters = [*map(_tensor, (table, *rows)), _number(tensors.k.shape[0])]
+            self._launch(kernel, (len(rows[2]) // SEEN_WORDS, 1), parameters, memory)
+        rows_of = {"q": c.tile_m, "dout": c.tile_m}
         columns = {"v": c.head_dim_v, "dv": c.head_dim_v, "dout": c.head_dim_v}
         row_bytes = {n: row_bytes_of(columns.get(n, c.head_dim)) for n in backward.Copies._fields}
         row_bytes["k"] = c.k_row_bytes
-        maps = _maps((named[n], rows.get(n, c.tile_n), size) for n, size in row_bytes.items())
+        maps = _maps((named[n], rows_of.get(n, c.tile_n), size) for n, size in row_bytes.items())
         numbers = [_number(n) for n in (launch.scale, launch.workers, launch.complete, *cap)]
-        products = [DUMMY] * (len(main.parameters) - len(maps) - len(backward.Memory._fields) - len(numbers))
-        parameters = [*maps, *products, *memory_of(backward.Memory._fields), *numbers]
+        places = memory_of(backward.Memory._fields)
+        products = [DUMMY] * (len(main.parameters) - len(maps) - len(places) - len(numbers))
+        parameters = [*maps, *products, *places, *numbers]
         self._launch(main, (launch.grid, 1), parameters, memory)
         converted = 0 if c.ordered else launch.q_tiles
         if converted + launch.kv_tiles:

@@ -23,6 +23,7 @@ from ..base import (
     Gradients,
     Keys,
     Prepared,
+    RowIntervals,
     Tensors,
     forward_shapes,
     refuse_backward,
@@ -35,7 +36,7 @@ from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment, words_of_sum
 from .softcap import cap_of, why_no_cap
 from .spread.launch import Spread, spreads
-from .tiles import HEAD_DIMS, covers, has_softcap, kernel_of, tiles_of
+from .tiles import HEAD_DIMS, covers, has_intervals, has_softcap, kernel_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -48,7 +49,7 @@ class _Prepared(Prepared):
         if reason := _why_no_head_dim(problem):
             raise InputError(reason)
         self.problem, self.device, self.packed, self._keys = problem, device, packed, keys
-        self._forwards: dict[tuple[bool, bool], Forward] = {}
+        self._forwards: dict[tuple[bool, ...], Forward] = {}
         self._shapes = forward_shapes(problem, packed, keys)
 
     @property
@@ -58,22 +59,34 @@ class _Prepared(Prepared):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        sink = _sink_of(scores, aux)
+        sink, rows = _sink_of(scores, aux), self._rows_of(aux)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, lse if sink is None else lse.copy_(sink[:, None])
-        asked = (sink is not None, scores.softcap > 0)
+        asked = (sink is not None, scores.softcap > 0, rows is not None)
         forward = self._forwards.get(asked) or self._forward(*asked)
-        return forward(q, k, v, scores.softmax_scale, sink=sink, cap=cap_of(scores))
+        return forward(q, k, v, scores.softmax_scale, sink=sink, rows=rows, cap=cap_of(scores))
 
-    def _forward(self, sink: bool, softcap: bool) -> Forward:
+    def _forward(self, sink: bool, softcap: bool, intervals: bool) -> Forward:
         problem = self.problem
-        config = replace(config_of(problem), sink=sink, softcap=softcap)
+        config = replace(config_of(problem), sink=sink, softcap=softcap, intervals=intervals)
         found = Forward(problem, self.device, keys=self._keys, config=config)
-        return self._forwards.setdefault((sink, softcap), found)
+        return self._forwards.setdefault((sink, softcap, intervals), found)
+
+    def _rows_of(self, aux: AuxTensors) -> RowIntervals | None:
+        """Which rows see each key, if that is said, of as many keys as there are."""
+        if aux is NO_AUX or (rows := aux.rows) is None:
+            return None
+        if self._keys is not None:
+            raise InputError("row_starts and row_ends are not supported where keys are placed")
+        shape = self._shapes[1][:-2]
+        for name, x in zip(("row_starts", "row_ends"), rows):
+            if x.shape != shape:
+                raise PlanMismatchError(f"{name} has shape {tuple(x.shape)}, the problem says {tuple(shape)}")
+        return rows
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Kernels take lengths from the problem: tensors of others would be read beyond their ends."""
@@ -94,8 +107,9 @@ class _Prepared(Prepared):
         disorder: random.Random | None = None,
     ) -> Gradients:
         refuse_backward(self._keys)
-        sink, in_order = _sink_of(scores, aux), ordered and disorder is None
-        result = run_backward(plan, tensors, scores, sink=sink, ordered=in_order, debug=_debug())
+        sink, rows = _sink_of(scores, aux), self._rows_of(aux)
+        in_order = ordered and disorder is None
+        result = run_backward(plan, tensors, scores, sink=sink, rows=rows, ordered=in_order, debug=_debug())
         dsink = result.dsink
         if dsink is not None and aux.learnable_sink is not None:
             dsink = dsink.to(aux.learnable_sink.dtype)
@@ -112,6 +126,8 @@ class _Prepared(Prepared):
     ) -> Tensor | None:
         """See :meth:`Prepared.backward_segment`."""
         sink = _sink_of(scores, aux)
+        if aux.rows is not None:
+            raise InputError("row_starts and row_ends are not supported by sm90 in segments of rows")
         return run_segment(plan, tensors, scores, sums, dq, sink=sink, debug=_debug())
 
 
@@ -145,12 +161,13 @@ def _why_no_head_dim(problem: Problem) -> str:
 
 @lru_cache
 def _why_no_scores(scores: Scores) -> str:
-    """Why the kernels do not have what is made of scores: they have the softmax scale, softcap and sinks."""
-    if scores.row_intervals:
-        return "row_starts and row_ends are not supported by sm90"
+    """Why the kernels do not have what is made of scores: they have the softmax scale, softcap, sinks and
+    intervals of rows, but no softcap beside intervals."""
+    if scores.row_intervals and scores.softcap:
+        return f"row_starts and row_ends beside softcap {scores.softcap} are not supported by sm90"
     for name, value in scores._asdict().items():
         # Only dropout counts from an origin.
-        if value and name not in ("softmax_scale", "softcap", "sink", "origin"):
+        if value and name not in ("softmax_scale", "softcap", "sink", "row_intervals", "origin"):
             said = "alibi_slopes" if name == "alibi" else f"{name} {value}"
             return f"{said} is not supported by sm90"
     return why_no_cap(scores)
@@ -195,6 +212,8 @@ class _SM90(Backend):
             return reason
         if scores.softcap and not has_softcap(problem.head_dim, problem.head_dim_v):
             return f"softcap {scores.softcap} is not supported by sm90 at head_dim {problem.head_dim}"
+        if scores.row_intervals and not has_intervals(problem.head_dim, problem.head_dim_v):
+            return f"row_starts and row_ends are not supported by sm90 at head_dim {problem.head_dim}"
         if problem.q_starts is not None:
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"

@@ -23,7 +23,7 @@ from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
 from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
-from .tiles import TILES, has_softcap
+from .tiles import TILES, has_intervals, has_softcap
 
 __all__ = [
     "ARCH",
@@ -74,7 +74,7 @@ def variants() -> dict[str, Config]:
 
 def backward_variants() -> dict[str, BackwardConfig]:
     """Those of the backward: product, of segments of queries, unordered, and debug; each also for tensors of
-    fewer columns, and with a softcap."""
+    fewer columns, and with a softcap. With intervals of rows there is one for any number of columns."""
     found = {}
     for softcap, padded in product((False, True), repeat=2):
         for name, (head_dim, head_dim_v), dtype in _kinds("backward", softcap):
@@ -87,6 +87,13 @@ def backward_variants() -> dict[str, BackwardConfig]:
             found[f"{name}-bounded"] = replace(base, spin_limit=1)
             found[f"{name}-contributions"] = replace(base, dump_contributions=True)
             found[f"{name}-trace"] = replace(base, trace=True)
+            found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
+    for name, head_dims, dtype in _kinds("backward"):
+        if has_intervals(*head_dims):
+            base, name = BackwardConfig(head_dims[0], dtype, padded=True, intervals=True), f"{name}-intervals"
+            found[name] = base
+            found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
+            found[f"{name}-bounded"] = replace(base, spin_limit=1)
             found[f"{name}-bounded-trace"] = replace(base, spin_limit=1, trace=True)
     return found
 
@@ -102,6 +109,9 @@ def forward_variants() -> dict[str, ForwardConfig]:
         if has_softcap(head_dim, head_dim_v):
             found[f"{name}-softcap"] = replace(base, softcap=True)
             found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)
+        if has_intervals(head_dim, head_dim_v):
+            found[f"{name}-intervals"] = replace(base, intervals=True)
+            found[f"{name}-intervals-sink"] = replace(base, intervals=True, sink=True)
     return found
 
 

@@ -25,7 +25,7 @@ from ...errors import HandOverError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
-from ..base import NOTHING, Gradients, Shapes, Tensors, as_current
+from ..base import NOTHING, Gradients, RowIntervals, Shapes, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
@@ -104,6 +104,7 @@ def run_backward(
     scores: Scores | float,
     *,
     sink: Tensor | None = None,
+    rows: RowIntervals | None = None,
     ordered: bool = True,
     workers: int | None = None,
     debug: Debug | None = None,
@@ -115,6 +116,7 @@ def run_backward(
         tensors: dout, q, k, v, out and lse (:class:`Tensors`), bf16 or fp16 with any strides, lse fp32.
         scores: what becomes of Q K^T; a number is a softmax scale.
         sink: (heads,) fp32, contiguous, as in the forward.
+        rows: which rows see each key, as in the forward.
         ordered: False adds as contributions come, by atomics: the negative control.
         workers: thread blocks to launch, at most one per SM, all of which get items. By default as many as
             are of use; a few of them may only convert dQ.
@@ -133,9 +135,9 @@ def run_backward(
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
     check_tensors(place, plan, given)
-    asked = Demand(ordered, debug, softcap=scores.softcap > 0)
+    asked = Demand(ordered, debug, softcap=scores.softcap > 0, intervals=rows is not None)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
-    work = Workspace(variant, place, q.device)
+    work = Workspace(variant, place, q.device, rows=rows)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     dsink = launch(plan, (variant, place, work), given, grads, scores, sink, workers)
     grads = grads._replace(dsink=dsink)
@@ -206,6 +208,7 @@ class Demand(NamedTuple):
     debug: Debug
     key_sums: bool = False
     softcap: bool = False
+    intervals: bool = False
 
 
 def variant_of(place: OnDevice, plan: Plan, asked: Demand) -> Variant:
@@ -239,10 +242,11 @@ def _config(kernel: Kernel, dtype: str, asked: Demand, spin_limit: int) -> Backw
     return BackwardConfig(
         kernel.head_dim,
         DTYPES[dtype],
-        kernel.padded,
+        kernel.padded or asked.intervals,
         Accumulation.TICKETS if asked.ordered else Accumulation.ATOMIC,
         key_sums=asked.key_sums,
         softcap=asked.softcap,
+        intervals=asked.intervals,
         spin_limit=spin_limit if debug.bounded else 0,
         dump_contributions=debug.contributions,
         trace=debug.trace,
@@ -259,7 +263,12 @@ class Workspace:
     """
 
     def __init__(
-        self, variant: Variant, place: OnDevice, device: torch.device, key_sums: Tensor | None = None
+        self,
+        variant: Variant,
+        place: OnDevice,
+        device: torch.device,
+        key_sums: Tensor | None = None,
+        rows: RowIntervals | None = None,
     ) -> None:
         self.config, self.place = variant.config, place
         self.buffer = Buffer(variant.sizes, device)
@@ -277,6 +286,11 @@ class Workspace:
         if self.config.trace:
             self.trace = torch.zeros(tiles, 4 * place.tickets, dtype=torch.int64, device=device)
             self.tensors.append(self.trace)
+        if rows is not None:
+            self.tensors += map(torch.flatten, rows)
+            self.tensors += [
+                torch.empty(shape, dtype=torch.int32, device=device) for shape in place.seen_shapes
+            ]
 
     def part(self, name: str) -> Tensor:
         """A part of the buffer, one of ``arguments.PARTS``."""

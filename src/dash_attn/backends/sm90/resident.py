@@ -14,7 +14,7 @@ from ...schedule.plan import Plan
 from ...schedule.table import shared_sums, to_table
 from ..base import Shapes, tensor_shapes
 from ..cuda.upload import Upload
-from .backward.config import CONTROL_WORDS, BackwardConfig
+from .backward.config import CONTROL_WORDS, SEEN_WORDS, BackwardConfig
 from .places import Sizes, sizes_of
 from .tiles import kernel_of, name_of, tiles_of
 
@@ -71,6 +71,11 @@ class OnDevice:
         rows, sums = tiles * config.tile_m, self.group_sums * 2 * config.tile_n * config.head_dim
         control = -(-(CONTROL_WORDS + 2 * tiles) // 32) * 32
         return [rows, rows, tiles * config.dq_elements, max(sums, 32), control]
+
+    @property
+    def seen_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of ``items`` and ``seen`` (:class:`.backward.arguments.Intervals`)."""
+        return (self.items * SEEN_WORDS,), (self.heads * self.q_tiles, -(-self.tickets // 32))
 
     def blocks(self, available: int) -> tuple[int, int]:
         """(blocks to launch on so many SMs, how many of them get items); the others convert dQ tiles from the

@@ -12,6 +12,7 @@ __all__ = [
     "Tiles",
     "covers",
     "forward_kernel_of",
+    "has_intervals",
     "has_softcap",
     "kernel_of",
     "name_of",
@@ -141,6 +142,15 @@ def row_bytes_of(columns: int) -> int:
     [128, 64, 128, 32]
     """
     return next(size for size in (128, 64, 32) if 2 * columns % size == 0)
+
+
+def has_intervals(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernels for tensors of these head dims have variants with intervals of rows.
+
+    >>> has_intervals(128, 64), has_intervals(192, 128)
+    (True, False)
+    """
+    return max(head_dim, head_dim_v) <= 128
 
 
 def has_softcap(head_dim: int, head_dim_v: int) -> bool:

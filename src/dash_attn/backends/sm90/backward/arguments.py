@@ -42,6 +42,21 @@ class Tensors(NamedTuple):
     dv: Any
 
 
+class Intervals(NamedTuple):
+    """Which rows see a key, and what follows for the tasks of a plan (seen.py).
+
+    Attributes:
+        starts, ends: int32, one per key, sequences one after the other.
+        items: int32, `SEEN_WORDS` per item.
+        seen: int32, (dQ tiles, words): bit t of a row is 1 if the task with ticket t is executed.
+    """
+
+    starts: Any
+    ends: Any
+    items: Any
+    seen: Any
+
+
 class Workspace(NamedTuple):
     """The plan, and what the kernels leave for each other. Only errors and trace need initial values.
 
@@ -57,6 +72,7 @@ class Workspace(NamedTuple):
         errors: int32, 8 words, 0: the first failure of a bounded wait, see `finish.report`.
         dq_contributions: fp32, (dQ tiles, tickets * tile_m * D): every contribution to dQ, by ticket.
         trace: int64, (dQ tiles, 4 * tickets), see `reduce.reduce_role`.
+        intervals: of variants that have them.
     """
 
     table: Any
@@ -68,6 +84,7 @@ class Workspace(NamedTuple):
     errors: Any
     dq_contributions: Any
     trace: Any
+    intervals: Intervals | None = None
 
 
 class Launch(NamedTuple):
@@ -97,7 +114,8 @@ def tensors_of(config: BackwardConfig) -> list[str]:
         "group_sums": config.key_sums, "errors": config.spin_limit > 0,
         "dq_contributions": config.dump_contributions, "trace": config.trace,
     }  # fmt: skip
-    return ["table", "work", *(name for name, wanted in asked.items() if wanted)]
+    intervals = Intervals._fields if config.intervals else ()
+    return ["table", "work", *(name for name, wanted in asked.items() if wanted), *intervals]
 
 
 def named(config: BackwardConfig, arguments: Sequence[Any]) -> Given:
@@ -151,6 +169,7 @@ class Memory(NamedTuple):
     errors: Any
     dq_contributions: Any
     trace: Any
+    intervals: Intervals | None = None
 
 
 class Numbers(NamedTuple):
@@ -174,7 +193,7 @@ class Shared(NamedTuple):
         complete: complete dQ tiles to be converted, (values, stages), from Q on.
         mailbox: items, (words, 2), see `plan_view.Item`.
         slots: granted contributions, (words, SLOTS), see reduce.py.
-        q_info: what the mask hides of a task, (4, stages), see `LoadRole._put_q_info`.
+        q_info: what the mask hides of a task, (words, stages), see `LoadRole._put_q_info`.
         grads_place: where dK and dV belong that leave next, see `LoadRole._put_grads_place`.
         tile_place: where complete tiles belong, (words, stages), see `finish.store_piece`.
     """
@@ -208,6 +227,7 @@ class BeforeMemory(NamedTuple):
     dq: Any
     table: Any
     control: Any
+    intervals: Intervals | None = None
 
 
 class AfterMemory(NamedTuple):

@@ -67,7 +67,7 @@ class CappedMma(MmaRole):
             acc[i] = tanh(acc[i], t.inner)
         # What makes zeros of P and of all that is made of it: finite, for 0 times it must be 0.
         if t.info[0, stage] == 1:
-            self._mask(acc, t.info[None, stage], first, -HUGE)
+            self._mask(t, acc, stage, first, -HUGE)
 
     def _convert(self, t, first: int, converted, stage) -> None:
         """P of query columns from `first` on, converted, and P (1 - t^2) in place of t."""

@@ -17,6 +17,9 @@ SLOTS = 8  # contributions that the warps around the reduction may be apart
 # line of 128 bytes; then one ticket counter per dQ tile, and one queue entry per dQ tile.
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
+SEEN_WORDS = 8
+"""Where keys have intervals of rows, of an item: tasks per q head that are executed; the first and last q tile that
+see any of its keys; the first row that sees all of them, and the one behind the last. See seen.py."""
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 
@@ -34,13 +37,13 @@ class BackwardConfig:
 
     Attributes:
         direction: the package of its program.
-        kernels: class names, which the compiler puts into the names of the kernels.
         head_dim: of Q and K.
         padded: tensors may have fewer columns; the copy engine fills a tile with zeros.
         dtype: "bf16" or "fp16".
         accumulation: how contributions to dQ are added.
         key_sums: every item adds its dK and dV to fp32 sums that several launches share, and finishes none.
         softcap: scores s are softcap * tanh(s / softcap).
+        intervals: rows see a key in an interval of its own, and tasks that no row sees are left out.
         spin_limit: bounds every wait for a ticket or a complete dQ tile; 0: unbounded. An exceeded bound is
             reported in the error buffer.
         dump_contributions: keep every task's fp32 contribution to dQ.
@@ -53,7 +56,6 @@ class BackwardConfig:
     """
 
     direction: ClassVar[str] = "backward"
-    kernels: ClassVar[tuple[str, ...]] = ("Preprocess", "Backward", "Convert")
 
     head_dim: int
     dtype: str = "bf16"
@@ -61,6 +63,7 @@ class BackwardConfig:
     accumulation: Accumulation = Accumulation.TICKETS
     key_sums: bool = False
     softcap: bool = False
+    intervals: bool = False
     spin_limit: int = 0
     dump_contributions: bool = False
     trace: bool = False
@@ -102,10 +105,22 @@ class BackwardConfig:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
         if self.softcap and (self.tight or self.split):
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
+        if self.intervals and (self.tight or self.split or self.softcap):
+            raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
+        if self.intervals and (self.key_sums or self.dump_contributions):
+            raise ValueError(
+                f"{self}: where tasks are left out, all of a sequence is one launch, and no "
+                "contributions are kept"
+            )
         tile, (alone, behind) = 4 * self.dq_elements, self.finish_stages
         least = max(alone * tile, behind * tile + 4 * self.dq_stage * self.dq_stages)
         if self.tiles_bytes < least:
             raise ValueError(f"{self} keeps tiles in {self.tiles_bytes} bytes, finishing needs {least}")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Class names, which the compiler puts into the names of the kernels; in the order of their launches."""
+        return ("Preprocess", *["MarkSeen"] * self.intervals, "Backward", "Convert")
 
     @property
     def registers(self) -> Registers:

@@ -20,7 +20,7 @@ from ..device import plan_view
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from . import capped, finish, load, mma, reduce, split_columns, tight
+from . import capped, finish, load, mma, reduce, seen, split_columns, tight
 from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
@@ -39,6 +39,8 @@ class Backward:
         self.config = config
         self.dtype = DTYPES[config.dtype]
         self.load_role, self.mma_role = load.LoadRole(config), self._mma_kind()(config, self.dtype)
+        self._mailbox_words = seen.MAILBOX_WORDS if config.intervals else plan_view.MAILBOX_WORDS
+        self._info_words = 8 if config.intervals else 4
 
     def _mma_kind(self) -> type[mma.MmaRole]:
         if self.config.split:
@@ -100,8 +102,8 @@ class Backward:
             tile_full: cute.struct.MemRange[Int64, c.finish_stages[0]]
             tile_empty: cute.struct.MemRange[Int64, c.finish_stages[0]]
             slots: cute.struct.Align[cute.struct.MemRange[Int32, reduce.SLOT_WORDS * SLOTS], 16]
-            mailbox: cute.struct.Align[cute.struct.MemRange[Int32, 2 * plan_view.MAILBOX_WORDS], 16]
-            q_info: cute.struct.Align[cute.struct.MemRange[Int32, 4 * c.q_stages], 16]
+            mailbox: cute.struct.Align[cute.struct.MemRange[Int32, 2 * self._mailbox_words], 16]
+            q_info: cute.struct.Align[cute.struct.MemRange[Int32, self._info_words * c.q_stages], 16]
             grads_place: cute.struct.Align[cute.struct.MemRange[Int32, load.GRADS_PLACE_WORDS], 16]
             tile_place: cute.struct.Align[
                 cute.struct.MemRange[Int32, finish.PLACE_STRIDE * c.finish_stages[0]], 16
@@ -196,9 +198,9 @@ class Backward:
         # Finishing needs what items no longer need, from Q on.
         complete = cute.recast_ptr(storage.q.data_ptr(), dtype=Float32)
         words = (
-            (storage.mailbox, (plan_view.MAILBOX_WORDS, 2)),
+            (storage.mailbox, (self._mailbox_words, 2)),
             (storage.slots, (reduce.SLOT_WORDS, SLOTS)),
-            (storage.q_info, (4, c.q_stages)),
+            (storage.q_info, (self._info_words, c.q_stages)),
             (storage.grads_place, (load.GRADS_PLACE_WORDS,)),
             (storage.tile_place, (finish.PLACE_STRIDE, c.finish_stages[0])),
         )

@@ -10,7 +10,7 @@ from ..arguments import Copy
 from ..device import plan_view, ptx
 from ..device.copies import load_tile, partitions
 from ..device.ring import Ring, arrive_together
-from . import finish, reduce
+from . import finish, reduce, seen
 from .config import BackwardConfig
 
 GRADS_PLACE_WORDS = 8
@@ -41,7 +41,7 @@ class LoadRole:
         q = Rows(rings.q, copies.q, shared.q, memory.lse2, shared.lse2, c.head_dim)
         dout = Rows(rings.dout, copies.dout, shared.dout, memory.delta, shared.delta, c.head_dim_v)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
-        slot = reduce.claim_first_item(memory, shared, rings, batches, numbers.workers)
+        slot = reduce.claim_first_item(c, memory, shared, rings, batches, numbers.workers)
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
             fresh = Int32(1)
@@ -54,11 +54,12 @@ class LoadRole:
                 run = plan_view.read_run(memory.table, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(plan_view.mailbox_item(slot).record.heads_per_pass, unroll=1):
+                    heads = seen.heads_of_task(c, slot, q_tile, self._ticket(run, i))
+                    for h in cutlass.range(heads, unroll=1):
                         item = plan_view.mailbox_item(slot)
                         q_head = item.record.q_head_first + first_head + h
-                        self._load_rows(q, item, (n_task, q_tile, q_head), shared.q_info)
-                        self._load_rows(dout, item, (n_task, q_tile, q_head), None)
+                        self._load_rows(q, item, (n_task, q_tile, q_head), shared.q_info, slot)
+                        self._load_rows(dout, item, (n_task, q_tile, q_head), None, slot)
                         if fresh == UNREAD:
                             self._release_dk(rings)
                             fresh = Int32(0)
@@ -75,7 +76,7 @@ class LoadRole:
             if fresh != 1:
                 # Only an item whose tickets are granted depends on no other block: see reduce.py, Claiming.
                 rings.item_granted.wait_full_before(n_kv)
-            slot = reduce.claim_item(memory, shared, rings, n_item, batches)
+            slot = reduce.claim_item(c, memory, shared, rings, n_item, batches)
         rings.v.wait_empty(n_kv)
         self._store(copies.dv, shared.v[None, None, 0], shared)
         self._store_dk(copies.dk, shared, rings, n_task, n_kv)
@@ -85,8 +86,12 @@ class LoadRole:
             finish.load_role(c, memory, shared, rings, n_item, numbers.complete)
         cute.arch.cp_async_bulk_wait_group(0)
 
+    def _ticket(self, run, index: Int32) -> Int32 | None:
+        """The ticket of a task, where that decides whether it is executed."""
+        return seen.ticket_of(run, index) if self.config.intervals else None
+
     @cute.jit
-    def _load_rows(self, rows: Rows, item, task, info) -> None:
+    def _load_rows(self, rows: Rows, item, task, info, slot) -> None:
         """Load the rows of a task, (its number in this block, q tile, q head), with their statistics.
 
         `info`: where to tell the MMA warps about its mask, None: it is not to be told.
@@ -100,7 +105,7 @@ class LoadRole:
         full = rows.ring.full + stage
         with cute.arch.elect_one():
             if const_expr(info is not None):
-                self._put_q_info(info, stage, item, q_tile)
+                self._put_q_info((info, stage), item, q_tile, slot)
             cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_m * rows.columns + 4 * c.tile_m)
             target = rows.stats_here[None, stage].iterator
             ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, full)
@@ -179,17 +184,23 @@ class LoadRole:
                 cute.copy(copy.atom, source, target[None, place[1]])
             cute.arch.cp_async_bulk_commit_group()
 
-    def _put_q_info(self, q_info, stage, item, q_tile: Int32) -> None:
+    def _put_q_info(self, place, item, q_tile: Int32, slot) -> None:
         """Tell the MMA warps which scores of a task the mask hides."""
         c = self.config
         q_row, kv_row, low, high = q_tile * c.tile_m, item.record.kv_tile * c.tile_n, item.low, item.high
         cut = (kv_row + c.tile_n > item.seqlen_k) | (kv_row + c.tile_n - 1 > q_row + high)
         cut = cut | (kv_row < q_row + c.tile_m - 1 + low)
-        info = q_info[None, stage]
+        if const_expr(c.intervals):
+            cut = cut | (q_row < slot[seen.MAILBOX_ALL_FROM]) | (q_row + c.tile_m > slot[seen.MAILBOX_ALL_TO])
+        words, stage = place
+        info = words[None, stage]
         info[0] = Int32(cut)
         info[1] = kv_row - high - q_row  # first query column that sees key row 0 of the tile
         info[2] = kv_row - low - q_row  # the last one
         info[3] = item.seqlen_k - kv_row  # key rows that exist
+        if const_expr(c.intervals):
+            info[4] = seen.first_key_of(item) + kv_row  # number of key row 0
+            info[5] = q_row
 
     @cute.jit
     def _prefetch_kv(self, copy, shared, item) -> None:

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 from ..device import plan_view, ptx
 from ..device.operands import as_operand_a, multiply, packed, transposed
 from ..device.ring import arrive
-from . import reduce
+from . import reduce, seen
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
 
 DS_BARRIER, V_BARRIER = 1, 2  # named barriers; from V_BARRIER on one per warpgroup
@@ -42,6 +42,7 @@ class MmaRole:
         c = self.config
         tidx = cute.arch.thread_idx()[0] - 128 * (THREADS // 128 - MMA_WARPGROUPS)
         t = self._fragments(products, shared, numbers, tidx)
+        t.intervals = memory.intervals
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
         slot = reduce.wait_item(shared, rings, n_item)
         while plan_view.mailbox_item(slot).place >= 0:
@@ -417,14 +418,20 @@ class MmaRole:
     def _mask_if_cut(self, t, acc, h: cutlass.Constexpr[int], stage, is_cut, value: cutlass.Constexpr[float]):
         """`_mask` where the mask cuts the task's tile: `is_cut`, from `info`. Of its 64 query columns h."""
         if is_cut == 1:
-            self._mask(acc, t.info[None, stage], 64 * h, value)
+            self._mask(t, acc, stage, 64 * h, value)
 
     @cute.jit
-    def _mask(self, acc, info, first_column: cutlass.Constexpr[int], value: cutlass.Constexpr[float]):
+    def _mask(self, t, acc, stage, first_column: cutlass.Constexpr[int], value: cutlass.Constexpr[float]):
         """Set what the mask hides to `value`; `acc` begins at query column `first_column`."""
+        info = t.info[None, stage]
         row, column = self._first_row(), self._first_column() + first_column
         for half in cutlass.range_constexpr(2):
             first, last = info[1] + row + 8 * half - column, info[2] + row + 8 * half - column
+            if const_expr(self.config.intervals):
+                if row + 8 * half < info[3]:
+                    start, end = seen.interval_of(t.intervals, info[4] + row + 8 * half)
+                    first = cutlass.max(first, start - info[5] - column)
+                    last = cutlass.min(last, end - 1 - info[5] - column)
             if info[3] <= row + 8 * half:
                 first = Int32(plan_view.UNBOUNDED)
             for i in cutlass.range_constexpr(cute.size(acc) // 2):

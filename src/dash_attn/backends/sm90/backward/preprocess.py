@@ -70,6 +70,11 @@ class Preprocess:
         if tidx == 0:
             control[CONTROL_WORDS + tile] = Int32(0)
             finish.clear(control, table, tile)
+        if const_expr(c.intervals):
+            seen = memory.intervals.seen
+            for n in cutlass.range((seen.shape[1] + THREADS - 1) // THREADS, unroll=1):
+                if n * THREADS + tidx < seen.shape[1]:
+                    seen[tile, n * THREADS + tidx] = Int32(0)
         stat = Int64(tile) * c.tile_m
         if tidx < c.tile_m:
             row = q_tile * c.tile_m + tidx

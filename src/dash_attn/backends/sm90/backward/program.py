@@ -10,10 +10,11 @@ from ..device.operands import DTYPES
 from ..device.places import fake_places, matrix_at, statistics_at, unused_rows, vector_at, words_of
 from ..places import Sizes
 from ..softcap import Cap
-from .arguments import MATRICES, PARTS, Launch, Tensors, Workspace, named, tensors_of
+from .arguments import MATRICES, PARTS, Intervals, Launch, Tensors, Workspace, named, tensors_of
 from .config import BackwardConfig
 from .kernel import Backward
 from .preprocess import Convert, Preprocess
+from .seen import MarkSeen
 
 
 class Program:
@@ -22,6 +23,7 @@ class Program:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.preprocess, self.backward, self.convert = Preprocess(config), Backward(config), Convert(config)
+        self.mark_seen = MarkSeen(config)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -33,6 +35,8 @@ class Program:
         given = named(c, arguments[:-1])
         tensors, workspace = self._tensors(given), self._workspace(given)
         self.preprocess(tensors, workspace, given.launch, stream)
+        if const_expr(c.intervals):
+            self.mark_seen(tensors.k.shape[0], workspace, stream)
         self.backward(tensors, workspace, given.launch, given.cap, stream)
         converted = 0 if const_expr(c.ordered) else given.launch.q_tiles
         if converted + given.launch.kv_tiles > 0:
@@ -56,6 +60,8 @@ class Program:
             "trace": unused_rows(table, Int64), "group_sums": group_sums,
         }  # fmt: skip
         others = {name: x for name, x in given.tensors.items() if name not in ("table", "work")}
+        if const_expr(self.config.intervals):
+            found["intervals"] = Intervals(*(others.pop(name) for name in Intervals._fields))
         return Workspace(
             table=table, lse2=lse2, delta=delta, dq_acc=dq_acc, control=words_of(control, Int32, 128),
             **(found | others),
@@ -73,6 +79,8 @@ def fake_arguments(config: BackwardConfig, env_stream: bool):
     kinds = {
         "table": vector(Int32, 16), "work": vector(Float32, 128), "group_sums": vector(Float32, 128),
         "errors": vector(Int32, 16), "dq_contributions": rows(Float32), "trace": rows(Int64),
+        "starts": vector(Int32, 4), "ends": vector(Int32, 4), "items": vector(Int32, 16),
+        "seen": rows(Int32),
     }  # fmt: skip
     launch = Launch(Float32(1.0), *(Int32(1) for _ in Launch._fields[1:]))
     cap = Cap(Float32(1.0), Float32(1.0)) if config.softcap else ()

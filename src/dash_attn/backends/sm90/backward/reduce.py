@@ -28,7 +28,7 @@ from cutlass import Int32, Int64, const_expr
 
 from ....schedule.layout import HEADER
 from ..device import plan_view, ptx
-from . import finish
+from . import finish, seen
 from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS
 
 TRACE_WORDS = 4
@@ -52,7 +52,7 @@ def release_item(rings, n_item: Int32) -> None:
 
 
 @cute.jit
-def claim_first_item(memory, shared, rings, batches: Int32, workers: Int32):
+def claim_first_item(config: cutlass.Constexpr, memory, shared, rings, batches: Int32, workers: Int32):
     """`claim_item` for the first time: blocks after the first `workers` to arrive get no items, and convert
     dQ. If there are none, nobody counts arrivals."""
     index = Int32(plan_view.NO_ITEM)
@@ -62,24 +62,27 @@ def claim_first_item(memory, shared, rings, batches: Int32, workers: Int32):
             arrived = ptx.add(memory.control.iterator + ARRIVED)
         if arrived < workers:
             index = ptx.add(memory.control.iterator + CLAIMED)
-    return _put_item(memory.table, shared, rings, index, Int32(0), batches)
+    return _put_item(config, memory, shared, rings, index, Int32(0), batches)
 
 
 @cute.jit
-def claim_item(memory, shared, rings, n_item: Int32, batches: Int32):
+def claim_item(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, batches: Int32):
     """Claim the next item, by one warp; returns its mailbox slot, where the index is -1 at the end."""
     index = Int32(0)
     if cute.arch.lane_idx() == 0:
         index = ptx.add(memory.control.iterator + CLAIMED)
-    return _put_item(memory.table, shared, rings, index, n_item, batches)
+    return _put_item(config, memory, shared, rings, index, n_item, batches)
 
 
 @cute.jit
-def _put_item(table, shared, rings, index: Int32, n_item: Int32, batches: Int32):
+def _put_item(config: cutlass.Constexpr, memory, shared, rings, index: Int32, n_item: Int32, batches: Int32):
     index = cute.arch.shuffle_sync(index, 0)
     rings.item.wait_empty(n_item)
     slot = shared.mailbox[None, rings.item.stage(n_item)]
-    plan_view.put_item(table, index, batches, slot)
+    plan_view.put_item(memory.table, index, batches, slot)
+    if const_expr(config.intervals):
+        cute.arch.sync_warp()
+        seen.put_seen(memory.intervals, index, slot)
     cute.arch.mbarrier_arrive(rings.item.full_of(n_item))  # every lane for what it has written
     cute.arch.sync_warp()  # this warp reads the slot, too
     return slot
@@ -106,7 +109,10 @@ def wait_ticket(config: cutlass.Constexpr, pointer, expected: Int32, errors) -> 
 def pass_on(config: cutlass.Constexpr, memory, slot, complete: Int32) -> None:
     """A contribution has been performed: let the next one follow, or queue the complete tile."""
     if slot[2] < 0:
-        ptx.add_release(counter_of(memory, slot[0]))
+        if const_expr(config.intervals):
+            ptx.store_release(counter_of(memory, slot[0]), slot[1] + 1)
+        else:
+            ptx.add_release(counter_of(memory, slot[0]))
     else:
         finish.put(config, memory, slot[2], slot[0], complete)
 
@@ -151,28 +157,29 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                 ticket, held = run.t_first, Int32(0)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(plan_view.mailbox_item(slot).record.heads_per_pass, unroll=1):
+                    for h in cutlass.range(seen.heads_of_task(config, slot, q_tile, ticket), unroll=1):
                         item = plan_view.mailbox_item(slot)
                         q_head = item.record.q_head_first + first_head + h
                         tile = plan_view.first_tile_of(item, q_head) + q_tile
                         key = Int32(-1)
                         if const_expr(config.ordered):
-                            if ticket + 1 == memory.table[item.total_first + q_tile]:
+                            if _is_last(config, memory, (tile, ticket), item.total_first + q_tile):
                                 key = item.q_tile_first + q_tile * memory.table[HEADER.heads] + q_head
                         rings.granted.wait_empty(n_task)
                         if const_expr(config.ordered):
                             if ticket > 0:
-                                seen = wait_ticket(config, counter_of(memory, tile), ticket, memory.errors)
+                                expected = _expected(config, memory, tile, ticket)
+                                found = wait_ticket(config, counter_of(memory, tile), expected, memory.errors)
                                 if const_expr(config.spin_limit > 0):
-                                    if seen != ticket:
+                                    if found != expected:
                                         item = plan_view.mailbox_item(slot)
                                         where = (
                                             item.record.sequence,
                                             q_head,
                                             item.record.kv_tile,
                                             q_tile,
-                                            ticket,
-                                            seen,
+                                            expected,
+                                            found,
                                         )
                                         finish.report(memory.errors, where)
                         publish(shared, rings, n_task, tile, ticket, key)
@@ -196,6 +203,20 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
             slot = wait_item(shared, rings, n_item)
         rings.granted.wait_empty(n_task)
         publish(shared, rings, n_task, Int32(-1), Int32(0), Int32(-1))
+
+
+def _expected(config, memory, tile: Int32, ticket: Int32) -> Int32:
+    """What the counter of a tile is when a contribution may be added."""
+    return seen.ticket_before(memory.intervals.seen, tile, ticket) + 1 if config.intervals else ticket
+
+
+def _is_last(config, memory, place, total_word: Int32):
+    """Whether a contribution, `place`: (dQ tile, ticket), is the last one. `total_word`: of the table, has
+    the number of those of the plan."""
+    tile, ticket = place
+    if config.intervals:
+        return seen.is_last(memory.intervals.seen, tile, ticket) == 1
+    return ticket + 1 == memory.table[total_word]
 
 
 def counter_of(memory, tile: Int32):

@@ -172,6 +172,16 @@ def read_run(plan: cute.Tensor, slot: cute.Tensor, index: Int32):
         base = item.record.run_first + index * RUN_WORDS
         q_first, count = plan[base + RUN.q_first], plan[base + RUN.count]
         t_first, packed = plan[base + RUN.t_first], plan[base + RUN.steps]
+    return _unpacked(q_first, count, t_first, packed)
+
+
+@cute.jit
+def run_at(plan: cute.Tensor, base: Int32):
+    """The run whose record begins at word `base`."""
+    return _unpacked(*[plan[base + field] for field in RUN])
+
+
+def _unpacked(q_first: Int32, count: Int32, t_first: Int32, packed: Int32) -> Run:
     q_step = (packed << 24) >> 24
     t_step = (packed << 16) >> 24
     return Run(q_first, count, t_first, q_step, t_step, packed >> 16)

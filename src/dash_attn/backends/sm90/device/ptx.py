@@ -69,6 +69,19 @@ def add(pointer: cute.Pointer, amount: int | Int32 = 1, *, loc=None, ip=None) ->
 
 
 @dsl_user_op
+def set_bits(pointer: cute.Pointer, bits: Int32, *, loc=None, ip=None) -> None:
+    """red.relaxed.gpu: or."""
+    operands = [_address(pointer, loc, ip), Int32(bits).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "red.relaxed.gpu.global.or.b32 [$0], $1;", "l,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def highest_bit(bits: Int32, *, loc=None, ip=None) -> Int32:
+    """bfind: number of the highest bit that is 1."""
+    return Int32(_asm(T.i32(), [Int32(bits).ir_value(loc=loc, ip=ip)], "bfind.u32 $0, $1;", "=r,r", loc, ip))
+
+
+@dsl_user_op
 def add_f32x4(pointer: cute.Pointer, values, *, loc=None, ip=None) -> None:
     """red.relaxed.gpu: add four fp32 to memory, at a multiple of 16 bytes."""
     operands = [_address(pointer, loc, ip)] + [value.ir_value(loc=loc, ip=ip) for value in values]

@@ -18,6 +18,9 @@ TRACE_WORDS = 3
 """Of an item in a trace: nanoseconds at which it began and was done, and the SM."""
 
 
+BOUNDS_WORDS = 4
+
+
 class Tensors(NamedTuple):
     """q, out: (B, Sq, H, D); k, v: (Bk, Sk, Hkv, D), bf16 or fp16; lse: (B, H, Sq) fp32, natural logarithm.
 
@@ -56,6 +59,16 @@ class Launch(NamedTuple):
     right: Any
 
 
+class Intervals(NamedTuple):
+    """Which rows see a key. starts, ends: int32, one per key, sequences one after the other; bounds: int32,
+    `BOUNDS_WORDS` per kv tile: the first row and the one behind the last that see any of its keys, then of
+    those that see all. See bounds.py."""
+
+    starts: Any
+    ends: Any
+    bounds: Any
+
+
 class Extra(NamedTuple):
     """What only some variants have.
 
@@ -66,11 +79,13 @@ class Extra(NamedTuple):
     trace: Any = None
     inner: Any = None
     outer: Any = None
+    intervals: Intervals | None = None
 
 
 def tensors_of(config: ForwardConfig) -> list[str]:
     """What a launch is given as a tensor: the table, the buffer of the call, and of `Extra` what there is."""
-    return ["table", "work", *["sink"] * config.sink, *["trace"] * config.trace]
+    intervals = Intervals._fields if config.intervals else ()
+    return ["table", "work", *["sink"] * config.sink, *["trace"] * config.trace, *intervals]
 
 
 def named(config: ForwardConfig, arguments: Sequence[Any]) -> Given:
@@ -109,6 +124,7 @@ class Memory(NamedTuple):
     partial: Any
     sink: Any
     trace: Any
+    intervals: Intervals | None = None
 
 
 class Shared(NamedTuple):

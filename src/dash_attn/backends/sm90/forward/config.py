@@ -19,7 +19,6 @@ class ForwardConfig:
 
     Attributes:
         direction: the package of its program.
-        kernels: class names, which the compiler puts into the names of the kernels.
         head_dim: of Q and K. Tensors may have fewer columns; the copy engine fills a tile with zeros.
         dtype: "bf16" or "fp16".
         warpgroups: that multiply, ROWS rows each.
@@ -36,12 +35,13 @@ class ForwardConfig:
             (FlashAttention-4, section 3.1). For experiments: it changes bits.
         sink: every q head has one score more, of a key without a value.
         softcap: scores s become softcap * tanh(s / softcap).
+        intervals: rows see a key in an interval of its own, and kv tiles at an item's ends that none of its rows
+            sees are left out.
         trace: keep when every item began and was done, and on which SM (trace.py).
         head_dim_v: of V; 0: the same.
     """
 
     direction: ClassVar[str] = "forward"
-    kernels: ClassVar[tuple[str, ...]] = ("Claims", "Forward", "Fold")
 
     head_dim: int
     dtype: str = "bf16"
@@ -58,6 +58,7 @@ class ForwardConfig:
     exp2_share: int = 0
     sink: bool = False
     softcap: bool = False
+    intervals: bool = False
     trace: bool = False
     head_dim_v: int = 0
 
@@ -76,6 +77,11 @@ class ForwardConfig:
             raise ValueError(f"exp2_share must be in 0..8, got {self.exp2_share!r}")
         if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
             raise ValueError(f"{self}: a block has 16 named barriers, and three warps that store")
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Class names, which the compiler puts into the names of the kernels; in the order of their launches."""
+        return ("Claims", *["KeyBounds"] * self.intervals, "Forward", "Fold")
 
     @property
     def few(self) -> float:

@@ -29,11 +29,12 @@ class Info:
     tma_row, tma_batch, tma_shift, batch, row_first, partial = range(9, 15)
     index = 15  # of the item; where it is traced
     sink = 16  # the bits of a float, natural logarithm; where there is one
+    first_key, first_bounds = 17, 18  # of its sequence; where keys have intervals of rows
 
 
 def info_words(config: ForwardConfig) -> int:
     """Words per item."""
-    return 20 if config.sink else 16
+    return 20 if config.sink or config.intervals else 16
 
 
 def tile_of_out(config: ForwardConfig, q, place):

@@ -52,7 +52,7 @@ class Forward:
             out=copy_of(store, tensors.out, layouts.out, ROWS),
         )
         group = tensors.q.shape[2] // tensors.k.shape[2]
-        memory = Memory(tensors.lse, *workspace, extra.sink, extra.trace)
+        memory = Memory(tensors.lse, *workspace, extra.sink, extra.trace, extra.intervals)
         scales = (extra.inner, extra.outer) if c.softcap else (launch.scale,)
         numbers = (
             *scales, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....errors import InputError, PlanMismatchError
 from ....problem import Problem
 from ....schedule import ForwardNumerics, ForwardPlan, build_forward_plan
-from ...base import Keys
+from ...base import Keys, RowIntervals
 from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
@@ -20,6 +20,7 @@ from ..launch import DTYPES
 from ..places import Buffer, address_of, place_of, sizes_of
 from ..softcap import Cap
 from ..tiles import forward_kernel_of
+from .arguments import BOUNDS_WORDS
 from .config import ForwardConfig, forward_config
 from .table import forward_table
 
@@ -114,6 +115,7 @@ class Forward:
         *,
         sink: Tensor | None = None,
         trace: Tensor | None = None,
+        rows: RowIntervals | None = None,
         cap: Cap | tuple[()] = (),
     ) -> tuple[Tensor, Tensor]:
         """out and lse (fp32, natural logarithm) of tensors of the problem's shapes, k and v of the keys'.
@@ -121,8 +123,9 @@ class Forward:
         Shapes: q and out (batch, seqlen_q, heads, head_dim), lse (batch, heads, seqlen_q); packed: q and out
         (total_q, heads, head_dim), lse (heads, total_q). The head_dim of out is that of v. With keys, k and v
         may be packed where q is dense.
-        ``sink``, ``trace`` and ``cap`` belong to configurations that have them: (heads,) float32, contiguous;
-        (items, 3) int64, see :class:`~.traced.Traced`; the numbers of a softcap.
+        ``sink``, ``trace``, ``rows`` and ``cap`` belong to configurations that have them: (heads,) float32,
+        contiguous; (items, 3) int64, see :class:`~.traced.Traced`; which rows see each key; the numbers of a
+        softcap.
 
         Raises:
             InputError: the scale is not positive or too large, or a first call is captured in a CUDA graph.
@@ -149,11 +152,19 @@ class Forward:
         buffer = Buffer(self._words, q.device)
         self._program(
             upload.use()[0], buffer.whole, *(() if sink is None else (sink,)),
-            *(() if trace is None else (trace.view(-1),)),
+            *(() if trace is None else (trace.view(-1),)), *self._intervals(rows),
             *place_of(q), *place_of(k), *place_of(v), *place_of(out), address_of(lse), *extents,
             *buffer.addresses, *self._words, softmax_scale, *self._numbers, *cap,
         )  # fmt: skip
         return out, lse
+
+    def _intervals(self, rows: RowIntervals | None) -> tuple[Tensor, ...]:
+        """As in arguments.Intervals."""
+        if rows is None:
+            return ()
+        starts, ends = map(torch.flatten, rows)
+        tiles = len(starts) // self.config.tile_n + len(self._problem.sequences) + 1
+        return starts, ends, starts.new_empty(tiles * BOUNDS_WORDS)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """One dtype, the problem's, and one device: kernels take addresses, and read whatever is there."""

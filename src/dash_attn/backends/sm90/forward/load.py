@@ -6,6 +6,8 @@ from cutlass import Int32, const_expr
 
 from ..device import plan_view, ptx
 from ..device.copies import load_tile
+from .arguments import BOUNDS_WORDS
+from .bounds import first_bounds
 from .config import ForwardConfig
 from .item import Info
 from .table import ENTRY_WORDS
@@ -42,6 +44,11 @@ class LoadRole:
                 kv_first = cutlass.max(kv_first, segment * (c.segment // c.tile_n))
                 kv_last = cutlass.min(kv_last, (segment + 1) * (c.segment // c.tile_n) - 1)
                 partial = place * q_heads + q_head
+            bounds = first_bounds(c, sequence, k_first)
+            if const_expr(c.intervals):
+                kv_first, kv_last = self._narrowed(
+                    memory.intervals.bounds, bounds, (kv_first, kv_last), (top, bottom)
+                )
             batch = Int32(0) if batches == 1 else sequence
             row_first = q_first if batches == 1 else Int32(0)
             tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
@@ -62,6 +69,9 @@ class LoadRole:
                 if const_expr(c.sink):
                     bits = cute.make_tensor(cute.recast_ptr(memory.sink.iterator, dtype=Int32), q_heads)
                     shared.item[Info.sink, stage] = bits[q_head]
+                if const_expr(c.intervals):
+                    shared.item[Info.first_key, stage] = k_first
+                    shared.item[Info.first_bounds, stage] = bounds
                 cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
             rows = (tma_row, tma_batch, tma_shift)
             for g in cutlass.range_constexpr(c.warpgroups):
@@ -110,6 +120,36 @@ class LoadRole:
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
             cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
+
+    @cute.jit
+    def _narrowed(self, bounds, first: Int32, kv_tiles, rows):
+        """Of kv tiles, (first, last), those from the first to the last one that any of the rows may see. If
+        there is none, the last one is before the first one. `first`: where bounds of the sequence begin."""
+        kv_first, kv_last = kv_tiles
+        lane, seen = cute.arch.lane_idx(), Int32(0)
+        while (kv_last >= kv_first) & (seen == 0):
+            seen = self._seen(bounds, first, (kv_first, kv_last), kv_last - lane, rows)
+            if seen == 0:
+                kv_last -= 32
+            else:  # the lowest bit is that of the last tile
+                kv_last -= ptx.highest_bit(seen & -seen)
+        kv_last, seen = cutlass.max(kv_last, kv_first - 1), Int32(0)
+        while (kv_last >= kv_first) & (seen == 0):
+            seen = self._seen(bounds, first, (kv_first, kv_last), kv_first + lane, rows)
+            if seen == 0:
+                kv_first += 32
+            else:
+                kv_first += ptx.highest_bit(seen & -seen)
+        return kv_first, kv_last
+
+    @cute.jit
+    def _seen(self, bounds, first: Int32, kv_tiles, kv_tile: Int32, rows) -> Int32:
+        """A bit per lane: whether its kv tile is one of `kv_tiles` and may be seen."""
+        (kv_first, kv_last), (top, bottom), found = kv_tiles, rows, Int32(0)
+        if (kv_tile >= kv_first) & (kv_tile <= kv_last):
+            place = (first + kv_tile) * BOUNDS_WORDS
+            found = Int32((bounds[place] <= bottom) & (bounds[place + 1] > top))
+        return cute.arch.vote_ballot_sync(found == 1)
 
     @cute.jit
     def _read(self, table, numbers, index: Int32):

@@ -37,6 +37,7 @@ class MmaRole:
             tOrV=out.make_fragment_B(out.partition_B(transposed(shared.v))),
             acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.head_dim_v)), Float32),
+            intervals=memory.intervals if c.intervals else None,
             p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             next_p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
@@ -185,6 +186,8 @@ class MmaRole:
         for i in cutlass.range(end - begin, unroll=1):
             kv_tile = end - 1 - i
             cut = (kv_tile > info.last_whole) | (kv_tile < info.first_whole)
+            if const_expr(self.config.intervals):
+                cut = cut | self.softmax.is_cut_by_intervals(t, words, kv_tile)
             if const_expr(self.config.overlap == "nothing"):
                 rings.v.wait_full(n)
                 self._turn(t)

@@ -1,7 +1,7 @@
 """One compiled callable per configuration."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
 from ..arguments import Given
@@ -9,7 +9,8 @@ from ..device.fakes import vector
 from ..device.operands import DTYPES
 from ..device.places import fake_places, matrix_at, statistics_at, vector_at, words_of
 from ..places import Sizes
-from .arguments import MATRICES, PARTS, Extra, Launch, Tensors, Workspace, named, tensors_of
+from .arguments import MATRICES, PARTS, Extra, Intervals, Launch, Tensors, Workspace, named, tensors_of
+from .bounds import KeyBounds
 from .claims import Claims
 from .config import ForwardConfig
 from .fold import Fold
@@ -20,6 +21,7 @@ class Program:
     def __init__(self, config: ForwardConfig):
         self.config = config
         self.claims, self.forward, self.fold = Claims(), Forward(config), Fold(config)
+        self.key_bounds = KeyBounds(config)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -29,8 +31,12 @@ class Program:
         claimed, state, partial = (vector_at(*part) for part in given.parts)
         workspace = Workspace(given.tensors["table"], words_of(claimed, Int32, 4), state, partial)
         extra = Extra(given.tensors.get("sink"), given.tensors.get("trace"), *given.cap)
+        if const_expr(self.config.intervals):
+            extra = extra._replace(intervals=Intervals(*(given.tensors[x] for x in Intervals._fields)))
         if launch.grid < launch.entries * tensors.q.shape[2]:
             self.claims(workspace.claimed, stream)
+        if const_expr(self.config.intervals):
+            self.key_bounds(workspace.table, extra.intervals, launch.entries, stream)
         self.forward(tensors, workspace, launch, extra, stream)
         if launch.folds > 0:
             self.fold(tensors, workspace, launch, extra.sink, stream)
@@ -48,7 +54,8 @@ def fake_arguments(config: ForwardConfig, env_stream: bool):
     """What stands for the arguments of `Program.__call__` while it is compiled."""
     kinds = {
         "table": vector(Int32, 16), "work": vector(Float32, 128), "sink": vector(Float32, 4),
-        "trace": vector(Int64, 8),
+        "trace": vector(Int64, 8), "starts": vector(Int32, 4), "ends": vector(Int32, 4),
+        "bounds": vector(Int32, 16),
     }  # fmt: skip
     launch = Launch(Float32(1.0), *(Int32(1) for _ in Launch._fields[1:]))
     cap = [Float32(1.0), Float32(1.0)] if config.softcap else []

@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import warpgroup
 from ..device.operands import packed
 from ..device.ring import arrive
 from ..device.tanh import tanh
+from .arguments import BOUNDS_WORDS
 from .config import ROWS, ForwardConfig
 from .exact import finite, fma, log2_below, polynomial_exp2
 from .item import Info
@@ -130,12 +131,25 @@ class Softmax:
     def _room(self, t, tile, half) -> Float32:
         """What the first maximum of a row has more than its largest score: a maximum of few keys is low."""
         words, kv_tile = tile
+        if cutlass.const_expr(self.config.intervals):
+            keys = self._seen_keys(t, half)
+            return Float32(cutlass.max(self.config.room - log2_below(cutlass.max(keys, 1)), 0))
         row, left = words[Info.row] + ROWS * t.group + self._row(t, half), kv_tile * self.config.tile_n
         row = self._position(words, row)
         first = cutlass.max(row + words[Info.low], left)
         last = cutlass.min(row + words[Info.high], words[Info.seqlen_k] - 1)
         keys = cutlass.min(last, left + self.config.tile_n - 1) - first + 1
         return Float32(cutlass.max(self.config.room - log2_below(cutlass.max(keys, 1)), 0))
+
+    def _seen_keys(self, t, half) -> Int32:
+        """How many scores of a row in this tile are not hidden."""
+        keys = Int32(0)
+        for j in range(self.config.tile_n // 8):
+            for e in range(2):
+                keys += Int32(t.acc_S[4 * j + 2 * half + e] != -Float32.inf)
+        for distance in (1, 2):
+            keys += cute.arch.shuffle_sync_bfly(keys, offset=distance)
+        return keys
 
     def _largest(self, t):
         """Largest scores of this thread's rows, before they are scaled."""
@@ -177,6 +191,27 @@ class Softmax:
                 row = self._position(words, words[Info.row] + ROWS * t.group + self._row(t, half))
                 first = row + words[Info.low] - self._column(t, kv_tile)
                 self._hide(t, half, lambda c, first=first: c < first)
+        if cutlass.const_expr(self.config.intervals):
+            if self.is_cut_by_intervals(t, words, kv_tile):
+                self._hide_by_intervals(t, words, kv_tile)
+
+    def is_cut_by_intervals(self, t, words, kv_tile: Int32):
+        """Whether any of the warpgroup's rows may be outside the interval of any key of a tile."""
+        top, place = words[Info.row] + ROWS * t.group, (words[Info.first_bounds] + kv_tile) * BOUNDS_WORDS
+        bounds = t.intervals.bounds
+        return (bounds[place + 2] > top) | (bounds[place + 3] < top + ROWS)
+
+    def _hide_by_intervals(self, t, words, kv_tile: Int32) -> None:
+        rows = [words[Info.row] + ROWS * t.group + self._row(t, half) for half in range(2)]
+        for j in range(self.config.tile_n // 8):
+            for e in range(2):
+                column = cutlass.min(self._column(t, kv_tile) + 8 * j + e, words[Info.seqlen_k] - 1)
+                key = words[Info.first_key] + column
+                start, end = t.intervals.starts[key], t.intervals.ends[key]
+                for half, row in enumerate(rows):
+                    i = 4 * j + 2 * half + e
+                    outside = (row < start) | (row >= end)
+                    t.acc_S[i] = cutlass.select_(outside, -Float32.inf, t.acc_S[i])
 
     def _position(self, words, row):
         """The number of a row's token among those of its sequence."""

@@ -1,0 +1,149 @@
+"""Which tasks are executed where keys have intervals of rows: those whose tiles any row sees, by bounds.
+
+A task that is left out would add exactly 0. Its ticket is left out, too: who adds next to a tile waits for the
+ticket that is executed before its own, and hands over to the ticket behind its own. So no wait is added that
+the plan does not have, directly or through others, and what the proof says of claims holds. The first
+contribution to a tile (ticket 0) is always made: it is stored, where all others are added, so every tile that
+has contributions in the plan is written, queued and converted.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from ....schedule.layout import HEADER, ITEM, ITEM_WORDS, RUN_WORDS, ItemRecord
+from ..device import plan_view, ptx
+from .config import SEEN_WORDS, BackwardConfig
+
+MAILBOX_WORDS = plan_view.MAILBOX_WORDS + 4
+MAILBOX_FIRST, MAILBOX_LAST, MAILBOX_ALL_FROM, MAILBOX_ALL_TO = range(plan_view.MAILBOX_WORDS, MAILBOX_WORDS)
+"""Words of a mailbox slot behind those of an `Item`: what `put_seen` adds."""
+
+
+@cute.jit
+def interval_of(intervals, key: Int32):
+    """(first row, row behind the last one) that see a key, within what int32 can add to."""
+    start, end = intervals.starts[key], intervals.ends[key]
+    most = Int32(plan_view.UNBOUNDED)
+    return cutlass.min(cutlass.max(start, 0), most), cutlass.min(cutlass.max(end, 0), most)
+
+
+def first_key_of(item) -> Int32:
+    """Number of the first key of an item's sequence among all keys."""
+    return item.k_row_first + item.batch * item.seqlen_k
+
+
+class MarkSeen:
+    """Before the main kernel: what `Intervals` says of items and tickets. One warp per item."""
+
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, batches, workspace, stream):
+        self.kernel(workspace.table, workspace.intervals, batches).launch(
+            grid=(workspace.intervals.items.shape[0] // SEEN_WORDS, 1, 1),
+            block=(32, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, table, intervals, batches: Int32) -> None:
+        c = self.config
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()  # rows of `seen` have been zeroed
+        index, lane = Int32(cute.arch.block_idx()[0]), cute.arch.lane_idx()
+        base = table[HEADER.item_offset] + index * ITEM_WORDS
+        item = ItemRecord(*[table[base + field] for field in ITEM])
+        seq = plan_view.read_sequence(table, table[HEADER.sequence_offset], item.sequence)
+        first_key = seq.k_row_first
+        if batches > 1:
+            first_key = item.sequence * seq.seqlen_k
+        far = Int32(plan_view.UNBOUNDED)
+        any_from, any_to, all_from, all_to = far, Int32(-1), Int32(0), far
+        for n in cutlass.range_constexpr(c.tile_n // 32):
+            row = item.kv_tile * c.tile_n + 32 * n + lane
+            if row < seq.seqlen_k:
+                start, end = interval_of(intervals, first_key + row)
+                if start < end:
+                    any_from, any_to = cutlass.min(any_from, start), cutlass.max(any_to, end - 1)
+                all_from, all_to = cutlass.max(all_from, start), cutlass.min(all_to, end)
+        any_from = cute.arch.warp_redux_sync(any_from, "min")
+        any_to = cute.arch.warp_redux_sync(any_to, "max")
+        all_from = cute.arch.warp_redux_sync(all_from, "max")
+        all_to = cute.arch.warp_redux_sync(all_to, "min")
+        first, last = any_from // c.tile_m, Int32(-1)
+        if any_to >= 0:
+            last = any_to // c.tile_m
+        tile_first = seq.q_tile_first * table[HEADER.heads] + item.q_head_first * seq.q_tile_count
+        count = Int32(0)
+        for r in cutlass.range(item.run_count, unroll=1):
+            run = plan_view.run_at(table, table[HEADER.run_offset] + (item.run_first + r) * RUN_WORDS)
+            for k in cutlass.range((run.count + 31) // 32, unroll=1):
+                i = 32 * k + lane
+                q_tile, ticket = run.q_first + i * run.q_step, ticket_of(run, i)
+                if (i < run.count) & is_seen(q_tile, ticket, first, last):
+                    count += 1
+                    for h in cutlass.range(item.q_head_count, unroll=1):
+                        tile = tile_first + h * seq.q_tile_count + q_tile
+                        word = intervals.seen.iterator + tile * intervals.seen.shape[1] + ticket // 32
+                        ptx.set_bits(word, 1 << ticket % 32)
+        count = cute.arch.warp_redux_sync(count, "add")
+        if lane == 0:
+            for word, value in enumerate((count, first, last, all_from, all_to)):
+                intervals.items[index * SEEN_WORDS + word] = value
+
+
+def ticket_of(run, index: Int32) -> Int32:
+    """The ticket of a task of a run."""
+    return run.t_first + index // run.t_hold * run.t_step
+
+
+def is_seen(q_tile: Int32, ticket: Int32, first: Int32, last: Int32):
+    """Whether a task is executed: q tiles `first` to `last` see its keys."""
+    return ((q_tile >= first) & (q_tile <= last)) | (ticket == 0)
+
+
+@cute.jit
+def put_seen(intervals, index: Int32, slot) -> None:
+    """Complete an item in the mailbox: the tasks that it has, or no runs if it has none."""
+    if (cute.arch.lane_idx() == 0) & (slot[plan_view.MAILBOX.place] >= 0):
+        words = [intervals.items[index * SEEN_WORDS + word] for word in range(5)]
+        slot[plan_view.MAILBOX.record.task_count] = words[0]
+        if words[0] == 0:
+            slot[plan_view.MAILBOX.record.run_count] = Int32(0)
+        for word, value in zip(range(MAILBOX_FIRST, MAILBOX_ALL_TO + 1), words[1:]):
+            slot[word] = value
+    cute.arch.sync_warp()
+
+
+def heads_of_task(config: BackwardConfig, slot, q_tile: Int32, ticket: Int32 | None) -> Int32:
+    """How many q heads an item takes a task for, before the next task: none where it is left out."""
+    heads = plan_view.mailbox_item(slot).record.heads_per_pass
+    if not config.intervals:
+        return heads
+    executed = is_seen(q_tile, ticket, slot[MAILBOX_FIRST], slot[MAILBOX_LAST])
+    return cutlass.select_(executed, heads, Int32(0))
+
+
+@cute.jit
+def ticket_before(seen, tile: Int32, ticket: Int32) -> Int32:
+    """The last ticket of a tile below `ticket` that is executed; ticket 0 is."""
+    word = ticket // 32
+    bits = seen[tile, word] & ((1 << ticket % 32) - 1)
+    while bits == 0:
+        word -= 1
+        bits = seen[tile, word]
+    return 32 * word + ptx.highest_bit(bits)
+
+
+@cute.jit
+def is_last(seen, tile: Int32, ticket: Int32) -> Int32:
+    """1 if no ticket of a tile above `ticket` is executed, else 0."""
+    word = ticket // 32
+    bits = seen[tile, word] & ~((2 << ticket % 32) - 1)
+    while (bits == 0) & (word + 1 < seen.shape[1]):
+        word += 1
+        bits = seen[tile, word]
+    return Int32(bits == 0)

@@ -1,0 +1,65 @@
+"""Before a forward whose keys have intervals of rows: which rows see any key of a kv tile, and which see all."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from .arguments import BOUNDS_WORDS
+from .config import ForwardConfig
+from .table import ENTRY_WORDS
+
+WARPS = 4
+FAR = 1 << 30
+
+
+def first_bounds(config: ForwardConfig, sequence: Int32, k_first: Int32) -> Int32:
+    """Where bounds of a sequence's kv tiles begin. Those of two sequences never overlap."""
+    return k_first // config.tile_n + sequence
+
+
+class KeyBounds:
+    """One block per entry of the table. It takes the kv tiles whose number is that of its q tile, and every
+    further one behind so many as there are q tiles. Several entries of one q tile write the same."""
+
+    def __init__(self, config: ForwardConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, table, intervals, entries: Int32, stream):
+        self.kernel(table, intervals).launch(
+            grid=(entries, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, table, intervals) -> None:
+        c = self.config
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
+        first = Int32(cute.arch.block_idx()[0]) * ENTRY_WORDS
+        sequence, q_tile, _, _, seqlen_q, seqlen_k, _, k_first = (
+            table[first + i] for i in range(ENTRY_WORDS)
+        )
+        q_tiles = (seqlen_q + c.tile_m - 1) // c.tile_m
+        kv_tiles = (seqlen_k + c.tile_n - 1) // c.tile_n
+        kv_tile = q_tile + warp * q_tiles
+        while kv_tile < kv_tiles:
+            any_from, any_to, all_from, all_to = Int32(FAR), Int32(-FAR), Int32(-FAR), Int32(FAR)
+            for n in cutlass.range_constexpr(c.tile_n // 32):
+                column = kv_tile * c.tile_n + 32 * n + lane
+                if column < seqlen_k:
+                    start, end = intervals.starts[k_first + column], intervals.ends[k_first + column]
+                    if start < end:
+                        any_from, any_to = cutlass.min(any_from, start), cutlass.max(any_to, end)
+                    all_from, all_to = cutlass.max(all_from, start), cutlass.min(all_to, end)
+            values = (
+                cute.arch.warp_redux_sync(any_from, "min"),
+                cute.arch.warp_redux_sync(any_to, "max"),
+                cute.arch.warp_redux_sync(all_from, "max"),
+                cute.arch.warp_redux_sync(all_to, "min"),
+            )
+            if lane == 0:
+                place = (first_bounds(c, sequence, k_first) + kv_tile) * BOUNDS_WORDS
+                for i, value in enumerate(values):
+                    intervals.bounds[place + i] = value
+            kv_tile += WARPS * q_tiles
