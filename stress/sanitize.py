@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cached_launch import cached_problems, launch_cached
-from dash_attn.backends.base import Keys, Tensors, new_key_sums, tensor_shapes
+from dash_attn.backends.base import Keys, RowIntervals, Tensors, new_key_sums, tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.add_sums.config import AddSumsConfig
 from dash_attn.backends.sm90.backend import BACKEND
@@ -61,10 +61,10 @@ TOOLS = {
 }
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _RACE = r"^=+ (?:Error|Warning): Race reported between "
-RACE_WRITERS = {"Backward": 7, "Forward": 7, "Cached": 5, "Spread": 1}
+RACE_WRITERS = {"Backward": 8, "Forward": 8, "Cached": 5, "Spread": 1}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
-bounds. Of the forward and of ``Cached``: the stores of an item's words, and of the word behind the last item.
+bounds (two where keys have intervals of rows). Of the forward (there one more, too) and of ``Cached``: the stores of an item's words, and of the word behind the last item.
 Of ``Spread``: the bulk load of a weighed tile, the only one in its code. racecheck counts plain arrivals of
 the thread that wrote, on the barrier for which the reader waits. Here the writer's arrival is
 arrive.expect_tx. Over a cache others arrive: the warps that copy Q, which meet the writer at a named barrier.
@@ -196,6 +196,8 @@ def launch_all(chosen: dict[str, Config]) -> None:
         elif isinstance(config, ForwardConfig):
             for fewer in (0, FEWER):
                 for label, problem, blocks in forward_problems(config, fewer):
+                    if config.intervals and label == "a cache":
+                        continue
                     launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
                     print(f"launched {name}, {label}, head dim {problem.head_dim}", flush=True)
         elif isinstance(config, BackwardConfig) and not config.key_sums:
@@ -267,8 +269,9 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
     like = columns(config, FEWER * config.padded)
     yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
     of_users = BackwardConfig(
-        config.head_dim, config.dtype, config.padded, softcap=config.softcap, head_dim_v=config.head_dim_v
-    )
+        config.head_dim, config.dtype, config.padded, softcap=config.softcap, intervals=config.intervals,
+        head_dim_v=config.head_dim_v,
+    )  # fmt: skip
     if config == of_users:
         yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
         lengths = ((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64)
@@ -317,7 +320,8 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
         mock.patch.object(launcher, "Buffer", Apart),
     ):
         scores = Scores(problem.head_dim**-0.5, CAP * config.softcap)
-        result = run_backward(plan, arguments, scores, ordered=config.ordered, debug=debug)
+        rows = rows_of(arguments[2]) if config.intervals else None
+        result = run_backward(plan, arguments, scores, rows=rows, ordered=config.ordered, debug=debug)
     if size not in filled:
         raise RuntimeError(f"no buffer of {size} fp32 values was allocated for dQ")
     for name in ("dq", "dk", "dv"):
@@ -372,12 +376,24 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, 
         if config.trace:
             trace = empty_trace(forward.plan(), q.device)
         sink = torch.zeros(problem.heads, device=q.device) if config.sink else None
+        rows = rows_of(k) if config.intervals else None
         scores = Scores(problem.head_dim**-0.5, CAP * config.softcap)
-        out, lse = forward(q, k, v, scores.softmax_scale, sink=sink, trace=trace, cap=cap_of(scores))
+        out, lse = forward(
+            q, k, v, scores.softmax_scale, sink=sink, trace=trace, rows=rows, cap=cap_of(scores)
+        )
     if not out.cpu().isfinite().all() or lse.cpu().isnan().any():
         raise RuntimeError("out or lse is not a number")
     if trace is not None and not trace[:, :2].cpu().all():
         raise RuntimeError("an item left no record")
+
+
+def rows_of(k: Tensor) -> RowIntervals:
+    """Intervals of rows of up to 200 rows that begin at any of 300; none of the second hundred of keys."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(300, k.shape[:-2], generator=generator, dtype=torch.int32)
+    ends = starts + torch.randint(200, k.shape[:-2], generator=generator, dtype=torch.int32)
+    ends[..., 100:260] = 0
+    return RowIntervals(starts.cuda(), ends.cuda())
 
 
 def contributed(plan: Plan, dumped: Tensor) -> Tensor:

@@ -197,9 +197,13 @@ class Emulated:
         everywhere = bytes([launch.complete == launch.q_tiles * heads])
         parameters = [*memory_of(backward.BeforeMemory._fields), everywhere]
         self._launch(before, (launch.q_tiles, heads), parameters, memory)
-        for kernel in marking:
+        if c.intervals:
             parameters = [*map(_tensor, (table, *rows)), _number(tensors.k.shape[0])]
-            self._launch(kernel, (len(rows[2]) // SEEN_WORDS, 1), parameters, memory)
+            self._launch(marking[0], (len(rows[2]) // SEEN_WORDS, 1), parameters, memory)
+        if c.intervals and c.ordered:
+            of_unseen = (tensors.dq, table, workspace.control, workspace.dq_acc, rows[3])
+            parameters = [*map(_tensor, of_unseen), _number(launch.complete), _number(launch.grid)]
+            self._launch(marking[1], (launch.q_tiles, heads), parameters, memory)
         rows_of = {"q": c.tile_m, "dout": c.tile_m}
         columns = {"v": c.head_dim_v, "dv": c.head_dim_v, "dout": c.head_dim_v}
         row_bytes = {n: row_bytes_of(columns.get(n, c.head_dim)) for n in backward.Copies._fields}

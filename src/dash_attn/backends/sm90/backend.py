@@ -59,16 +59,16 @@ class _Prepared(Prepared):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
-        sink, rows = _sink_of(scores, aux), self._rows_of(aux)
+        sink, intervals = _sink_of(scores, aux), self._rows_of(aux)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
             *batch, rows, heads, _ = q.shape
             lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, lse if sink is None else lse.copy_(sink[:, None])
-        asked = (sink is not None, scores.softcap > 0, rows is not None)
+        asked = (sink is not None, scores.softcap > 0, intervals is not None)
         forward = self._forwards.get(asked) or self._forward(*asked)
-        return forward(q, k, v, scores.softmax_scale, sink=sink, rows=rows, cap=cap_of(scores))
+        return forward(q, k, v, scores.softmax_scale, sink=sink, rows=intervals, cap=cap_of(scores))
 
     def _forward(self, sink: bool, softcap: bool, intervals: bool) -> Forward:
         problem = self.problem

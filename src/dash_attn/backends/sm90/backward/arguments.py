@@ -84,7 +84,7 @@ class Workspace(NamedTuple):
     errors: Any
     dq_contributions: Any
     trace: Any
-    intervals: Intervals | None = None
+    intervals: Any = None
 
 
 class Launch(NamedTuple):
@@ -169,7 +169,7 @@ class Memory(NamedTuple):
     errors: Any
     dq_contributions: Any
     trace: Any
-    intervals: Intervals | None = None
+    intervals: Any = None
 
 
 class Numbers(NamedTuple):
@@ -227,7 +227,16 @@ class BeforeMemory(NamedTuple):
     dq: Any
     table: Any
     control: Any
-    intervals: Intervals | None = None
+    intervals: Any = None
+
+
+class UnseenMemory(NamedTuple):
+    """Global memory of `PutUnseen`."""
+
+    table: Any
+    control: Any
+    dq_acc: Any
+    seen: Any
 
 
 class AfterMemory(NamedTuple):

@@ -18,8 +18,8 @@ SLOTS = 8  # contributions that the warps around the reduction may be apart
 CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
 SEEN_WORDS = 8
-"""Where keys have intervals of rows, of an item: tasks per q head that are executed; the first and last q tile that
-see any of its keys; the first row that sees all of them, and the one behind the last. See seen.py."""
+"""Of an item whose keys have intervals of rows: tasks per q head that are executed; the first and the last q
+tile that see any of its keys; the first row that sees all of them, and the one behind the last (seen.py)."""
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 
@@ -119,8 +119,9 @@ class BackwardConfig:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Class names, which the compiler puts into the names of the kernels; in the order of their launches."""
-        return ("Preprocess", *["MarkSeen"] * self.intervals, "Backward", "Convert")
+        """Class names, which the compiler puts into the names of the kernels, in the order of launches."""
+        before = ["MarkSeen"] * self.intervals + ["PutUnseen"] * (self.intervals and self.ordered)
+        return ("Preprocess", *before, "Backward", "Convert")
 
     @property
     def registers(self) -> Registers:

@@ -45,20 +45,23 @@ def clear(control, table, position: Int32) -> None:
     entry[0] = Int32(-1)
 
 
-def has_places(table, complete: Int32):
-    """Whether tiles do without the queue: they are few, and all of them get contributions.
+def has_places(table, complete: Int32, blocks: Int32 | None = None):
+    """Whether tiles do without the queue: they are few, and all of them get contributions. `blocks`: of the
+    main kernel, if this is another one.
 
     Then a tile has the entry of its number, and a block has the AHEAD_OF_FEW tiles of its own number.
     """
-    few = complete <= AHEAD_OF_FEW * cute.arch.grid_dim()[0]
+    few = complete <= AHEAD_OF_FEW * (cute.arch.grid_dim()[0] if blocks is None else blocks)
     return few & (complete == table[HEADER.q_tile_total] * table[HEADER.heads])
 
 
 @cute.jit
-def put(config: cutlass.Constexpr, memory, key: Int32, tile: Int32, complete: Int32) -> None:
-    """Queue a tile whose last contribution has been performed: who reads the entry with acquire sees all."""
+def put(config: cutlass.Constexpr, memory, place, complete: Int32, blocks: Int32 | None = None) -> None:
+    """Queue a tile, `place`: (its key, the tile), whose last contribution has been performed: who reads the
+    entry with acquire sees all. `blocks`: see `has_places`."""
+    key, tile = place
     position = tile
-    if not has_places(memory.table, complete):
+    if not has_places(memory.table, complete, blocks):
         position = ptx.add(memory.control.iterator + FINISHED)
     elif const_expr(config.spin_limit > 0):
         ptx.add(memory.control.iterator + FINISHED)  # bounded waits look at it

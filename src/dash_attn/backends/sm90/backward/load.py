@@ -54,7 +54,7 @@ class LoadRole:
                 run = plan_view.read_run(memory.table, slot, r)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    heads = seen.heads_of_task(c, slot, q_tile, self._ticket(run, i))
+                    heads = seen.heads_of_task(c, slot, q_tile)
                     for h in cutlass.range(heads, unroll=1):
                         item = plan_view.mailbox_item(slot)
                         q_head = item.record.q_head_first + first_head + h
@@ -85,10 +85,6 @@ class LoadRole:
             cute.arch.sync_warp()
             finish.load_role(c, memory, shared, rings, n_item, numbers.complete)
         cute.arch.cp_async_bulk_wait_group(0)
-
-    def _ticket(self, run, index: Int32) -> Int32 | None:
-        """The ticket of a task, where that decides whether it is executed."""
-        return seen.ticket_of(run, index) if self.config.intervals else None
 
     @cute.jit
     def _load_rows(self, rows: Rows, item, task, info, slot) -> None:

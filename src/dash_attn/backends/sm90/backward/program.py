@@ -14,7 +14,7 @@ from .arguments import MATRICES, PARTS, Intervals, Launch, Tensors, Workspace, n
 from .config import BackwardConfig
 from .kernel import Backward
 from .preprocess import Convert, Preprocess
-from .seen import MarkSeen
+from .seen import MarkSeen, PutUnseen
 
 
 class Program:
@@ -23,7 +23,7 @@ class Program:
     def __init__(self, config: BackwardConfig):
         self.config = config
         self.preprocess, self.backward, self.convert = Preprocess(config), Backward(config), Convert(config)
-        self.mark_seen = MarkSeen(config)
+        self.mark_seen, self.put_unseen = MarkSeen(config), PutUnseen(config)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -37,6 +37,8 @@ class Program:
         self.preprocess(tensors, workspace, given.launch, stream)
         if const_expr(c.intervals):
             self.mark_seen(tensors.k.shape[0], workspace, stream)
+            if const_expr(c.ordered):
+                self.put_unseen(tensors, workspace, given.launch, stream)
         self.backward(tensors, workspace, given.launch, given.cap, stream)
         converted = 0 if const_expr(c.ordered) else given.launch.q_tiles
         if converted + given.launch.kv_tiles > 0:

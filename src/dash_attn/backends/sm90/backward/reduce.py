@@ -33,7 +33,8 @@ from .config import ARRIVED, CLAIM_AHEAD, CLAIMED, CONTROL_WORDS
 
 TRACE_WORDS = 4
 SLOT_WORDS = 4
-"""dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution, else -1."""
+"""dQ tile (-1: no more), ticket, key of the tile in the queue if this is its last contribution, else -1.
+Where keys have intervals of rows also what the counter is when it may be added."""
 
 
 @cute.jit
@@ -114,16 +115,15 @@ def pass_on(config: cutlass.Constexpr, memory, slot, complete: Int32) -> None:
         else:
             ptx.add_release(counter_of(memory, slot[0]))
     else:
-        finish.put(config, memory, slot[2], slot[0], complete)
+        finish.put(config, memory, (slot[2], slot[0]), complete)
 
 
 @cute.jit
-def publish(shared, rings, n_task: Int32, tile: Int32, ticket: Int32, key: Int32) -> None:
-    """Put the `n_task`-th contribution of this block into the ring; its slot must be empty."""
+def publish(config: cutlass.Constexpr, shared, rings, n_task: Int32, words) -> None:
+    """Put the `n_task`-th contribution of this block, `SLOT_WORDS`, into the ring; its slot must be empty."""
     slot = shared.slots[None, rings.granted.stage(n_task)]
-    slot[0] = tile
-    slot[1] = ticket
-    slot[2] = key
+    for i in cutlass.range_constexpr(SLOT_WORDS if config.intervals else SLOT_WORDS - 1):
+        slot[i] = words[i]
     cute.arch.mbarrier_arrive(rings.granted.full_of(n_task))
 
 
@@ -157,7 +157,7 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                 ticket, held = run.t_first, Int32(0)
                 for i in cutlass.range(run.count, unroll=1):
                     q_tile = run.q_first + i * run.q_step
-                    for h in cutlass.range(seen.heads_of_task(config, slot, q_tile, ticket), unroll=1):
+                    for h in cutlass.range(seen.heads_of_task(config, slot, q_tile), unroll=1):
                         item = plan_view.mailbox_item(slot)
                         q_head = item.record.q_head_first + first_head + h
                         tile = plan_view.first_tile_of(item, q_head) + q_tile
@@ -166,9 +166,9 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                             if _is_last(config, memory, (tile, ticket), item.total_first + q_tile):
                                 key = item.q_tile_first + q_tile * memory.table[HEADER.heads] + q_head
                         rings.granted.wait_empty(n_task)
+                        expected = _expected(config, memory, tile, ticket)
                         if const_expr(config.ordered):
-                            if ticket > 0:
-                                expected = _expected(config, memory, tile, ticket)
+                            if expected > 0:
                                 found = wait_ticket(config, counter_of(memory, tile), expected, memory.errors)
                                 if const_expr(config.spin_limit > 0):
                                     if found != expected:
@@ -182,7 +182,7 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                                             found,
                                         )
                                         finish.report(memory.errors, where)
-                        publish(shared, rings, n_task, tile, ticket, key)
+                        publish(config, shared, rings, n_task, (tile, ticket, key, expected))
                         n_task += 1
                         left -= 1
                         if left == claim_at:
@@ -202,11 +202,11 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
             n_item += 1
             slot = wait_item(shared, rings, n_item)
         rings.granted.wait_empty(n_task)
-        publish(shared, rings, n_task, Int32(-1), Int32(0), Int32(-1))
+        publish(config, shared, rings, n_task, (Int32(-1), Int32(0), Int32(-1), Int32(0)))
 
 
 def _expected(config, memory, tile: Int32, ticket: Int32) -> Int32:
-    """What the counter of a tile is when a contribution may be added."""
+    """What the counter of a tile is when a contribution may be added; 0: it is the first one."""
     return seen.ticket_before(memory.intervals.seen, tile, ticket) + 1 if config.intervals else ticket
 
 
@@ -237,6 +237,7 @@ def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
         slot = wait_slot(rings.granted, shared, n_task)
         while slot[0] >= 0:
             tile, ticket = slot[0], slot[1]
+            expected = slot[3] if config.intervals else ticket
             granted_at, ready_at = Int64(0), Int64(0)
             if const_expr(config.trace):
                 granted_at = ptx.nanoseconds()
@@ -246,7 +247,7 @@ def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                 if const_expr(config.trace):
                     ready_at = ptx.nanoseconds()
                 source = shared.dq[None, rings.dq.stage(n_dq)].iterator
-                add_contribution(config, memory.dq_acc, source, tile, ticket, piece)
+                add_contribution(config, memory.dq_acc, source, tile, expected, piece)
                 if const_expr(config.dump_contributions):
                     place = Int64(tile) * (dumped.shape[1] // config.dq_elements) + ticket
                     target = dumped.iterator + place * config.dq_elements
@@ -289,15 +290,15 @@ def parts_of(config, source, target, piece: int):
 
 @cute.jit
 def add_contribution(
-    config: cutlass.Constexpr, dq_acc, source, tile: Int32, ticket: Int32, piece: cutlass.Constexpr[int]
+    config: cutlass.Constexpr, dq_acc, source, tile: Int32, expected: Int32, piece: cutlass.Constexpr[int]
 ) -> None:
     """Start the bulk operations of a piece of a contribution: the first contribution is stored, so nobody
-    zeroes the tile."""
+    zeroes the tile. `expected`: what the counter of the tile was."""
     target = dq_acc.iterator + Int64(tile) * config.dq_elements
     if const_expr(config.ordered):
         # The ticket was read through the generic proxy, the reduction goes through the async proxy.
         ptx.fence_proxy_async()
-        if ticket == 0:
+        if expected == 0:
             for here, there, size in parts_of(config, source, target, piece):
                 ptx.bulk_store(here, there, size)
         else:

@@ -1,18 +1,19 @@
 """Which tasks are executed where keys have intervals of rows: those whose tiles any row sees, by bounds.
 
-A task that is left out would add exactly 0. Its ticket is left out, too: who adds next to a tile waits for the
-ticket that is executed before its own, and hands over to the ticket behind its own. So no wait is added that
-the plan does not have, directly or through others, and what the proof says of claims holds. The first
-contribution to a tile (ticket 0) is always made: it is stored, where all others are added, so every tile that
-has contributions in the plan is written, queued and converted.
+A task that is left out would add exactly 0. Its ticket is left out, too: who adds to a tile waits for the
+last ticket below its own that is executed. The plan has that wait, directly or through others, so what the
+proof says of claims holds. Where no ticket below is executed, a contribution is stored and not added. A tile
+that has contributions in the plan, of which none is made, is zeroed and queued before the main kernel begins.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32, Int64
 
 from ....schedule.layout import HEADER, ITEM, ITEM_WORDS, RUN_WORDS, ItemRecord
 from ..device import plan_view, ptx
+from . import finish
+from .arguments import UnseenMemory
 from .config import SEEN_WORDS, BackwardConfig
 
 MAILBOX_WORDS = plan_view.MAILBOX_WORDS + 4
@@ -82,8 +83,8 @@ class MarkSeen:
             run = plan_view.run_at(table, table[HEADER.run_offset] + (item.run_first + r) * RUN_WORDS)
             for k in cutlass.range((run.count + 31) // 32, unroll=1):
                 i = 32 * k + lane
-                q_tile, ticket = run.q_first + i * run.q_step, ticket_of(run, i)
-                if (i < run.count) & is_seen(q_tile, ticket, first, last):
+                q_tile, ticket = run.q_first + i * run.q_step, run.t_first + i // run.t_hold * run.t_step
+                if (i < run.count) & (q_tile >= first) & (q_tile <= last):
                     count += 1
                     for h in cutlass.range(item.q_head_count, unroll=1):
                         tile = tile_first + h * seq.q_tile_count + q_tile
@@ -95,14 +96,43 @@ class MarkSeen:
                 intervals.items[index * SEEN_WORDS + word] = value
 
 
-def ticket_of(run, index: Int32) -> Int32:
-    """The ticket of a task of a run."""
-    return run.t_first + index // run.t_hold * run.t_step
+class PutUnseen:
+    """Behind `MarkSeen`: tiles that would get contributions and get none are complete. One block per tile."""
 
+    THREADS = 128
 
-def is_seen(q_tile: Int32, ticket: Int32, first: Int32, last: Int32):
-    """Whether a task is executed: q tiles `first` to `last` see its keys."""
-    return ((q_tile >= first) & (q_tile <= last)) | (ticket == 0)
+    def __init__(self, config: BackwardConfig):
+        self.config = config
+
+    @cute.jit
+    def __call__(self, tensors, workspace, launch, stream):
+        w = workspace
+        memory = UnseenMemory(w.table, w.control, w.dq_acc, w.intervals.seen)
+        self.kernel(tensors.dq, memory, launch.complete, launch.grid).launch(
+            grid=(launch.q_tiles, tensors.dq.shape[2], 1),
+            block=(self.THREADS, 1, 1),
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, mdQ, memory: UnseenMemory, complete: Int32, blocks: Int32) -> None:
+        c, table = self.config, memory.table
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        index, q_head, _ = cute.arch.block_idx()
+        tidx = cute.arch.thread_idx()[0]
+        key = index * mdQ.shape[2] + q_head
+        tile, _ = finish.locate(c, table, table[HEADER.q_map_offset], key, mdQ)
+        if (is_last(memory.seen, tile, Int32(-1)) == 1) & (finish.contributions(table, index) > 0):
+            acc = cute.make_tensor(
+                memory.dq_acc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
+            )
+            for n in cutlass.range(c.dq_elements // self.THREADS, unroll=8):
+                acc[n * self.THREADS + tidx] = Float32(0.0)
+            cute.arch.sync_threads()
+            if tidx == 0:
+                finish.put(c, memory, (key, tile), complete, blocks)
 
 
 @cute.jit
@@ -118,31 +148,33 @@ def put_seen(intervals, index: Int32, slot) -> None:
     cute.arch.sync_warp()
 
 
-def heads_of_task(config: BackwardConfig, slot, q_tile: Int32, ticket: Int32 | None) -> Int32:
+def heads_of_task(config: BackwardConfig, slot, q_tile: Int32) -> Int32:
     """How many q heads an item takes a task for, before the next task: none where it is left out."""
     heads = plan_view.mailbox_item(slot).record.heads_per_pass
     if not config.intervals:
         return heads
-    executed = is_seen(q_tile, ticket, slot[MAILBOX_FIRST], slot[MAILBOX_LAST])
+    executed = (q_tile >= slot[MAILBOX_FIRST]) & (q_tile <= slot[MAILBOX_LAST])
     return cutlass.select_(executed, heads, Int32(0))
 
 
 @cute.jit
 def ticket_before(seen, tile: Int32, ticket: Int32) -> Int32:
-    """The last ticket of a tile below `ticket` that is executed; ticket 0 is."""
+    """The last ticket of a tile below `ticket` that is executed; -1 if there is none."""
     word = ticket // 32
     bits = seen[tile, word] & ((1 << ticket % 32) - 1)
-    while bits == 0:
+    while (bits == 0) & (word > 0):
         word -= 1
         bits = seen[tile, word]
-    return 32 * word + ptx.highest_bit(bits)
+    return 32 * word + ptx.highest_bit(bits)  # of 0 it is -1
 
 
 @cute.jit
 def is_last(seen, tile: Int32, ticket: Int32) -> Int32:
     """1 if no ticket of a tile above `ticket` is executed, else 0."""
-    word = ticket // 32
-    bits = seen[tile, word] & ~((2 << ticket % 32) - 1)
+    word = (ticket + 1) // 32
+    bits = Int32(0)
+    if word < seen.shape[1]:
+        bits = seen[tile, word] & ~((1 << (ticket + 1) % 32) - 1)
     while (bits == 0) & (word + 1 < seen.shape[1]):
         word += 1
         bits = seen[tile, word]

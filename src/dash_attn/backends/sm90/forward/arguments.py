@@ -79,7 +79,7 @@ class Extra(NamedTuple):
     trace: Any = None
     inner: Any = None
     outer: Any = None
-    intervals: Intervals | None = None
+    intervals: Any = None
 
 
 def tensors_of(config: ForwardConfig) -> list[str]:
@@ -124,7 +124,7 @@ class Memory(NamedTuple):
     partial: Any
     sink: Any
     trace: Any
-    intervals: Intervals | None = None
+    intervals: Any = None
 
 
 class Shared(NamedTuple):

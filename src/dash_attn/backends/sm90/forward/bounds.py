@@ -1,4 +1,4 @@
-"""Before a forward whose keys have intervals of rows: which rows see any key of a kv tile, and which see all."""
+"""Before a forward whose keys have intervals of rows: which rows see any key of a kv tile, and which all."""
 
 import cutlass
 import cutlass.cute as cute

@@ -35,7 +35,7 @@ class ForwardConfig:
             (FlashAttention-4, section 3.1). For experiments: it changes bits.
         sink: every q head has one score more, of a key without a value.
         softcap: scores s become softcap * tanh(s / softcap).
-        intervals: rows see a key in an interval of its own, and kv tiles at an item's ends that none of its rows
+        intervals: rows see a key in an interval of its own; kv tiles at an item's ends that none of its rows
             sees are left out.
         trace: keep when every item began and was done, and on which SM (trace.py).
         head_dim_v: of V; 0: the same.
@@ -80,7 +80,7 @@ class ForwardConfig:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Class names, which the compiler puts into the names of the kernels; in the order of their launches."""
+        """Class names, which the compiler puts into the names of the kernels, in the order of launches."""
         return ("Claims", *["KeyBounds"] * self.intervals, "Forward", "Fold")
 
     @property

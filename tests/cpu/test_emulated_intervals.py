@@ -1,0 +1,92 @@
+"""Intervals of rows in the Hopper kernels, whose machine code is executed on the CPU (see emulator/)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from emulator.backend import emulated
+from torch import Tensor
+
+from dash_attn import flash_attn_varlen_func
+from dash_attn.backends.base import RowIntervals
+from dash_attn.testing import assert_same_bytes
+from interval_cases import ends_of_documents, random_intervals, random_tree, starts_of_prefix
+
+pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
+pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Packed sequences and the intervals of their keys; ``blocks``: of the GPU."""
+
+    name: str
+    lengths: tuple[int, ...]
+    rows: tuple[RowIntervals, ...]
+    heads: tuple[int, int] = (1, 1)
+    head_dim: int = 64
+    causal: bool = True
+    policy: str = "auto"
+    dtype: torch.dtype = torch.bfloat16
+
+    def run(self, backend: str) -> list[Tensor]:
+        """out, lse, dq, dk and dv."""
+        generator, total = torch.Generator().manual_seed(0), sum(self.lengths)
+        q_heads, kv_heads = self.heads
+        sizes = [(total, heads, self.head_dim) for heads in (q_heads, kv_heads, kv_heads, q_heads)]
+        *tensors, dout = (torch.randn(size, generator=generator).to(self.dtype) for size in sizes)
+        tensors = [x.requires_grad_() for x in tensors]
+        ends = torch.tensor([0, *self.lengths]).cumsum(0).int()
+        starts_ends = (torch.cat(side) for side in zip(*self.rows))
+        out, lse = flash_attn_varlen_func(
+            *tensors, ends, ends, max(self.lengths), max(self.lengths), causal=self.causal,
+            policy=self.policy, backend=backend, return_lse=True,
+            **dict(zip(("row_starts", "row_ends"), starts_ends)),
+        )  # fmt: skip
+        return [out.detach(), lse, *torch.autograd.grad(out, tensors, dout)]
+
+
+def only_ends(ends: Tensor) -> RowIntervals:
+    return RowIntervals(torch.zeros_like(ends), ends)
+
+
+def of_all(length: int, end: int) -> RowIntervals:
+    """Rows behind the first ``end`` see nothing."""
+    return only_ends(torch.full((length,), end, dtype=torch.int32))
+
+
+DOCUMENTS = only_ends(ends_of_documents(150, 250, 20, 180))
+PREFIX = RowIntervals(starts_of_prefix(150, 400), torch.full((400,), 2**31 - 1).int())
+CASES = [
+    Case("documents", (600,), (DOCUMENTS,), (2, 1)),
+    Case("documents-128", (600,), (DOCUMENTS,), (2, 2), 128),
+    Case("documents-spt-fp16", (600,), (DOCUMENTS,), (1, 1), 128, policy="spt", dtype=torch.float16),
+    Case("documents-symmetric", (512,), (only_ends(ends_of_documents(200, 312)),), policy="symmetric_shift"),
+    Case("prefix-96", (400,), (PREFIX,), (2, 1), 96, causal=False),
+    Case("tree", (300,), (only_ends(random_tree(300, 1)[0]),), (4, 1)),
+    Case("any-full-rings", (400,), (random_intervals(400, 400, 3),), (2, 2), causal=False),
+    Case("any-80-fp16", (300,), (random_intervals(300, 300, 5),), (1, 1), 80, dtype=torch.float16),
+    Case("rows-that-see-nothing", (500,), (of_all(500, 100),), (2, 1), 128),
+    Case("nothing-at-all", (200,), (of_all(200, 0),), causal=False),
+    Case("packed", (150, 1, 270), tuple(random_intervals(n, n, n) for n in (150, 1, 270)), (2, 1), 128),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_numbers_and_bytes(case: Case) -> None:
+    """Near the CPU's; nothing that matters is left without an order; another interleaving, more blocks, and
+    work that is done at once leave all bytes."""
+    with emulated(blocks=4, seed=1, races=True):
+        found = case.run("sm90")
+    with emulated(blocks=7, seed=2, late=False):
+        for name, x, y in zip(NAMES, case.run("sm90"), found):
+            assert_same_bytes(x, y, name)
+    for name, x, wanted in zip(NAMES, found, case.run("cpu")):
+        assert torch.equal(x.isinf(), wanted.isinf()), name
+        error = (x.double() - wanted.double()).nan_to_num(0.0).norm()
+        assert error <= 0.01 * wanted.double().nan_to_num(0.0, 0.0, 0.0).norm(), name
