@@ -1,4 +1,5 @@
-"""What the docs quote of other shapes (h100-shapes.json) and of the Triton backend (h200-triton.json)."""
+"""What the docs quote of other shapes (h100-shapes.json), of the Triton backend (h200-triton.json), and of
+intervals of rows (h100-intervals.json)."""
 
 from __future__ import annotations
 
@@ -9,12 +10,12 @@ from functools import partial
 from documents import STATISTICS, Value, read, table_of
 from summary import Row
 
-__all__ = ["RATIOS", "ratio", "shape_values", "times", "triton_values"]
+__all__ = ["RATIOS", "interval_values", "ratio", "shape_values", "times", "triton_values"]
 
 Kind = tuple[str, str, bool]
 """Pass, implementation, whether it is deterministic."""
 
-TRITON = "h200-triton.json"
+TRITON, INTERVALS = "h200-triton.json", "h100-intervals.json"
 STRICT: list[Kind] = [("backward", "fa4", True), ("backward", "cudnn", True)]
 """Deterministic peers."""
 RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
@@ -145,3 +146,40 @@ def triton_table() -> str:
         lines.append([head_dim, *(STATISTICS["mean"](x) for x in ratios)])
     names = {"flex": "FlexAttention", "fa2": "FlashAttention-2"}
     return table_of(["head dim", *(f"{which} / {names[peer]}" for which, peer in columns)], lines)
+
+
+INTERVAL_PEERS = {"triton": "Triton", "flex": "FlexAttention"}
+
+
+def interval_values() -> Iterator[tuple[str, Value]]:
+    """``PASS-PEER-STATISTIC`` over all cases, and a table."""
+    for which in ("forward", "both"):
+        for peer in INTERVAL_PEERS:
+            for statistic in STATISTICS:
+                yield f"{which}-{peer}-{statistic}", partial(_interval_statistic, which, peer, statistic)
+    yield "table", interval_table
+
+
+def _intervals() -> dict[tuple[int, str], dict[tuple[str, str], float]]:
+    found: dict[tuple[int, str], dict[tuple[str, str], float]] = {}
+    for row in read(INTERVALS):
+        found.setdefault((row["head_dim"], row["case"]), {})[row["pass"], row["impl"]] = row["ms"]
+    return found
+
+
+def _interval_statistic(which: str, peer: str, statistic: str) -> str:
+    ratios = [ms[which, peer] / ms[which, "dash_attn"] for ms in _intervals().values()]
+    return STATISTICS[statistic](ratios)
+
+
+def interval_table() -> str:
+    """Milliseconds of forward and backward, and ratios."""
+    head = ["head dim", "mask", "ms", *(f"/ {name}" for name in INTERVAL_PEERS.values())]
+    lines = []
+    for (head_dim, case), ms in _intervals().items():
+        mine = ms["both", "dash_attn"]
+        peers = [f"{ms['both', peer] / mine:.2f}" for peer in INTERVAL_PEERS]
+        others = (ms.get(("both", name)) for name in ("no intervals", "packed"))
+        shown = [f"{x:.3f}" if x else "-" for x in others]
+        lines.append([head_dim, case, f"{mine:.3f}", *peers, *shown])
+    return table_of([*head, "without intervals, ms", "packed, ms"], lines)

@@ -64,8 +64,9 @@ _RACE = r"^=+ (?:Error|Warning): Race reported between "
 RACE_WRITERS = {"Backward": 8, "Forward": 8, "Cached": 5, "Spread": 1}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
-bounds (two where keys have intervals of rows). Of the forward (there one more, too) and of ``Cached``: the stores of an item's words, and of the word behind the last item.
-Of ``Spread``: the bulk load of a weighed tile, the only one in its code. racecheck counts plain arrivals of
+bounds (two of variants with intervals of rows). Of the forward, where these have one more, too, and of
+``Cached``: the stores of an item's words, and of the word behind the last item. Of ``Spread``: the bulk load
+of a weighed tile, the only one in its code. racecheck counts plain arrivals of
 the thread that wrote, on the barrier for which the reader waits. Here the writer's arrival is
 arrive.expect_tx. Over a cache others arrive: the warps that copy Q, which meet the writer at a named barrier.
 For more, see docs/reliability.md.

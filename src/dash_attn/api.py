@@ -98,7 +98,7 @@ def attention(
             rows i with ``row_starts[j] <= i < row_ends[j]`` only, of those that ``causal`` and ``window``
             leave. None: from the first row, to the last one. So masks of documents, prefixes and trees are
             given (see below). Any values; the host never reads them. From the CPU they are copied to a GPU at
-            every call. "sm90" takes none.
+            every call. "sm90" takes them at head dims up to 128, without softcap.
 
     **Masks as intervals of rows.** Rows and keys count from the first one of the sequence. Where they are the
     same tokens, with ``causal=True``: documents by ``row_ends[j]``, the end of the document of token j; a

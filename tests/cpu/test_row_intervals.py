@@ -467,6 +467,10 @@ def test_sm90_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: (9, 0))
     monkeypatch.setattr("dash_attn.backends.sm90.backend._why_no_compiler", lambda: "")
     problem, device = Problem.dense(seqlen=10, head_dim=64), torch.device("cuda", 0)
-    assert sm90.why_not(problem, device, packed=False) == ""
-    reason = sm90.why_not(problem, device, packed=False, scores=Scores(0.125, row_intervals=True))
-    assert reason == "row_starts and row_ends are not supported by sm90"
+    scores = Scores(0.125, row_intervals=True)
+    assert sm90.why_not(problem, device, packed=False, scores=scores) == ""
+    reason = sm90.why_not(problem, device, packed=False, scores=scores._replace(softcap=2.0))
+    assert reason == "row_starts and row_ends beside softcap 2.0 are not supported by sm90"
+    large = Problem.dense(seqlen=10, head_dim=192)
+    reason = sm90.why_not(large, device, packed=False, scores=scores)
+    assert reason == "row_starts and row_ends are not supported by sm90 at head_dim 192"

@@ -57,5 +57,5 @@ def test_sm90_is_among_them() -> None:
         for variant in variants_of(features)
     }
     assert {features for features, covered in found if covered} == {
-        (), ("softcap",), ("sink",), ("softcap", "sink")
+        (), ("softcap",), ("sink",), ("softcap", "sink"), ("intervals",), ("sink", "intervals")
     }  # fmt: skip

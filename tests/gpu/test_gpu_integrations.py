@@ -115,7 +115,7 @@ def test_sdpa_takes_lower_right_masks():
 
 
 def test_sdpa_takes_masks_that_are_intervals_of_rows():
-    """Documents run by Triton; a causal mask given as a tensor has the bytes of ``is_causal``."""
+    """Documents; a causal mask given as a tensor has the bytes of ``is_causal``."""
     tensors = sdpa_leaves()
     row = torch.arange(1000, device="cuda")
     causal = row[:, None] >= row

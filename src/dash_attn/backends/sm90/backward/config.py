@@ -19,7 +19,8 @@ CLAIMED, ARRIVED, FINISHED, TAKEN = 0, 32, 64, 96
 CONTROL_WORDS = 128
 SEEN_WORDS = 8
 """Of an item whose keys have intervals of rows: tasks per q head that are executed; the first and the last q
-tile that see any of its keys; the first row that sees all of them, and the one behind the last (seen.py)."""
+tile that see any of its keys; the first row that sees all of them, and the one behind the last; the number of
+its first key among all keys. See seen.py."""
 CLAIM_AHEAD = 3
 """Tickets of an item that need not be granted yet when its block claims another, where that is safe."""
 

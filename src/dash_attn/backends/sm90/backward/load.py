@@ -195,7 +195,7 @@ class LoadRole:
         info[2] = kv_row - low - q_row  # the last one
         info[3] = item.seqlen_k - kv_row  # key rows that exist
         if const_expr(c.intervals):
-            info[4] = seen.first_key_of(item) + kv_row  # number of key row 0
+            info[4] = slot[seen.MAILBOX_KEY]  # number of key row 0
             info[5] = q_row
 
     @cute.jit

@@ -207,7 +207,9 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
 
 def _expected(config, memory, tile: Int32, ticket: Int32) -> Int32:
     """What the counter of a tile is when a contribution may be added; 0: it is the first one."""
-    return seen.ticket_before(memory.intervals.seen, tile, ticket) + 1 if config.intervals else ticket
+    if config.intervals and config.ordered:
+        return seen.ticket_before(memory.intervals.seen, tile, ticket) + 1
+    return ticket
 
 
 def _is_last(config, memory, place, total_word: Int32):

@@ -16,8 +16,9 @@ from . import finish
 from .arguments import UnseenMemory
 from .config import SEEN_WORDS, BackwardConfig
 
-MAILBOX_WORDS = plan_view.MAILBOX_WORDS + 4
-MAILBOX_FIRST, MAILBOX_LAST, MAILBOX_ALL_FROM, MAILBOX_ALL_TO = range(plan_view.MAILBOX_WORDS, MAILBOX_WORDS)
+MAILBOX_WORDS = plan_view.MAILBOX_WORDS + 8
+MAILBOX_FIRST = plan_view.MAILBOX_WORDS
+MAILBOX_LAST, MAILBOX_ALL_FROM, MAILBOX_ALL_TO, MAILBOX_KEY = range(MAILBOX_FIRST + 1, MAILBOX_FIRST + 5)
 """Words of a mailbox slot behind those of an `Item`: what `put_seen` adds."""
 
 
@@ -27,11 +28,6 @@ def interval_of(intervals, key: Int32):
     start, end = intervals.starts[key], intervals.ends[key]
     most = Int32(plan_view.UNBOUNDED)
     return cutlass.min(cutlass.max(start, 0), most), cutlass.min(cutlass.max(end, 0), most)
-
-
-def first_key_of(item) -> Int32:
-    """Number of the first key of an item's sequence among all keys."""
-    return item.k_row_first + item.batch * item.seqlen_k
 
 
 class MarkSeen:
@@ -92,7 +88,8 @@ class MarkSeen:
                         ptx.set_bits(word, 1 << ticket % 32)
         count = cute.arch.warp_redux_sync(count, "add")
         if lane == 0:
-            for word, value in enumerate((count, first, last, all_from, all_to)):
+            values = (count, first, last, all_from, all_to, first_key + item.kv_tile * c.tile_n)
+            for word, value in enumerate(values):
                 intervals.items[index * SEEN_WORDS + word] = value
 
 
@@ -138,13 +135,15 @@ class PutUnseen:
 @cute.jit
 def put_seen(intervals, index: Int32, slot) -> None:
     """Complete an item in the mailbox: the tasks that it has, or no runs if it has none."""
-    if (cute.arch.lane_idx() == 0) & (slot[plan_view.MAILBOX.place] >= 0):
-        words = [intervals.items[index * SEEN_WORDS + word] for word in range(5)]
-        slot[plan_view.MAILBOX.record.task_count] = words[0]
-        if words[0] == 0:
-            slot[plan_view.MAILBOX.record.run_count] = Int32(0)
-        for word, value in zip(range(MAILBOX_FIRST, MAILBOX_ALL_TO + 1), words[1:]):
-            slot[word] = value
+    lane = cute.arch.lane_idx()
+    if (lane < 6) & (slot[plan_view.MAILBOX.place] >= 0):
+        word = intervals.items[index * SEEN_WORDS + lane]
+        if lane == 0:
+            slot[plan_view.MAILBOX.record.task_count] = word
+            if word == 0:
+                slot[plan_view.MAILBOX.record.run_count] = Int32(0)
+        else:
+            slot[MAILBOX_FIRST + lane - 1] = word
     cute.arch.sync_warp()
 
 
