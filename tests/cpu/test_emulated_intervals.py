@@ -9,8 +9,9 @@ import torch
 from emulator.backend import emulated
 from torch import Tensor
 
-from dash_attn import flash_attn_varlen_func
+from dash_attn import attention, flash_attn_varlen_func
 from dash_attn.backends.base import RowIntervals
+from dash_attn.schedule.constants import FORWARD_SEGMENT
 from dash_attn.testing import assert_same_bytes
 from interval_cases import ends_of_documents, random_intervals, random_tree, starts_of_prefix
 
@@ -90,3 +91,49 @@ def test_numbers_and_bytes(case: Case) -> None:
         assert torch.equal(x.isinf(), wanted.isinf()), name
         error = (x.double() - wanted.double()).nan_to_num(0.0).norm()
         assert error <= 0.01 * wanted.double().nan_to_num(0.0, 0.0, 0.0).norm(), name
+
+
+KEYS = FORWARD_SEGMENT + 186
+
+
+def seen_by(*parts: tuple[slice, int, int]) -> RowIntervals:
+    """Keys of a part are seen from its first row to before its second number; others by all rows."""
+    starts, ends = torch.zeros(KEYS).int(), torch.full((KEYS,), 999).int()
+    for keys, first, last in parts:
+        starts[keys], ends[keys] = first, last
+    return RowIntervals(starts, ends)
+
+
+HIDDEN = FORWARD_SEGMENT
+SEGMENTS = {
+    # The first warpgroup sees no tile of the last segment, of which the second one sees one.
+    "nothing of a segment": (128, seen_by((slice(HIDDEN, HIDDEN + 128), 0, 0)), True, 128),
+    "a hole": (128, seen_by((slice(300, HIDDEN), 0, 0)), True, 64),
+    "holes of some rows": (130, seen_by((slice(128, 4000), 0, 64), (slice(5000, HIDDEN), 0, 3)), False, 64),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_several_segments(name: str) -> None:
+    """kv tiles that nobody sees are left out within segments, and whole segments are; one block goes through
+    all of them, or many blocks take one each: the same bytes."""
+    length, rows, causal, head_dim = SEGMENTS[name]
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(1, n, 1, head_dim) for n in (length, KEYS, KEYS)]
+    q, k, v = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+    starts, ends = (x[None] for x in rows)
+
+    def run(backend: str) -> tuple[Tensor, Tensor]:
+        return attention(
+            q, k, v, causal=causal, row_starts=starts, row_ends=ends, backend=backend, return_lse=True
+        )
+
+    with emulated(blocks=1, races=True):
+        found = run("sm90")
+    with emulated(blocks=6, seed=3):
+        for x, y in zip(run("sm90"), found):
+            assert_same_bytes(x, y)
+    out, lse = run("cpu")
+    assert (found[0].double() - out.double()).norm() <= 0.005 * out.double().norm()
+    assert torch.allclose(found[1], lse, atol=1e-5)

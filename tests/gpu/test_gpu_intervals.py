@@ -214,6 +214,24 @@ def test_packed_sequences_and_batches() -> None:
             assert relative_error(x[:, at].double(), y.double()) <= 0.006
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_long_sequences(head_dim: int) -> None:
+    """Several segments of keys: a prefix that continuations share, with holes of more than a segment. As by
+    Triton, and as a continuation alone behind the prefix."""
+    length, prefix, parts = 24_000, 4_000, 4
+    tensors, dout = drawn(length, head_dim, (2, 1))
+    ends = ends_of_documents(prefix, *[(length - prefix) // parts] * parts)
+    ends[:prefix] = length
+    rows = RowIntervals(torch.zeros(length).int(), ends)
+    found = run(tensors, dout, rows, causal=True)
+    for name, x, y in zip(NAMES, found, run(tensors, dout, rows, causal=True, backend="triton")):
+        assert relative_error(x.double(), y.double()) <= 0.01, name
+    last = slice(length - (length - prefix) // parts, length)
+    k, v = (torch.cat([x[:, :prefix], x[:, last]], 1).detach() for x in tensors[1:])
+    alone = attention(tensors[0][:, last].detach(), k, v, causal=True, backend="sm90")
+    assert relative_error(found[0][:, last].double(), alone.double()) <= 0.01
+
+
 def test_keys_that_intervals_hide_may_be_anything() -> None:
     """NaN in k of another document, and in q of its rows."""
     tensors, dout = drawn(1000, 128)

@@ -240,14 +240,20 @@ def _narrowed(values: np.ndarray, kind: type[np.generic]) -> np.ndarray:
     return values.astype(f"u{size}").view(kind)
 
 
-def _bfind(i: Instruction, slot: Slot) -> Compute:
-    a = slot(i.operands[1], np.uint32)
+def _of_bits(count: Callable[[int], int]) -> Callable[[Instruction, Slot], Compute]:
+    """Of the integer that bits are, an int32."""
 
-    def compute(r: Registers) -> np.ndarray:
-        exponent = np.frexp(r[a].astype(np.float64))[1]
-        return np.where(r[a] == 0, -1, exponent - 1).astype(np.int32).view(np.uint32)
+    def make(i: Instruction, slot: Slot) -> Compute:
+        kind = TYPES[i.form[-1]]
+        a = slot(i.operands[1], kind)
+        unsigned = f"u{np.dtype(kind).itemsize}"
 
-    return compute
+        def compute(r: Registers) -> np.ndarray:
+            return np.array([count(int(x)) for x in r[a].view(unsigned)], np.int32).view(np.uint32)
+
+        return compute
+
+    return make
 
 
 def _prmt(i: Instruction, slot: Slot) -> Compute:
@@ -272,7 +278,8 @@ _MAKERS: dict[str, Callable[[Instruction, Slot], Compute | None]] = {
     "not": _unary(np.invert), "neg": _unary(np.negative), "abs": _unary(np.abs),
     "max": _limits(np.maximum, np.fmax), "min": _limits(np.minimum, np.fmin),
     "shl": _shift(np.left_shift), "shr": _shift(np.right_shift),
-    "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "cvta": _mov, "bfind": _bfind, "prmt": _prmt,
+    "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "cvta": _mov, "prmt": _prmt,
+    "bfind": _of_bits(lambda x: x.bit_length() - 1), "popc": _of_bits(int.bit_count),
     "ex2": _approximate(np.exp2), "lg2": _approximate(np.log2), "tanh": _approximate(np.tanh),
     "rcp": _approximate(np.reciprocal), "sqrt": _approximate(np.sqrt),
 }  # fmt: skip

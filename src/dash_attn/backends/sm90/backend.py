@@ -72,7 +72,9 @@ class _Prepared(Prepared):
 
     def _forward(self, sink: bool, softcap: bool, intervals: bool) -> Forward:
         problem = self.problem
-        config = replace(config_of(problem), sink=sink, softcap=softcap, intervals=intervals)
+        config = replace(config_of(problem), sink=sink, softcap=softcap)
+        if intervals:
+            config = replace(config, intervals=True, early=False)
         found = Forward(problem, self.device, keys=self._keys, config=config)
         return self._forwards.setdefault((sink, softcap, intervals), found)
 

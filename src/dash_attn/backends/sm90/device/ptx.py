@@ -82,6 +82,18 @@ def highest_bit(bits: Int32, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def highest_bit_of_64(bits: Int64, *, loc=None, ip=None) -> Int32:
+    """bfind: number of the highest bit that is 1."""
+    return Int32(_asm(T.i32(), [Int64(bits).ir_value(loc=loc, ip=ip)], "bfind.u64 $0, $1;", "=r,l", loc, ip))
+
+
+@dsl_user_op
+def count_of_64(bits: Int64, *, loc=None, ip=None) -> Int32:
+    """popc: how many bits are 1."""
+    return Int32(_asm(T.i32(), [Int64(bits).ir_value(loc=loc, ip=ip)], "popc.b64 $0, $1;", "=r,l", loc, ip))
+
+
+@dsl_user_op
 def add_f32x4(pointer: cute.Pointer, values, *, loc=None, ip=None) -> None:
     """red.relaxed.gpu: add four fp32 to memory, at a multiple of 16 bytes."""
     operands = [_address(pointer, loc, ip)] + [value.ir_value(loc=loc, ip=ip) for value in values]

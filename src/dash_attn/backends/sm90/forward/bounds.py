@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from .arguments import BOUNDS_WORDS
 from .config import ForwardConfig
@@ -15,6 +15,31 @@ FAR = 1 << 30
 def first_bounds(config: ForwardConfig, sequence: Int32, k_first: Int32) -> Int32:
     """Where bounds of a sequence's kv tiles begin. Those of two sequences never overlap."""
     return k_first // config.tile_n + sequence
+
+
+@cute.jit
+def seen_tiles(bounds, first: Int32, kv_tiles, rows) -> Int64:
+    """Which kv tiles of a segment any of the rows, (first, last), may see. By one warp.
+
+    `kv_tiles`: (base, begin, end), at most 64 from base on; bit i is that of tile base + i. `first`: where
+    bounds of the sequence begin.
+    """
+    (base, begin, end), lane, found = kv_tiles, cute.arch.lane_idx(), Int64(0)
+    for half in cutlass.range_constexpr(2):
+        kv_tile, seen = base + 32 * half + lane, Int32(0)
+        if (kv_tile >= begin) & (kv_tile <= end):
+            place = (first + kv_tile) * BOUNDS_WORDS
+            seen = Int32((bounds[place] <= rows[1]) & (bounds[place + 1] > rows[0]))
+        ballot = Int64(cute.arch.vote_ballot_sync(seen == 1)) & 0xFFFFFFFF
+        found = found | (ballot << (32 * half))
+    return found
+
+
+def tiles_between(seen: Int64, base: Int32, first: Int32, last: Int32) -> Int64:
+    """Of the tiles of a segment, see `seen_tiles`, those from `first` to `last`."""
+    low, high = cutlass.max(first - base, 0), cutlass.min(last - base, 63)
+    from_low, behind = Int64(-1) << Int64(cutlass.min(low, 63)), Int64(-2) << Int64(cutlass.max(high, 0))
+    return cutlass.select_(low <= high, seen & from_low & ~behind, Int64(0))
 
 
 class KeyBounds:

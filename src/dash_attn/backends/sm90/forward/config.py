@@ -35,8 +35,8 @@ class ForwardConfig:
             (FlashAttention-4, section 3.1). For experiments: it changes bits.
         sink: every q head has one score more, of a key without a value.
         softcap: scores s become softcap * tanh(s / softcap).
-        intervals: rows see a key in an interval of its own; kv tiles at an item's ends that none of its rows
-            sees are left out.
+        intervals: rows see a key in an interval of its own; kv tiles that none of an item's rows see are not
+            loaded.
         trace: keep when every item began and was done, and on which SM (trace.py).
         head_dim_v: of V; 0: the same.
     """
@@ -75,6 +75,8 @@ class ForwardConfig:
             raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {self.overlap!r}")
         if not 0 <= self.exp2_share <= 8:
             raise ValueError(f"exp2_share must be in 0..8, got {self.exp2_share!r}")
+        if self.intervals and (self.early or self.segment > 64 * self.tile_n):
+            raise ValueError(f"{self}: which kv tiles an item has is known when it begins, of 64 at a time")
         if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
             raise ValueError(f"{self}: a block has 16 named barriers, and three warps that store")
 

@@ -2,12 +2,12 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from ..device import plan_view, ptx
 from ..device.copies import load_tile
 from .arguments import BOUNDS_WORDS
-from .bounds import first_bounds
+from .bounds import first_bounds, seen_tiles
 from .config import ForwardConfig
 from .item import Info
 from .table import ENTRY_WORDS
@@ -83,28 +83,14 @@ class LoadRole:
             to_load, claimed = kv_tiles, items - blocks
             while begin <= kv_last:
                 end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+                seen = Int64(-1)
+                if const_expr(c.intervals):
+                    tiles = (end // per_segment * per_segment, begin, end)
+                    seen = seen_tiles(memory.intervals.bounds, bounds, tiles, (top, bottom))
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = self._claim(memory.claimed)
-                    for ring, copy, tiles, columns in (
-                        (rings.k, copies.k, shared.k, c.head_dim),
-                        (rings.v, copies.v, shared.v, c.head_dim_v),
-                    ):
-                        kv_stage = ring.stage(n_kv)
-                        ring.wait_empty(n_kv)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                ring.full + kv_stage, 2 * c.tile_n * columns
-                            )
-                        load_tile(
-                            copy,
-                            tiles[None, None, kv_stage],
-                            rows,
-                            end - i,
-                            kv_head,
-                            ring.full + kv_stage,
-                        )
-                    n_kv += 1
+                    n_kv = self._load_kv(copies, shared, rings, (rows, end - i, kv_head), n_kv, seen)
                     to_load -= 1
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
                         index = blocks + cute.arch.shuffle_sync(claimed, 0)
@@ -120,6 +106,39 @@ class LoadRole:
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
             cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
+
+    @cute.jit
+    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen) -> Int32:
+        """Load a kv tile of K and of V, `place`: (rows, kv tile, kv head), unless no row sees it. `seen` has
+        a bit per tile of its segment."""
+        if const_expr(self.config.intervals):
+            bit = place[1] % (self.config.segment // self.config.tile_n)
+            if (seen >> Int64(bit)) & 1 == 1:
+                self._load_tiles(copies, shared, rings, place, n_kv)
+                n_kv += 1
+        else:
+            self._load_tiles(copies, shared, rings, place, n_kv)
+            n_kv += 1
+        return n_kv
+
+    def _load_tiles(self, copies, shared, rings, place, n_kv: Int32) -> None:
+        c, (rows, kv_tile, kv_head) = self.config, place
+        for ring, copy, tiles, columns in (
+            (rings.k, copies.k, shared.k, c.head_dim),
+            (rings.v, copies.v, shared.v, c.head_dim_v),
+        ):
+            kv_stage = ring.stage(n_kv)
+            ring.wait_empty(n_kv)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + kv_stage, 2 * c.tile_n * columns)
+            load_tile(
+                copy,
+                tiles[None, None, kv_stage],
+                rows,
+                kv_tile,
+                kv_head,
+                ring.full + kv_stage,
+            )
 
     @cute.jit
     def _narrowed(self, bounds, first: Int32, kv_tiles, rows):

@@ -8,9 +8,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
+from ..device import ptx
 from ..device.operands import as_operand_a, multiply, transposed
 from ..device.ring import arrive
 from ..softcap import Cap
+from .bounds import seen_tiles, tiles_between
 from .config import ROWS, ForwardConfig
 from .exact import folded, inverse, lse_of, row_sum, weights, with_sink, without_sign
 from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier, tile_of_out
@@ -41,7 +43,7 @@ class MmaRole:
             p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             next_p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
-            careful=cute.make_rmem_tensor(1, Int32),
+            careful=cute.make_rmem_tensor(1, Int32), seen=cute.make_rmem_tensor(2, Int64),
         )  # fmt: skip
         if const_expr(c.in_turns):
             if group == c.warpgroups - 1:
@@ -63,13 +65,15 @@ class MmaRole:
             kv_last = words[Info.kv_last]
             while begin <= kv_last:
                 end = self._segment_end(begin, kv_last)
-                n_end = n_kv + end - begin + 1
+                self._look(t, words, begin, end)
+                n_end = self._behind_all(t, n_kv, begin, end)
                 own_begin, own_end = cutlass.max(begin, info.first), cutlass.min(end, info.last)
-                if own_begin <= own_end:
+                if self._any(t, begin, own_begin, own_end):
                     if started == 0:
-                        self._skip(t, rings, n_kv, end - own_end)
-                        self._start_first(t, rings, stage, n_kv + end - own_end)
-                    n = self.segment(t, rings, words, info, stage, n_kv + end - own_end, own_begin, own_end)
+                        self._skip(t, rings, n_kv, self._behind(t, 0, own_end, end))
+                        self._start_first(t, rings, stage, self._behind(t, n_kv, own_end, end))
+                    first = self._behind(t, n_kv, own_end, end)
+                    n = self.segment(t, rings, words, info, stage, first, own_begin, own_end)
                     started = Int32(0)
                     if (end == kv_last) & (n == n_end) & c.early:
                         # The first scores of the next item, beside the last product and the end of this item.
@@ -81,6 +85,8 @@ class MmaRole:
                     self._skip(t, rings, n, n_end - n)
                     if kept == 1:
                         self._fold(t, words, memory.state, before_m, before_l)
+                        if const_expr(c.intervals):
+                            kept = Int32(0)
                     if end < info.last:
                         # What the segments so far have left makes room for a fresh one.
                         self._keep(t, memory.state)
@@ -89,9 +95,14 @@ class MmaRole:
                         t.acc_O.fill(0.0)
                         kept = Int32(1)
                 else:
-                    self._skip(t, rings, n_kv, end - begin + 1)
+                    self._skip(t, rings, n_kv, self._behind_all(t, 0, begin, end))
                 n_kv = n_end
                 begin = end + 1
+            if const_expr(c.intervals):
+                if kept == 1:  # no row sees a tile of the segments behind
+                    t.maximum.fill(-Float32.inf)
+                    t.total.fill(0.0)
+                    self._fold(t, words, memory.state, before_m, before_l)
             if words[Info.partial] >= 0:
                 if words[Info.row] + ROWS * group < words[Info.seqlen_q]:
                     self._leave(t, memory.partial, words[Info.partial])
@@ -108,6 +119,51 @@ class MmaRole:
         """This warpgroup is done with an item, and its place of Q may be stored."""
         done = done_barrier(self.config, group, rings.q.stage(n_item))
         cute.arch.barrier_arrive(barrier_id=done, number_of_threads=160)
+
+    @cute.jit
+    def _look(self, t, words, begin: Int32, end: Int32):
+        """Keep which kv tiles of a segment have been loaded, where keys have intervals of rows."""
+        if const_expr(self.config.intervals):
+            top = words[Info.row]
+            rows = (top, cutlass.min(top + self.config.tile_m, words[Info.seqlen_q]) - 1)
+            tiles = (self._segment_begin(begin), begin, end)
+            t.seen[0] = seen_tiles(t.intervals.bounds, words[Info.first_bounds], tiles, rows)
+
+    def _behind_all(self, t, n, begin: Int32, end: Int32):
+        """`n` and how many kv tiles of a segment, `begin` to `end`, are loaded."""
+        return n + ptx.count_of_64(t.seen[0]) if self.config.intervals else n + end - begin + 1
+
+    def _behind(self, t, n, last: Int32, end: Int32):
+        """`n` and how many of them are loaded before tile `last`."""
+        if self.config.intervals:
+            return n + ptx.count_of_64(tiles_between(t.seen[0], self._segment_begin(end), last + 1, end))
+        return n + end - last
+
+    def _any(self, t, begin: Int32, first: Int32, last: Int32):
+        """Whether one from `first` to `last` is; then `_next_tile` goes through them."""
+        if self.config.intervals:
+            t.seen[1] = tiles_between(t.seen[0], self._segment_begin(begin), first, last)
+            return t.seen[1] != 0
+        return first <= last
+
+    def _first_tile(self, t, begin: Int32, end: Int32) -> Int32:
+        """The first kv tile of a segment that a warpgroup sees, `end` if all are loaded."""
+        return self._segment_begin(begin) + ptx.highest_bit_of_64(t.seen[1]) if self.config.intervals else end
+
+    def _others(self, t, begin: Int32, end: Int32) -> Int32:
+        """How many there are behind it."""
+        return ptx.count_of_64(t.seen[1]) - 1 if self.config.intervals else end - begin
+
+    def _next_tile(self, t, begin: Int32, following: Int32) -> Int32:
+        """The next one, `following` if all are loaded."""
+        if not self.config.intervals:
+            return following
+        t.seen[1] = t.seen[1] & ~(Int64(1) << Int64(ptx.highest_bit_of_64(t.seen[1])))
+        return self._first_tile(t, begin, following)
+
+    def _segment_begin(self, kv_tile: Int32) -> Int32:
+        per_segment = self.config.segment // self.config.tile_n
+        return kv_tile // per_segment * per_segment
 
     def _segment_end(self, begin: Int32, kv_last: Int32) -> Int32:
         """The last kv tile of the segment in which one stands, if the item goes so far."""
@@ -179,12 +235,13 @@ class MmaRole:
         warpgroup.wait_group(0)
         arrive(rings.k.empty_of(n))
         self.softmax.cap(t)
-        self.softmax.mask(t, words, info, end)
-        self.softmax.first_tile(t, (words, end))
+        first = self._first_tile(t, begin, end)
+        self.softmax.mask(t, words, info, first)
+        self.softmax.first_tile(t, (words, first))
         # Asked long before the answer is used, so that it is there at once.
         k_is_full, v_is_full = Int32(0), Int32(0)
-        for i in cutlass.range(end - begin, unroll=1):
-            kv_tile = end - 1 - i
+        for i in cutlass.range(self._others(t, begin, end), unroll=1):
+            kv_tile = self._next_tile(t, begin, end - 1 - i)
             cut = (kv_tile > info.last_whole) | (kv_tile < info.first_whole)
             if const_expr(self.config.intervals):
                 cut = cut | self.softmax.is_cut_by_intervals(t, words, kv_tile)
