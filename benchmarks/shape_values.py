@@ -174,7 +174,7 @@ def _interval_statistic(which: str, peer: str, statistic: str) -> str:
 
 def interval_table() -> str:
     """Milliseconds of forward and backward, and ratios."""
-    head = ["head dim", "mask", "ms", *(f"/ {name}" for name in INTERVAL_PEERS.values())]
+    head = ["head dim", "mask", "ours, ms", *(f"{name} / ours" for name in INTERVAL_PEERS.values())]
     lines = []
     for (head_dim, case), ms in _intervals().items():
         mine = ms["both", "dash_attn"]
