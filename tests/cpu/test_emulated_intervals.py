@@ -23,7 +23,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Case:
-    """Packed sequences and the intervals of their keys; ``blocks``: of the GPU."""
+    """Packed sequences and the intervals of their keys, and how they attend."""
 
     name: str
     lengths: tuple[int, ...]
@@ -31,6 +31,7 @@ class Case:
     heads: tuple[int, int] = (1, 1)
     head_dim: int = 64
     causal: bool = True
+    window: tuple[int, int] = (-1, -1)
     policy: str = "auto"
     dtype: torch.dtype = torch.bfloat16
 
@@ -45,7 +46,7 @@ class Case:
         starts_ends = (torch.cat(side) for side in zip(*self.rows))
         out, lse = flash_attn_varlen_func(
             *tensors, ends, ends, max(self.lengths), max(self.lengths), causal=self.causal,
-            policy=self.policy, backend=backend, return_lse=True,
+            window_size=self.window, policy=self.policy, backend=backend, return_lse=True,
             **dict(zip(("row_starts", "row_ends"), starts_ends)),
         )  # fmt: skip
         return [out.detach(), lse, *torch.autograd.grad(out, tensors, dout)]
@@ -63,7 +64,6 @@ def of_all(length: int, end: int) -> RowIntervals:
 DOCUMENTS = only_ends(ends_of_documents(150, 250, 20, 180))
 PREFIX = RowIntervals(starts_of_prefix(150, 400), torch.full((400,), 2**31 - 1).int())
 CASES = [
-    Case("documents", (600,), (DOCUMENTS,), (2, 1)),
     Case("documents-128", (600,), (DOCUMENTS,), (2, 2), 128),
     Case("documents-spt-fp16", (600,), (DOCUMENTS,), (1, 1), 128, policy="spt", dtype=torch.float16),
     Case("documents-symmetric", (512,), (only_ends(ends_of_documents(200, 312)),), policy="symmetric_shift"),
@@ -73,6 +73,14 @@ CASES = [
     Case("any-80-fp16", (300,), (random_intervals(300, 300, 5),), (1, 1), 80, dtype=torch.float16),
     Case("rows-that-see-nothing", (500,), (of_all(500, 100),), (2, 1), 128),
     Case("nothing-at-all", (200,), (of_all(200, 0),), causal=False),
+    Case(
+        "window-head-after-head",
+        (500,),
+        (random_intervals(500, 500, 7),),
+        (4, 1),
+        window=(150, 0),
+        policy="descending(by_head_from=2)",
+    ),
     Case("packed", (150, 1, 270), tuple(random_intervals(n, n, n) for n in (150, 1, 270)), (2, 1), 128),
 ]
 
