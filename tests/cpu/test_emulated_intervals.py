@@ -101,6 +101,28 @@ def test_numbers_and_bytes(case: Case) -> None:
         assert error <= 0.01 * wanted.double().nan_to_num(0.0, 0.0, 0.0).norm(), name
 
 
+@pytest.mark.slow
+def test_a_dense_batch_has_intervals_of_its_own() -> None:
+    """Each sequence of a batch has the bytes that it has alone."""
+    generator, length = torch.Generator().manual_seed(0), 190
+    sizes = [(2, length, heads, 64) for heads in (2, 1, 1, 2)]
+    *tensors, dout = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+    rows = [torch.stack(side) for side in zip(*(random_intervals(length, length, seed) for seed in (1, 2)))]
+
+    def run(at: slice) -> list[Tensor]:
+        leaves = [x[at].clone().requires_grad_() for x in tensors]
+        starts, ends = (x[at].contiguous() for x in rows)
+        out, lse = attention(
+            *leaves, causal=True, row_starts=starts, row_ends=ends, backend="sm90", return_lse=True
+        )
+        return [out.detach(), lse, *torch.autograd.grad(out, leaves, dout[at])]
+
+    with emulated(blocks=4, races=True):
+        both, alone = run(slice(0, 2)), [run(slice(at, at + 1)) for at in range(2)]
+    for name, x, *each in zip(NAMES, both, *alone):
+        assert_same_bytes(x, torch.cat(each), name)
+
+
 KEYS = FORWARD_SEGMENT + 186
 
 

@@ -136,14 +136,14 @@ def test_a_row_has_the_bytes_of_what_it_sees(head_dim: int) -> None:
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, (8, 8)), (96, (8, 2)), (128, (8, 2))])
 @pytest.mark.parametrize("policy", ["auto", "spt", "shift(ring=16)", "symmetric_shift"])
 def test_replays(head_dim: int, heads: tuple[int, int], policy: str, replays: int) -> None:
-    """The same bytes under load; without order dq differs."""
+    """The same bytes under load."""
     length, full = 2048, policy.startswith("shift")
     tensors, dout = drawn(length, head_dim, heads)
     rows = RowIntervals(torch.zeros(length).int(), ends_of_documents(300, 1100, 48, 600))
     how: dict[str, Any] = {"causal": not full, "policy": policy}
     wanted = run(tensors, dout, rows, **how)
     beside = torch.cuda.Stream()
-    for replay in range(replays // 4):
+    for replay in range(max(2, replays // 4)):
         if replay % 2:
             with torch.cuda.stream(beside):
                 torch.randn(2000, 2000, device="cuda") @ torch.randn(2000, 2000, device="cuda")
@@ -190,8 +190,8 @@ def test_a_sink(head_dim: int) -> None:
         assert relative_error(x.double(), y.double()) <= 0.01
 
 
-def test_packed_sequences_and_batches() -> None:
-    """Sequences of any lengths, and two of one length: each has what it has alone."""
+def test_packed_sequences() -> None:
+    """Of any lengths: each has what it has alone."""
     lengths, rng = (300, 1, 700, 129), random.Random(1)
     tensors, dout = drawn(sum(lengths), 128)
     each = [

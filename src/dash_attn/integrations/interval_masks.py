@@ -7,8 +7,8 @@ the host waits for the device once per call, and the device goes over the mask a
 them to :func:`dash_attn.attention`, which reads nothing.
 
 What is found decides what runs. A band alone is that band, with its bytes, and runs on the Hopper kernels.
-Intervals stand beside the causal band if no row of the whole batch sees a later key, otherwise beside none;
-on a GPU they run by Triton.
+Intervals stand beside the causal band if no row of the whole batch sees a later key, otherwise beside none.
+They run on the Hopper kernels, too, at head dims that these have them for, else by Triton.
 """
 
 from __future__ import annotations

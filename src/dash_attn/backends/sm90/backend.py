@@ -36,7 +36,7 @@ from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment, words_of_sum
 from .softcap import cap_of, why_no_cap
 from .spread.launch import Spread, spreads
-from .tiles import HEAD_DIMS, covers, has_intervals, has_softcap, kernel_of, tiles_of
+from .tiles import HEAD_DIMS, covers, has_intervals, has_softcap, kernel_of, name_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -215,7 +215,8 @@ class _SM90(Backend):
         if scores.softcap and not has_softcap(problem.head_dim, problem.head_dim_v):
             return f"softcap {scores.softcap} is not supported by sm90 at head_dim {problem.head_dim}"
         if scores.row_intervals and not has_intervals(problem.head_dim, problem.head_dim_v):
-            return f"row_starts and row_ends are not supported by sm90 at head_dim {problem.head_dim}"
+            head_dims = name_of(problem.head_dim, problem.head_dim_v)
+            return f"row_starts and row_ends are not supported by sm90 at head_dim {head_dims}"
         if problem.q_starts is not None:
             return (
                 f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import PlanMismatchError
+from ...errors import InputError, PlanMismatchError
 from ...machine import CONVERSION_CYCLES, FEW_ROUNDS, ITEM_CYCLES, TASK_CYCLES
 from ...schedule.plan import Plan
 from ...schedule.table import shared_sums, to_table
@@ -75,7 +75,13 @@ class OnDevice:
     @property
     def seen_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Of ``items`` and ``seen`` (:class:`.backward.arguments.Intervals`)."""
-        return (self.items * SEEN_WORDS,), (self.heads * self.q_tiles, -(-self.tickets // 32))
+        tiles, words = self.heads * self.q_tiles, -(-self.tickets // 32)
+        if tiles * words >= 2**31:
+            raise InputError(
+                f"row_starts and row_ends take {tiles} dQ tiles x {words} words here, 2^31 or more: give "
+                "shorter sequences, or fewer heads per call"
+            )
+        return (self.items * SEEN_WORDS,), (tiles, words)
 
     def blocks(self, available: int) -> tuple[int, int]:
         """(blocks to launch on so many SMs, how many of them get items); the others convert dQ tiles from the

@@ -1,9 +1,12 @@
 """The ordered reduction: waiting for tickets, adding in their order, handing over; and claiming items.
 
 A contribution with ticket t may be added when exactly t contributions to its tile have been completed. The
-reduce thread stores (ticket 0) or adds its contribution with one bulk operation, waits until the *global*
-writes are performed (cp.async.bulk.wait_group without .read: with .read only the shared-memory source is
-known to be free), and only then is the tile handed over.
+reduce thread stores (the first one) or adds its contribution with one bulk operation, waits until the
+*global* writes are performed (cp.async.bulk.wait_group without .read: with .read only the shared-memory
+source is known to be free), and only then is the tile handed over.
+
+Where keys have intervals of rows, tickets are left out, and the counter is the ticket behind the last one
+that was completed: see seen.py.
 
 Three warps share the work of a contribution. The ticket warp alone walks the plan: it waits for tickets, up
 to SLOTS contributions ahead of the reduction, and writes (tile, ticket) of each granted one into a ring of

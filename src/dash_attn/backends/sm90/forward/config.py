@@ -75,6 +75,8 @@ class ForwardConfig:
             raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {self.overlap!r}")
         if not 0 <= self.exp2_share <= 8:
             raise ValueError(f"exp2_share must be in 0..8, got {self.exp2_share!r}")
+        if self.intervals and (self.softcap or max(self.head_dim, self.head_dim_v) > 128):
+            raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
         if self.intervals and (self.early or self.segment > 64 * self.tile_n):
             raise ValueError(f"{self}: which kv tiles an item has is known when it begins, of 64 at a time")
         if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
