@@ -27,6 +27,14 @@ BACKWARDS = {
 """Short names of peers' backwards that are measured. FlashAttention-2's takes twice as long as the others."""
 
 
+def without_gradients(function: Call) -> Call:
+    def run() -> Any:
+        with torch.no_grad():
+            return function()
+
+    return run
+
+
 def contenders(point: Point, device: str = "cuda") -> dict[str, Call]:
     """What is timed at a point, by name; each was called once. A peer that fails is left out, with a line."""
     x = inputs(point, torch.device(device))

@@ -10,7 +10,6 @@ intervals takes on the same kernels. "packed" is a packed batch of the same docu
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
@@ -19,15 +18,15 @@ from typing import Any
 
 import torch
 from card import facts_of_run
-from forward import once, sustained
-from forward_calls import Call
+from forward import medians
+from forward_calls import Call, without_gradients
 from record import Row, write
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dash_attn import attention, flash_attn_varlen_func
 
-SEQLEN, HEADS, BLOCK_S, ROUNDS = 16_384, 16, 0.012, 5
+SEQLEN, HEADS, ROUNDS = 16_384, 16, 5
 FIRST, LAST = 0, 2**31 - 1
 CASES = (
     "one document",
@@ -111,27 +110,16 @@ def calls(head_dim: int, case: str, elements: Elements) -> Iterator[tuple[tuple[
         yield ("both", name), both(function, leaves, dout)
 
 
-def without_gradients(function: Call) -> Call:
-    def run() -> Any:
-        with torch.no_grad():
-            return function()
-
-    return run
-
-
 def both(function: Call, leaves: Sequence[Tensor], dout: Tensor) -> Call:
     return lambda: torch.autograd.grad(function(), leaves, dout)
 
 
 def rows(head_dim: int, case: str, elements: Elements, rounds: int) -> list[Row]:
     made = dict(calls(head_dim, case, elements))
-    took = {kind: min(once(call), once(call)) for kind, call in made.items()}
-    counts = {kind: max(2, int(BLOCK_S / s)) for kind, s in took.items()}
     return [
-        {"case": case, "head_dim": head_dim, "pass": kind[0], "impl": kind[1],
-         "ms": round(statistics.median(times), 5)}
-        for kind, times in sustained(made, counts, rounds).items()
-    ]  # fmt: skip
+        {"case": case, "head_dim": head_dim, "pass": kind[0], "impl": kind[1], "ms": ms}
+        for kind, ms in medians(made, rounds).items()
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

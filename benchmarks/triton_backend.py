@@ -10,8 +10,8 @@ is compiled, with a block mask where the mask is causal; PyTorch's FlashAttentio
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from card import facts_of_run
-from forward import once, sustained
-from forward_calls import Call
+from forward import medians
+from forward_calls import Call, without_gradients
 from points import HIDDEN, TOKENS
 from record import Row, write
 from torch import Tensor
@@ -30,7 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 import dash_attn
 
 HEAD_DIMS, SEQLENS = (64, 96, 128, 256), (1024, 4096, 16_384)
-BLOCK_S, ROUNDS = 0.012, 5
+ROUNDS = 5
 
 
 def attentions(causal: bool, seqlen: int) -> dict[str, Any]:
@@ -60,16 +60,8 @@ def calls(head_dim: int, causal: bool, seqlen: int) -> Iterator[tuple[tuple[str,
     for name, function in attentions(causal, seqlen).items():
         out = function(*leaves)
         dout = torch.randn_like(out)
-        yield ("forward", name), _without_gradients(function, leaves)
+        yield ("forward", name), without_gradients(partial(function, *leaves))
         yield ("backward", name), _backward(out, leaves, dout, name == "fa2")
-
-
-def _without_gradients(function: Any, leaves: Sequence[Tensor]) -> Call:
-    def run() -> Any:
-        with torch.no_grad():
-            return function(*leaves)
-
-    return run
 
 
 def _backward(out: Tensor, leaves: Sequence[Tensor], dout: Tensor, strict: bool) -> Call:
@@ -87,12 +79,10 @@ def rows(head_dim: int, causal: bool, seqlen: int, rounds: int) -> list[Row]:
     case = f"{TOKENS // seqlen} x {seqlen}, {head_dim}, {'causal' if causal else 'full'}"
     torch._dynamo.reset()
     made = dict(calls(head_dim, causal, seqlen))
-    took = {kind: min(once(call), once(call)) for kind, call in made.items()}
-    counts = {kind: max(2, int(BLOCK_S / s)) for kind, s in took.items()}
     return [
         {"case": case, "pass": kind[0], "impl": kind[1], "deterministic": True, "head_dim": head_dim,
-         "causal": causal, "seqlen": seqlen, "ms": round(statistics.median(times), 5)}
-        for kind, times in sustained(made, counts, rounds).items()
+         "causal": causal, "seqlen": seqlen, "ms": ms}
+        for kind, ms in medians(made, rounds).items()
     ]  # fmt: skip
 
 

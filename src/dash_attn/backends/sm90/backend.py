@@ -74,7 +74,7 @@ class _Prepared(Prepared):
         problem = self.problem
         config = replace(config_of(problem), sink=sink, softcap=softcap)
         if intervals:
-            config = replace(config, intervals=True, early=False)
+            config = config.with_intervals()
         found = Forward(problem, self.device, keys=self._keys, config=config)
         return self._forwards.setdefault((sink, softcap, intervals), found)
 

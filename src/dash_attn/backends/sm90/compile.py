@@ -110,8 +110,8 @@ def forward_variants() -> dict[str, ForwardConfig]:
             found[f"{name}-softcap"] = replace(base, softcap=True)
             found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)
         if has_intervals(head_dim, head_dim_v):
-            found[f"{name}-intervals"] = replace(base, intervals=True, early=False)
-            found[f"{name}-intervals-sink"] = replace(base, intervals=True, early=False, sink=True)
+            found[f"{name}-intervals"] = base.with_intervals()
+            found[f"{name}-intervals-sink"] = replace(base, sink=True).with_intervals()
     return found
 
 

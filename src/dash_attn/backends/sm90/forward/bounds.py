@@ -17,6 +17,12 @@ def first_bounds(config: ForwardConfig, sequence: Int32, k_first: Int32) -> Int3
     return k_first // config.tile_n + sequence
 
 
+def may_see(bounds, tile: Int32, rows) -> Int32:
+    """1 if any of the rows, (first, last), may see a key of the kv tile with these bounds, else 0."""
+    place = tile * BOUNDS_WORDS
+    return Int32((bounds[place] <= rows[1]) & (bounds[place + 1] > rows[0]))
+
+
 @cute.jit
 def seen_tiles(bounds, first: Int32, kv_tiles, rows) -> Int64:
     """Which kv tiles of a segment any of the rows, (first, last), may see. By one warp.
@@ -28,8 +34,7 @@ def seen_tiles(bounds, first: Int32, kv_tiles, rows) -> Int64:
     for half in cutlass.range_constexpr(2):
         kv_tile, seen = base + 32 * half + lane, Int32(0)
         if (kv_tile >= begin) & (kv_tile <= end):
-            place = (first + kv_tile) * BOUNDS_WORDS
-            seen = Int32((bounds[place] <= rows[1]) & (bounds[place + 1] > rows[0]))
+            seen = may_see(bounds, first + kv_tile, rows)
         ballot = Int64(cute.arch.vote_ballot_sync(seen == 1)) & 0xFFFFFFFF
         found = found | (ballot << (32 * half))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -81,6 +81,10 @@ class ForwardConfig:
             raise ValueError(f"{self}: which kv tiles an item has is known when it begins, of 64 at a time")
         if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
             raise ValueError(f"{self}: a block has 16 named barriers, and three warps that store")
+
+    def with_intervals(self) -> ForwardConfig:
+        """The same with intervals of rows."""
+        return replace(self, intervals=True, early=False)
 
     @property
     def kernels(self) -> tuple[str, ...]:

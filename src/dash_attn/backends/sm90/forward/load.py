@@ -6,8 +6,7 @@ from cutlass import Int32, Int64, const_expr
 
 from ..device import plan_view, ptx
 from ..device.copies import load_tile
-from .arguments import BOUNDS_WORDS
-from .bounds import first_bounds, seen_tiles
+from .bounds import first_bounds, may_see, seen_tiles
 from .config import ForwardConfig
 from .item import Info
 from .table import ENTRY_WORDS
@@ -164,10 +163,9 @@ class LoadRole:
     @cute.jit
     def _seen(self, bounds, first: Int32, kv_tiles, kv_tile: Int32, rows) -> Int32:
         """A bit per lane: whether its kv tile is one of `kv_tiles` and may be seen."""
-        (kv_first, kv_last), (top, bottom), found = kv_tiles, rows, Int32(0)
+        (kv_first, kv_last), found = kv_tiles, Int32(0)
         if (kv_tile >= kv_first) & (kv_tile <= kv_last):
-            place = (first + kv_tile) * BOUNDS_WORDS
-            found = Int32((bounds[place] <= bottom) & (bounds[place + 1] > top))
+            found = may_see(bounds, first + kv_tile, rows)
         return cute.arch.vote_ballot_sync(found == 1)
 
     @cute.jit
