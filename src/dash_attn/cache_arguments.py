@@ -14,7 +14,7 @@ from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
 from .ops.autograd import needs_grad
-from .ops.cached import check_last_strides, check_rows_of_q, check_tokens
+from .ops.cached import check_last_strides, check_rows_of_q, check_tokens, numbers
 from .ops.calls import DTYPE_NAMES
 from .spec import AttentionSpec
 from .values import check_flash_options, kind_of, longest, short
@@ -261,8 +261,7 @@ def _table(
         return places[:, None]
     if cache.shape[0] != batch:
         raise InputError(f"k_cache has batch {cache.shape[0]}, q has {batch}: give cache_batch_idx")
-    # Anew for every call: a tensor that is kept would belong to another stream, graph or mode.
-    return torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+    return numbers(batch, q)[:, None]
 
 
 def _lengths(q: Tensor, given: object, room: int, more: int | None) -> tuple[Tensor, Tensor]:

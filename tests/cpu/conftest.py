@@ -8,6 +8,13 @@ from hypothesis import settings
 settings.register_profile("dash", deadline=None, derandomize=True, max_examples=100)
 settings.load_profile("dash")
 
+FIRST = ("test_triton.py", "test_distributed.py")
+"""Their tests take minutes each: begun last, one of them would run alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in FIRST)
+
 
 @pytest.fixture
 def large_heads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -342,12 +342,13 @@ class Machine:
         return meeting
 
     def _shfl(self, thread: Thread, operation: str, operands: list[str]) -> bool:
-        value, source = self._value(thread, operands[1]), self._value(thread, operands[2])
+        value, number = self._value(thread, operands[1]), self._value(thread, operands[2])
         if thread.warp == LOAD_WARP:
             met = self._meet(thread, 32, value)
             if met is None:
                 return False
-            value = next(v for t, v in met.items() if t.lane == source)
+            values = {t.lane: v for t, v in met.items()}
+            value = values.get(thread.lane - number, value) if ".up." in operation else values[number]
         thread.registers[operands[0]] = value
         return True
 

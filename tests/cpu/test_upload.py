@@ -56,3 +56,32 @@ def test_a_capture_is_told_what_is_missing(
     with pytest.raises(InputError, match="numbers is not on cpu yet: make the same call once before captur"):
         Upload("numbers", [np.arange(7)], torch.device("cpu"))
     assert not threads
+
+
+def test_constants_are_kept_unless_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch, threads: list[threading.Thread]
+) -> None:
+    """They know their values and dtype by bytes; a capture takes what is there and leaves nothing."""
+    monkeypatch.setattr(upload, "_CONSTANTS", {})
+    monkeypatch.setattr(upload, "_MOST_CONSTANTS", 2)
+    monkeypatch.setattr(Upload, "use", lambda self: self.arrays)
+    cpu = torch.device("cpu")
+
+    def constant(*words: int) -> torch.Tensor | None:
+        return upload.constant(np.array(words, np.int32), cpu)
+
+    first = constant(0, 1)
+    assert first is not None
+    assert first.tolist() == [0, 1]
+    assert constant(0, 1) is first
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert constant(0, 1) is first
+    assert constant(0, 1, 2) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with torch.inference_mode():
+        made = constant(0, 1, 2)
+    assert made is not None
+    assert not made.is_inference()
+    assert len(threads) == 2
+    constant(5)
+    assert len(upload._CONSTANTS) == 1

@@ -2,7 +2,7 @@
 
 ``test_triton.py`` starts this file in processes, see ``triton_interpreted.py``. By hand:
 
-    TRITON_INTERPRET=1 .venv/bin/pytest tests/cpu/triton_end_to_end.py
+    TRITON_INTERPRET=1 OPENBLAS_CORETYPE=SANDYBRIDGE .venv/bin/pytest tests/cpu/triton_end_to_end.py
 """
 
 from __future__ import annotations

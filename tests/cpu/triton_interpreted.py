@@ -2,7 +2,7 @@
 
 The interpreter must be chosen before Triton is loaded, which other tests of a process may have done. By hand:
 
-    TRITON_INTERPRET=1 .venv/bin/pytest tests/cpu/triton_interpreted.py
+    TRITON_INTERPRET=1 OPENBLAS_CORETYPE=SANDYBRIDGE .venv/bin/pytest tests/cpu/triton_interpreted.py
 
 It multiplies bfloat16 wrongly: these tests are of float16 and float32, and bfloat16 is for a GPU. Its sums
 are NumPy's, so bytes here show what programs read and in which order they add, and not what a compiler makes

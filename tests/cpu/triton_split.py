@@ -1,6 +1,6 @@
 """The Triton forward where few rows are split by segments of keys; ``test_triton.py`` starts this file.
 
-By hand: TRITON_INTERPRET=1 .venv/bin/pytest tests/cpu/triton_split.py
+By hand: TRITON_INTERPRET=1 OPENBLAS_CORETYPE=SANDYBRIDGE .venv/bin/pytest tests/cpu/triton_split.py
 
 Segments have 128 keys here, so that short sequences have several. Memory that nobody has written is NaN.
 """

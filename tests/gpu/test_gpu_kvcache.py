@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.backends.cached import CachedProblem, CachedTensors
@@ -178,6 +181,70 @@ def test_placement_decides_no_bit(rows: int) -> None:
     assert all(same_bytes(a, b) for a, b in zip(found, wanted))
     other = Cached(problem, device, config=replace(config, segment=2048)).forward(tensors, Scores(0.1))
     assert not same_bytes(other[0], wanted[0])
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 16])
+def test_any_number_of_rows(rows: int, softcap: float) -> None:
+    """4 to 64 per kv head: of warps and threads some, none or all have rows. Whole and split into segments."""
+    q, k, v = draw(3, 9000, 32, 128), draw(3, 9000, 8, 128, seed=1), draw(3, 9000, 8, 128, seed=2)
+    of_training = flash_attn_func(q, k, v, causal=True, softcap=softcap, return_lse=True)
+    mine = q[:, -rows:].contiguous()
+    problem = CachedProblem(3, 32, 8, 128, 128, "bfloat16", (-1, 0), rows, 3 * rows, rows, k.shape[1], 3, 1)
+    tensors = CachedTensors(mine, k, v, int32(9000, 9000, 9000), int32(0, 1, 2)[:, None])
+    assert config_of(problem).warpgroups == 1
+    for blocks in (2, 132):
+        out, lse = Cached(problem, q.device, blocks=blocks).forward(
+            tensors, Scores(128**-0.5, softcap=softcap)
+        )
+        assert_same_bytes(out, of_training[0][:, -rows:])
+        assert_same_bytes(lse, of_training[1][:, :, -rows:])
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """Of a second call."""
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in found.events() if event.device_type == DeviceType.CUDA]
+
+
+def test_a_decode_launches_kernels_of_its_own_only() -> None:
+    """What is the same in every call is on the GPU already."""
+    q, cache, used = draw(8, 1, 8, 128), draw(8, 256, 2, 128), torch.full((8,), 200).int().cuda()
+    names = kernels_of(lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used, backend="sm90"))
+    assert names
+    assert all("dash_attn" in name for name in names), names
+    control = kernels_of(lambda: flash_attn_with_kvcache(q, cache, cache, cache_seqlens=200, backend="sm90"))
+    assert not all("dash_attn" in name for name in control), "lengths that are numbers must be copied"
+
+
+def test_a_first_call_of_its_shape_may_be_captured() -> None:
+    """Nothing that later calls would find is left by a capture, whose memory belongs to its graph."""
+    cache = draw(19, 256, 2, 128)
+    q, used = draw(19, 1, 8, 128, seed=1), torch.arange(200, 219, device="cuda").int()
+
+    def call() -> Tensor:
+        return flash_attn_with_kvcache(q, cache, cache, cache_seqlens=used, backend="sm90")
+
+    flash_attn_with_kvcache(q[:3], cache[:3], cache[:3], cache_seqlens=used[:3], backend="sm90")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    graph.replay()
+    first = captured.clone()
+    del graph
+    torch.cuda.empty_cache()
+    other = torch.cuda.Stream()
+    wanted = call()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        found = call()
+    torch.cuda.synchronize()
+    assert_same_bytes(first, wanted)
+    assert_same_bytes(found, wanted)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
@@ -15,6 +16,7 @@ from ..backends.cached import CachedProblem, CachedTensors, PreparedCached
 from ..errors import InputError, ProblemError
 from ..scores import Scores
 from ..spec import AttentionSpec
+from .autograd import call_directly
 from .calls import DTYPE_NAMES
 from .policies import forget_with
 
@@ -26,6 +28,7 @@ __all__ = [
     "check_last_strides",
     "check_rows_of_q",
     "check_tokens",
+    "numbers",
 ]
 
 
@@ -100,6 +103,16 @@ def _problem(tensors: CachedTensors, spec: AttentionSpec, longest_q: int) -> Cac
 @lru_cache(256)
 def _call(spec: AttentionSpec, problem: CachedProblem, device: torch.device) -> CachedCall:
     return CachedCall(spec, problem, device)
+
+
+def numbers(count: int, q: Tensor) -> Tensor:
+    """(count,) int32 on q's device: 0, 1, 2 and so on. On a GPU it is kept where it can be, to save a launch:
+    write nothing to it."""
+    kept = None
+    if q.device.type == "cuda" and call_directly(q, q, q):
+        upload: Any = import_module("..backends.cuda.upload", __package__)
+        kept = upload.constant(np.arange(count, dtype=np.int32), q.device)
+    return torch.arange(count, dtype=torch.int32, device=q.device) if kept is None else kept
 
 
 def check_tokens(

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import InputError
 
-__all__ = ["Upload", "loadable"]
+__all__ = ["Upload", "constant", "loadable"]
 
 _LINE = 32  # words of 128 bytes: where buffers that the copy engine reads may begin
 _GRAPHS_OF_PYTORCH = "torch._inductor.cudagraph_trees"
@@ -23,6 +24,9 @@ _ANOTHER_THREAD = ThreadPoolExecutor(1, "dash-attn-upload")
 allocates belongs to a graph's memory and must not outlive the call; what another one does, does not."""
 _CAPTURED: set[Upload] = set()
 """What CUDA graphs read when they are replayed; never freed, for nobody says when a graph is gone."""
+
+_MOST_CONSTANTS = 256
+_CONSTANTS: dict[tuple[bytes, torch.device], Upload] = {}
 
 
 class Upload:
@@ -89,6 +93,23 @@ def _finish_while_capturing(event: torch.cuda.Event) -> None:
         event.synchronize()
     finally:
         driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def constant(words: NDArray[np.int32], device: torch.device) -> Tensor | None:
+    """A constant on a device, for work that is next on the current stream, uploaded once.
+
+    None where a CUDA graph is being captured and no call before it had this constant.
+    """
+    key = words.tobytes(), device
+    found = _CONSTANTS.get(key)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        if len(_CONSTANTS) >= _MOST_CONSTANTS:
+            _CONSTANTS.clear()
+        with torch.inference_mode(False):
+            found = _CONSTANTS[key] = Upload("a constant", [words], device)
+    return found.use()[0]
 
 
 def loadable(x: Tensor) -> Tensor:

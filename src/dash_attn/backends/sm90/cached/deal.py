@@ -68,8 +68,10 @@ class Deal:
                 table, counts, launch, sizes, t, self._tile(lengths, bounds, launch, sizes, t), total
             )
         cute.arch.sync_threads()
-        if tidx == 0:
+        if tidx < BUCKETS:
             self._order(counts)
+            cute.arch.sync_warp()
+        if tidx == 0:
             table[0] = counts[TOTAL]
             table[1] = cutlass.min(counts[FOLDS], launch.folds)
             table[2] = self._section(counts[KEYS], sizes)
@@ -80,14 +82,18 @@ class Deal:
 
     @cute.jit
     def _order(self, counts) -> None:
-        """Where entries of each length begin, the longest first; their number in place of the total."""
-        first = Int32(0)
-        for i in cutlass.range(BUCKETS, unroll=1):
-            at = FIRST_BUCKET + BUCKETS - 1 - i
-            number = counts[at]
-            counts[at] = first
-            first += number
-        counts[TOTAL] = first
+        """Where entries of each length begin, the longest first; their number in place of the total. By one
+        warp, a length per lane."""
+        lane = cute.arch.lane_idx()
+        at = FIRST_BUCKET + BUCKETS - 1 - lane
+        number = counts[at]
+        end = number
+        for distance in (1, 2, 4, 8, 16):
+            before = cute.arch.shuffle_sync_up(end, offset=distance)
+            end += cutlass.select_(lane >= distance, before, Int32(0))
+        counts[at] = end - number
+        if lane == BUCKETS - 1:
+            counts[TOTAL] = end
 
     @cute.jit
     def _section(self, kv_tiles: Int32, sizes) -> Int32:

@@ -37,7 +37,7 @@ class CachedFold(Fold):
                 memory.table[record + i] for i in range(RECORD_WORDS)
             )
             batch = Int32(0) if cute.size(memory.q, mode=[0]) == 1 else sequence
-            if q_tile * c.tile_m + ROWS * group < rows:
+            if q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 < rows:
                 of_q = cute.size(memory.sink, mode=[1])
                 place = (batch, first_token * of_q, rows, q_tile, kv_head)
                 tensors = (memory.out, memory.lse, memory.sink)

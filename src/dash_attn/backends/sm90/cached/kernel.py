@@ -18,6 +18,7 @@ from ..forward.block import layouts_of, products_of, shared_of, storage_of
 from ..forward.item import Rings
 from .arguments import Copies, Memory
 from .config import CachedConfig
+from .few import FewMma
 from .item import Q_WARPS
 from .load import CachedLoad, box_of
 from .mma import CachedMma
@@ -58,7 +59,8 @@ class Cached:
     def __init__(self, config: CachedConfig):
         self.config = config
         self.dtype = DTYPES[config.dtype]
-        self.load_role, self.mma_role = CachedLoad(config, self.dtype), CachedMma(config, self.dtype)
+        self.load_role = CachedLoad(config, self.dtype)
+        self.mma_role = (FewMma if config.warpgroups == 1 else CachedMma)(config, self.dtype)
 
     def _barrier_counts(self):
         c = self.config

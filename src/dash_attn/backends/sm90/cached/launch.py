@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from ....scores import Scores
 from ...base import NO_AUX, AuxTensors
 from ...cached import CachedProblem, CachedTensors, PreparedCached
 from ...cuda.multiprocessors import multiprocessors
-from ...cuda.upload import loadable
+from ...cuda.upload import constant, loadable
 from ..compile import program
 from ..forward.config import ROWS
 from ..forward.launch import numerics_of, why_no_scale
@@ -135,7 +136,10 @@ class Cached(PreparedCached):
         """(heads,) fp32; -inf where there is no sink."""
         if aux.learnable_sink is not None:
             return aux.learnable_sink.detach().float().contiguous()
-        return torch.full((self.problem.heads,), -torch.inf, device=self.device)
+        kept = constant(np.full(self.problem.heads, -np.inf, np.float32).view(np.int32), self.device)
+        if kept is None:
+            return torch.full((self.problem.heads,), -torch.inf, device=self.device)
+        return kept.view(torch.float32)
 
 
 def _with_rows(x: Tensor) -> Tensor:

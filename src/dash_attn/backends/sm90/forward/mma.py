@@ -43,7 +43,8 @@ class MmaRole:
             p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             next_p=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), self.dtype),
             maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
-            careful=cute.make_rmem_tensor(1, Int32), seen=cute.make_rmem_tensor(2, Int64),
+            careful=cute.make_rmem_tensor(1, Int32), rows=cute.make_rmem_tensor(1, Int32),
+            seen=cute.make_rmem_tensor(2, Int64),
         )  # fmt: skip
         if const_expr(c.in_turns):
             if group == c.warpgroups - 1:
@@ -105,7 +106,7 @@ class MmaRole:
                     self._fold(t, words, memory.state, before_m, before_l)
             if words[Info.partial] >= 0:
                 if words[Info.row] + ROWS * group < words[Info.seqlen_q]:
-                    self._leave(t, memory.partial, words[Info.partial])
+                    self._leave(t, memory.partial, words)
             else:
                 self._finish(t, memory, shared, words, stage)
             if const_expr(c.trace):
@@ -311,10 +312,10 @@ class MmaRole:
         cute.autovec_copy(vectors, self._place(t, state))
 
     @cute.jit
-    def _leave(self, t, partial, place: Int32) -> None:
+    def _leave(self, t, partial, words) -> None:
         """Leave what a segment made of this warpgroup's rows, for `Fold`."""
         c = self.config
-        start = (Int64(place) * c.warpgroups + t.group) * c.partial_words + t.tidx * 4
+        start = (Int64(words[Info.partial]) * c.warpgroups + t.group) * c.partial_words + t.tidx * 4
         layout = cute.make_layout((4, ROWS * c.head_dim_v // 512 + 1), stride=(1, 512))
         target = cute.make_tensor(partial.iterator + cute.assume(start, divby=4), layout)
         for v in cutlass.range_constexpr(cute.size(t.acc_O) // 4):

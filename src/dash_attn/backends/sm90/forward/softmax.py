@@ -69,19 +69,19 @@ class Softmax:
         for half in range(2):
             t.total[half] = fma(t.total[half], factors[half], sums[half])
 
-    def _probabilities(self, t, shifts, sums, pairs) -> None:
-        """P, two values a word, and this thread's sums of a tile."""
+    def _probabilities(self, t, shifts, sums, pairs, rows: int = 2) -> None:
+        """P, two values a word, and this thread's sums of a tile; of its first row or of both."""
         # Four chains, so that no instruction waits for the one before it.
-        totals = dict.fromkeys(CHAINS, Float32(0.0))
+        totals = dict.fromkeys(CHAINS[: 2 * rows], Float32(0.0))
         for j in range(self.config.tile_n // 8):
             values = {}
-            for half, e in CHAINS:
+            for half, e in totals:
                 exponent = fma(t.acc_S[4 * j + 2 * half + e], t.scale_log2, shifts[half])
                 values[half, e] = self._exp2(exponent, j)
                 totals[half, e] = totals[half, e] + values[half, e]
-            for half in range(2):
+            for half in range(rows):
                 pairs[2 * j + half] = packed(values[half, 0], values[half, 1], self.dtype)
-        for half in range(2):
+        for half in range(rows):
             sums[half] = totals[half, 0] + totals[half, 1]
 
     def _exp2(self, exponent, j: int):
@@ -151,14 +151,14 @@ class Softmax:
             keys += cute.arch.shuffle_sync_bfly(keys, offset=distance)
         return keys
 
-    def _largest(self, t):
-        """Largest scores of this thread's rows, before they are scaled."""
-        largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in CHAINS}
+    def _largest(self, t, rows: int = 2):
+        """Largest scores of this thread's rows, before they are scaled; of the first one or of both."""
+        largest = {chain: t.acc_S[2 * chain[0] + chain[1]] for chain in CHAINS[: 2 * rows]}
         for j in range(1, self.config.tile_n // 8):
-            for half, e in CHAINS:
+            for half, e in largest:
                 largest[half, e] = cute.arch.fmax(largest[half, e], t.acc_S[4 * j + 2 * half + e])
         found = []
-        for half in range(2):
+        for half in range(rows):
             value = cute.arch.fmax(largest[half, 0], largest[half, 1])
             for distance in (1, 2):
                 value = cute.arch.fmax(value, cute.arch.shuffle_sync_bfly(value, offset=distance))

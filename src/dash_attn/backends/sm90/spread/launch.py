@@ -27,7 +27,7 @@ MOST_GRID = 65_535
 def spreads(problem: CachedProblem, sms: int) -> bool:
     """Whether keys are spread. It looks at what there may be, never at lengths, so a CUDA graph may keep it.
 
-    Segments that have a block each must leave three quarters of the SMs idle (docs/experiments/spread.md),
+    Segments that have a block each must leave six of seven SMs idle (docs/experiments/spread.md),
     and what the kernels hand on must fit half of L2. It decides no bit.
     """
     p = problem
@@ -39,7 +39,7 @@ def spreads(problem: CachedProblem, sms: int) -> bool:
     tiles, warps = -(-p.keys // FORWARD_TILE), -(-rows // WARP_ROWS)
     c = spread_config(p.head_dim, "bf16", 128)
     handed_on = 4 * sequences * tiles * warps * (c.scores_words + c.weighed_words)
-    return 4 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * handed_on <= L2_BYTES
+    return 7 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * handed_on <= L2_BYTES
 
 
 class Spread(Cached):
