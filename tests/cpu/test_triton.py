@@ -43,8 +43,8 @@ SLOW_PARTS = (
 
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "SANDYBRIDGE"}
-"""The interpreter multiplies by OpenBLAS. For some CPUs that adds the products of a tile's last rows in another
-order than those of the others. As for this one it adds all of them alike, on every CPU with AVX."""
+"""The interpreter multiplies by OpenBLAS. For some CPUs that adds the products of a tile's last rows in
+another order than those of the others. As for this one it adds all of them alike, on every CPU with AVX."""
 
 
 def run_file(name: str, *options: str, **environment: str) -> None:

@@ -186,7 +186,7 @@ def test_placement_decides_no_bit(rows: int) -> None:
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 16])
 def test_any_number_of_rows(rows: int, softcap: float) -> None:
-    """4 to 64 per kv head: of warps and threads some, none or all have rows. Whole and split into segments."""
+    """4 to 64 per kv head: some, none or all of a warp's or thread's. Whole, and split into segments."""
     q, k, v = draw(3, 9000, 32, 128), draw(3, 9000, 8, 128, seed=1), draw(3, 9000, 8, 128, seed=2)
     of_training = flash_attn_func(q, k, v, causal=True, softcap=softcap, return_lse=True)
     mine = q[:, -rows:].contiguous()
