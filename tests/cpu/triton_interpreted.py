@@ -238,7 +238,7 @@ def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.Mo
         found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCORES)
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
         unit = torch.finfo(getattr(torch, dtype)).eps
-        assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
+        assert (found[0].double() - wanted[0].double()).abs().max() <= 8 * unit * wanted[0].abs().max()
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])

@@ -79,7 +79,9 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
         resident: {"Upload": _Upload},
         segments: {"program": program, "as_current": nothing},
         forward: {"program": program, "multiprocessors": count, "Upload": _Upload, **as_tensors},
-        cached: {"program": program, "multiprocessors": count},
+        cached: {
+            "program": program, "multiprocessors": count, "constant": lambda words, _: torch.from_numpy(words)
+        },
     }  # fmt: skip
     with ExitStack() as stack:
         for module, values in patches.items():
