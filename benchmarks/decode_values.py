@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from documents import Value, read, table_of
 from summary import Row
 
-__all__ = ["chunk_values", "decode_values", "few_values"]
+__all__ = ["decode_values"]
 
+FILE = "h100-decode.json"
 OURS, TRAINING = "dash", "dash training"
 
 
-def few_values() -> Iterator[tuple[str, Value]]:
-    yield "table", lambda: decode_table("h200-decode-few.json", lambda batch: batch == 1)
-
-
 def decode_values() -> Iterator[tuple[str, Value]]:
-    yield "table", lambda: decode_table("h200-decode.json", lambda batch: batch > 1)
-
-
-def chunk_values() -> Iterator[tuple[str, Value]]:
+    yield "table", decode_table
     yield "chunks-least", lambda: f"{min(_chunks()):.2f}"
     yield "chunks-most", lambda: f"{max(_chunks()):.2f}"
 
 
-def decode_table(name: str, wanted: Callable[[int], bool]) -> str:
-    """Microseconds of contiguous keys and of pages, and the fastest peer's, with contiguous keys.
-
-    Args:
-        name: of the file of results.
-        wanted: whether the table has batches of so many sequences.
-    """
-    rows = [row for row in read(name) if row.get("kind") == "decode" and wanted(row["batch"])]
-    copied = next(row["gb_per_s"] for row in read(name) if row["case"] == "copy")
+def decode_table() -> str:
+    """Microseconds of contiguous keys and of pages, and the fastest peer's, with contiguous keys."""
+    rows = [row for row in read(FILE) if row.get("kind") == "decode"]
+    copied = next(row["gb_per_s"] for row in read(FILE) if row["case"] == "copy")
     lines: list[Sequence[object]] = []
     for row in rows:
         if row["impl"] != OURS or row["page_size"]:
@@ -44,8 +33,8 @@ def decode_table(name: str, wanted: Callable[[int], bool]) -> str:
         best = min(peers, key=lambda r: float(r["ms"]))
         times = (f"{1e3 * ms:.0f}" for ms in (row["ms"], *pages))
         heads, batch = f"{row['heads']}:{row['kv_heads']}", f"{row['batch']} x {row['keys']:,}"
-        share = f"{row['gb_per_s'] / copied:.2f}"
-        lines.append([batch, heads, *times, share, f"{1e3 * best['ms']:.0f} ({best['impl']})"])
+        share, ratio = f"{row['gb_per_s'] / copied:.2f}", f"{best['ms'] / row['ms']:.2f}"
+        lines.append([batch, heads, *times, share, f"{1e3 * best['ms']:.0f} ({best['impl']})", ratio])
     head = [
         "sequences x keys",
         "heads",
@@ -54,6 +43,7 @@ def decode_table(name: str, wanted: Callable[[int], bool]) -> str:
         "pages of 64",
         "of the copy's speed",
         "fastest peer",
+        "fastest peer / ours",
     ]
     return table_of(head, lines)
 
@@ -64,8 +54,6 @@ def _what(row: Row) -> tuple[object, ...]:
 
 def _chunks() -> list[float]:
     """How long chunks over a contiguous cache take, as multiples of the same rows in training."""
-    rows = [
-        row for row in read("h200-decode-chunks.json") if row.get("kind") == "chunk" and not row["page_size"]
-    ]
+    rows = [row for row in read(FILE) if row.get("kind") == "chunk" and not row["page_size"]]
     ms = {(row["case"], row["impl"]): row["ms"] for row in rows}
     return [ms[case, OURS] / ms[case, TRAINING] for case, impl in ms if impl == OURS]

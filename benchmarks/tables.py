@@ -14,7 +14,7 @@ from itertools import chain, combinations
 
 from ablation_values import ablation_values
 from block_values import block_values, measured
-from decode_values import chunk_values, decode_values, few_values
+from decode_values import decode_values
 from documents import Value, document, read, table_of
 from evidence import COUNTS, count_values, litmus_values, soak_values
 from forward_values import forward_values
@@ -280,9 +280,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}traces.json": trace_values(),
         f"{folder}ranking.json": ranking_values(),
         "benchmarks/results/h100-host.json": host_values(),
-        f"{folder}decode.json": decode_values(),
-        f"{folder}decode-few.json": few_values(),
-        f"{folder}decode-chunks.json": chunk_values(),
+        "benchmarks/results/h100-decode.json": decode_values(),
         "benchmarks/results/h100-choices.json": schedule_values(),
         f"{folder}grid.json": shape_values("h200-grid.json"),
         "benchmarks/results/h100-grid.json": shape_values("h100-grid.json"),

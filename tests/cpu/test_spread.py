@@ -211,7 +211,7 @@ def test_a_call_over_two_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, n, 1, 64, generator=generator).bfloat16() for n in (1, 8400, 8400))
     used, found = torch.tensor([8350], dtype=torch.int32), []
-    for blocks, spread_calls in ((7, 0), (8, 1)):
+    for blocks, spread_calls in ((13, 0), (14, 1)):
         calls._call.cache_clear()
         with emulated(blocks=blocks):
             found.append(flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True, backend="sm90"))

@@ -137,7 +137,7 @@ class Forward:
         if v.shape[-1] == q.shape[-1]:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)  # takes less time
         else:
-            out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         # They, and what is copied, live until the launch is on its stream.
         q, k, v = loadable(q), loadable(k), loadable(v)
         step = 0
