@@ -23,6 +23,11 @@ AHEAD_PAIRS = 1400
 UNSAFE_ONE_AHEAD = 100
 """Dependent small plans that can deadlock if workers claim one task ahead without a look."""
 
+# test_interval_plans.py: random intervals of rows.
+SMALL_INTERVALS, LARGE_INTERVALS = 4110, 900
+"""Every order of events of what they leave of small plans, and some orders of larger ones."""
+INTERVALS = SMALL_INTERVALS + LARGE_INTERVALS
+
 # test_liveness.py, larger plans. Each problem is placed in three ways.
 PLACEMENTS_TRIED = 3
 LARGER_CHUNKS = 2

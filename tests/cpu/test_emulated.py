@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from emulator import backend as emulator_backend
-from emulator import machine, programs
 from emulator.backend import emulated
-from emulator.program import Instruction
+from emulator.mutants import unnoticed
 from emulator.races import RaceError
 from torch import Tensor
 
@@ -373,42 +372,15 @@ def test_items_without_keys_leave_their_place_when_all_have_read_it(rows: int, s
 
 # What is found
 
-ORDERS = ("fence.proxy", "ld.acquire", "red.release", "st.release")
 ONLY_LOOKS = 2
 """Acquires behind which nothing is read: of the number of claimed items, and of that of finished tiles."""
 
 
-def without(instruction: Instruction) -> Instruction:
-    """A fence that is none; a load or store that orders nothing."""
-    if instruction.form[0] == "fence":
-        return replace(instruction, operation="prefetch", form=("prefetch",), operands=())
-    return replace(
-        instruction, form=tuple(part for part in instruction.form if part not in ("acquire", "release"))
-    )
-
-
 @slow
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_fence_acquire_and_release_of_the_backward_is_missed(
-    head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each is left out in turn. Every item has several tasks."""
-    config = variants()[f"backward-d{head_dim}-bf16"]
+def test_every_fence_acquire_and_release_of_the_backward_is_missed(head_dim: int) -> None:
+    """Every item has several tasks."""
     case = Case("mutants", ((400, 400),), (1, 1), head_dim)
-    before, main, after = programs.kernels(config)
-    places = [n for n, i in enumerate(main.instructions) if i.operation.startswith(ORDERS)]
-    kernels, unnoticed = programs.kernels, []
-    monkeypatch.setattr(machine, "PATIENCE", 300)
-    for place in places:
-        instructions = list(main.instructions)
-        instructions[place] = without(instructions[place])
-        changed = [before, replace(main, instructions=instructions), after]
-        monkeypatch.setattr(programs, "kernels", lambda c, m=changed: m if c == config else kernels(c))
-        try:
-            with emulated(blocks=2, seed=1, races=True):
-                case.run()
-        except RaceError:
-            continue
-        unnoticed.append(main.instructions[place].operation)
-    assert unnoticed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS
-    assert len(places) >= 12
+    places, missed = unnoticed(variants()[f"backward-d{head_dim}-bf16"], case.run)
+    assert missed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS
+    assert places >= 12

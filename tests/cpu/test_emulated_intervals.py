@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 from emulator.backend import emulated
+from emulator.mutants import unnoticed
 from torch import Tensor
 
 from dash_attn import attention, flash_attn_varlen_func
 from dash_attn.backends.base import RowIntervals
+from dash_attn.backends.sm90.compile import variants
 from dash_attn.schedule.constants import FORWARD_SEGMENT
 from dash_attn.testing import assert_same_bytes
 from interval_cases import ends_of_documents, random_intervals, random_tree, starts_of_prefix
@@ -167,3 +169,13 @@ def test_several_segments(name: str) -> None:
     out, lse = run("cpu")
     assert (found[0].double() - out.double()).norm() <= 0.005 * out.double().norm()
     assert torch.allclose(found[1], lse, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_every_fence_acquire_and_release_is_missed() -> None:
+    """Those of the backward, each left out in turn, but for a look at how many items are claimed. Blocks wait
+    for each other, and tickets are left out between others."""
+    case = Case("mutants", (400,), (random_intervals(400, 400, 3),), (2, 2), causal=False)
+    places, missed = unnoticed(variants()["backward-d64-bf16-intervals"], lambda: case.run("sm90"), blocks=3)
+    assert missed == ["ld.acquire.gpu.global.b32"]
+    assert places >= 14
