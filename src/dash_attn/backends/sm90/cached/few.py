@@ -10,16 +10,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..device.tanh import tanh
+from ..forward.config import WARP_ROWS
 from ..forward.item import Info
 from ..forward.mma import MmaRole
 from .config import CachedConfig
 from .mma import CachedMma, CachedSoftmax
 
-WARP_ROWS, APART = 16, 8
+APART = WARP_ROWS // 2
 
 
 class FewSoftmax(CachedSoftmax):
-    """`t.rows`: how many rows a warp has, or a number below 1."""
+    """`t.rows` is what `FewMma._rows` says."""
 
     @cute.jit
     def _probabilities(self, t, shifts, sums, pairs, rows: cutlass.Constexpr[int] = 2) -> None:
@@ -77,6 +78,6 @@ class FewMma(CachedMma):
             MmaRole._leave(self, t, partial, words)
 
     def _rows(self, t, words) -> Int32:
-        """How many rows of an item are from this warp's first one on."""
+        """How many rows of an item exist from this warp's first one on; less than 1 if none does."""
         rows = words[Info.seqlen_q] - words[Info.row] - WARP_ROWS * (t.tidx // 32)
         return cute.arch.make_warp_uniform(rows)

@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..forward.config import ROWS
+from ..forward.config import ROWS, WARP_ROWS
 from ..forward.fold import Fold
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
@@ -37,7 +37,7 @@ class CachedFold(Fold):
                 memory.table[record + i] for i in range(RECORD_WORDS)
             )
             batch = Int32(0) if cute.size(memory.q, mode=[0]) == 1 else sequence
-            if q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 < rows:
+            if q_tile * c.tile_m + ROWS * group + WARP_ROWS * (tidx // 32) < rows:
                 of_q = cute.size(memory.sink, mode=[1])
                 place = (batch, first_token * of_q, rows, q_tile, kv_head)
                 tensors = (memory.out, memory.lse, memory.sink)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ....schedule.constants import FORWARD_KEEP, FORWARD_ROOM, FORWARD_SEGMENT, FORWARD_TILE
 from ..tiles import name_of
 
-ROWS = 64  # of a warpgroup
+ROWS, WARP_ROWS = 64, 16  # of a warpgroup, and of each of its warps
 OVERLAPS = ("nothing", "products", "softmax")
 
 

@@ -7,9 +7,9 @@ from functools import cache
 from typing import ClassVar
 
 from ..cached.config import CachedConfig
+from ..forward.config import WARP_ROWS
 
 HEAD_DIMS = (64, 128)
-WARP_ROWS = 16
 
 
 @dataclass(frozen=True)

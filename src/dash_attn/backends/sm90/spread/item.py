@@ -7,7 +7,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from ..device import plan_view, ptx
-from .config import WARP_ROWS, SpreadConfig
+from ..forward.config import WARP_ROWS
+from .config import SpreadConfig
 
 
 def begin() -> None:

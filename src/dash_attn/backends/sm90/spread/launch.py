@@ -12,9 +12,9 @@ from ....machine import L2_BYTES
 from ....schedule.constants import FORWARD_SEGMENT, FORWARD_TILE
 from ...cached import CachedProblem
 from ..cached.launch import Cached, allocate, config_of
-from ..forward.config import ROWS
+from ..forward.config import ROWS, WARP_ROWS
 from .arguments import Launch, Workspace
-from .config import HEAD_DIMS, WARP_ROWS, SpreadConfig, spread_config
+from .config import HEAD_DIMS, SpreadConfig, spread_config
 
 __all__ = ["LEAST_KEYS", "Spread", "spreads"]
 

@@ -13,9 +13,9 @@ from ..cached.load import CachedLoad
 from ..cached.mma import CachedMma
 from ..device.operands import DTYPES, multiply, tile_layout
 from ..forward.block import products_of
-from ..forward.config import ROWS
+from ..forward.config import ROWS, WARP_ROWS
 from ..softcap import Cap
-from .config import WARP_ROWS, SpreadConfig
+from .config import SpreadConfig
 from .item import begin, sequence_of, threads_of
 
 

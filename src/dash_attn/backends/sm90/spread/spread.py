@@ -15,10 +15,10 @@ from ..device.copies import partitions
 from ..device.operands import DTYPES, as_operand_a, multiply, tile_layout, transposed
 from ..device.plan_view import PACKED_ROWS
 from ..device.ring import Ring, arrive
-from ..forward.config import ROWS
+from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import fma
 from ..forward.softmax import multiply_rows
-from .config import WARP_ROWS, SpreadConfig
+from .config import SpreadConfig
 from .item import begin, sequence_of
 
 LOAD_WARP = 4

@@ -10,10 +10,10 @@ from cutlass.memory import SmemAllocator
 
 from ..cached.mma import CachedSoftmax
 from ..device.operands import DTYPES
-from ..forward.config import ROWS
+from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import finite, fma
 from ..softcap import Cap
-from .config import WARP_ROWS, SpreadConfig
+from .config import SpreadConfig
 from .item import begin, sequence_of, threads_of
 
 
