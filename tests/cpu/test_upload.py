@@ -19,7 +19,9 @@ from dash_attn.errors import InputError
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """Where copies were made."""
     found: list[threading.Thread] = []
-    event = SimpleNamespace(record=lambda stream: found.append(threading.current_thread()))
+    event = SimpleNamespace(
+        record=lambda stream: found.append(threading.current_thread()), synchronize=lambda: None
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=3))
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -83,5 +85,6 @@ def test_constants_are_kept_unless_they_are_captured(
     assert made is not None
     assert not made.is_inference()
     assert len(threads) == 2
+    assert all(kept._done for kept in upload._CONSTANTS.values()), "a capture would have to wait"
     constant(5)
     assert len(upload._CONSTANTS) == 1

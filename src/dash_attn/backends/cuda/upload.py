@@ -63,6 +63,11 @@ class Upload:
             self._whole.record_stream(stream)
         return self.arrays
 
+    def finish(self) -> None:
+        """Wait on the host until the arrays are there. Then no stream and no capture has to."""
+        self._ready.synchronize()
+        self._done = True
+
 
 def _copied(
     arrays: Sequence[NDArray[Any]], device: torch.device
@@ -96,7 +101,7 @@ def _finish_while_capturing(event: torch.cuda.Event) -> None:
 
 
 def constant(words: NDArray[np.int32], device: torch.device) -> Tensor | None:
-    """A constant on a device, for work that is next on the current stream, uploaded once.
+    """A constant on a device, for work that is next on the current stream. Its first call waits for the copy.
 
     None where a CUDA graph is being captured and no call before it had this constant.
     """
@@ -108,7 +113,9 @@ def constant(words: NDArray[np.int32], device: torch.device) -> Tensor | None:
         if len(_CONSTANTS) >= _MOST_CONSTANTS:
             _CONSTANTS.clear()
         with torch.inference_mode(False):
-            found = _CONSTANTS[key] = Upload("a constant", [words], device)
+            found = Upload("a constant", [words], device)
+        found.finish()
+        _CONSTANTS[key] = found
     return found.use()[0]
 
 
