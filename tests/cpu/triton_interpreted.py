@@ -227,18 +227,20 @@ def test_positions() -> None:
 
 @pytest.mark.parametrize("dtype", BOUND)
 def test_the_forward_is_that_of_the_reference(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several segments, and scores that rise late. Only products and sums may round elsewhere."""
+    """Several segments, and scores that rise late. q and k are whole eighths, so scores are exact, in
+    whatever order a CPU adds. Rounded in two ways, scores of 30 move out by more than is allowed here."""
     few_keys(monkeypatch, 128)
     problem = problem_of((40, 300), mask=Mask.causal(), head_dim=16, dtype=dtype, heads=1)
     _, q, k, v = packed_tensors(problem)
+    q = (8 * q).round() / 8
     for growth in ((0.1, 6.0), (6.0, 0.1)):
-        grown = (k * torch.linspace(*growth, 300)[:, None, None]).to(k.dtype)
+        grown = ((8 * k * torch.linspace(*growth, 300)[:, None, None]).round() / 8).to(k.dtype)
         numerics = replace(forward_numerics(problem), segment=128)
         wanted = reference(problem, q, grown, v, SCALE, numerics=numerics)
         found = BACKEND.prepare(problem, CPU, packed=True).forward(q, grown, v, SCORES)
         torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
         unit = torch.finfo(getattr(torch, dtype)).eps
-        assert (found[0].double() - wanted[0].double()).abs().max() <= 8 * unit * wanted[0].abs().max()
+        assert (found[0].double() - wanted[0].double()).abs().max() <= 4 * unit * wanted[0].abs().max()
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
