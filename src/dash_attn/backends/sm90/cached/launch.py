@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ....errors import InputError
@@ -95,6 +96,11 @@ class Cached(PreparedCached):
         numbers = (p.batch, tiles, p.seqlen_q, p.most_pages, share, places, folds, grid, *p.sides)
         return words, numbers
 
+    @cached_property
+    def _no_sink(self) -> NDArray[np.int32]:
+        """-inf for every head, as words."""
+        return np.full(self.problem.heads, -np.inf, np.float32).view(np.int32)
+
     def forward(
         self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
@@ -136,7 +142,7 @@ class Cached(PreparedCached):
         """(heads,) fp32; -inf where there is no sink."""
         if aux.learnable_sink is not None:
             return aux.learnable_sink.detach().float().contiguous()
-        kept = constant(np.full(self.problem.heads, -np.inf, np.float32).view(np.int32), self.device)
+        kept = constant(self._no_sink, self.device)
         if kept is None:
             return torch.full((self.problem.heads,), -torch.inf, device=self.device)
         return kept.view(torch.float32)
