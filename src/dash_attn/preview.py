@@ -218,7 +218,8 @@ class Fingerprints(NamedTuple):
             and version of the library whose kernel it is.
         backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``), or of those of all
             segments of long sequences. With "triton" both are hashed once more, with the version of its
-            kernels (``TRITON_VERSION``).
+            kernels (``TRITON_VERSION``), and with a softcap on "sm90" with that of its tanh
+            (``SOFTCAP_VERSION``).
         backend: its name. Two backends may have the same two numerics, and still round otherwise.
     """
 
@@ -265,7 +266,9 @@ def fingerprints(
     )  # fmt: skip
     aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
-    return Fingerprints(call.prepared.forward_fingerprint, call.fingerprint, call.backend.name)
+    both = call.prepared.forward_fingerprint, call.fingerprint
+    forward, backward = (call.backend.with_scores(x, call.scores) for x in both)
+    return Fingerprints(forward, backward, call.backend.name)
 
 
 def _call_of(

@@ -8,48 +8,69 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from absent_gpu import absent_gpu
 
+from dash_attn import fingerprints
 from dash_attn.backends.sm90 import backend
-from dash_attn.backends.sm90.softcap import BOUND, HUGE, LARGEST, STRETCH, Cap, cap_of, why_no_cap
+from dash_attn.backends.sm90.softcap import FAR, HUGE, LARGEST, STRETCH, Cap, cap_of, why_no_cap
 from dash_attn.problem import Problem
+from dash_attn.schedule.constants import SOFTCAP_VERSION
 from dash_attn.scores import Scores
 
 CAPS = (15.0, 30.0, 50.0)
 
 
-def instructions() -> list[list[str]]:
+def instructions(name: str) -> list[list[str]]:
     """Those of the kernels' tanh: operation, target, operands."""
     pytest.importorskip(
         "cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'"
     )
-    from dash_attn.backends.sm90.device.tanh import _TANH
+    from dash_attn.backends.sm90.device import tanh
 
-    _, body = _TANH.strip("{} \n").split(";", 1)
-    return [re.findall(r"[^\s,]+", line) for line in body.split(";") if line.strip()]
+    lines = [line.strip(" \n") for line in getattr(tanh, name).strip("{} \n").split(";")]
+    return [re.findall(r"[^\s,]+", line) for line in lines if line and not line.startswith(".reg")]
 
 
-def executed(scores: np.ndarray, factor: float, ulps: int = 0) -> np.ndarray:
+def executed(scores: np.ndarray, factor: float, ulps: int = 0, name: str = "_TANH") -> np.ndarray:
     """tanh of products by these instructions; reciprocals are off by so many units in the last place."""
     f32 = np.float32
-    values: dict[str, Any] = {"$1": scores.astype(f32), "$2": f32(factor)}
+    values: dict[str, Any] = {"$1": scores.astype(f32) * f32(factor)}
 
     def of(name: str) -> Any:
         return (
             np.frombuffer(bytes.fromhex(name[2:]), ">f4").astype(f32)[0] if name[:2] == "0f" else values[name]
         )
 
-    for operation, to, *names in instructions():
+    for operation, to, *names in instructions(name):
         x = [np.asarray(of(name), np.float64) for name in names]
         if operation == "rcp.approx.ftz.f32":
             found = (1 / x[0]).astype(f32)
             values[to] = found + ulps * np.spacing(found)
             continue
-        compute = {
+        compute: Any = {
             "mul.rn.f32": np.multiply, "add.rn.f32": np.add, "fma.rn.f32": lambda a, b, c: a * b + c,
-            "min.NaN.f32": np.minimum, "max.NaN.f32": np.maximum,
+            "min.NaN.f32": np.minimum, "max.NaN.f32": np.maximum, "mov.f32": np.positive, "abs.f32": np.abs,
+            "setp.lt.f32": np.less, "selp.f32": lambda a, b, first: np.where(first, a, b),
         }[operation]  # fmt: skip
-        values[to] = compute(*x).astype(f32)
+        values[to] = compute(*x).astype(bool if operation.startswith("setp") else f32)
     return values["$0"]
+
+
+def test_what_is_near_the_kernels_have_a_shorter_way_for() -> None:
+    """A warp takes it where it sees nothing else, so it must give the same bits."""
+    u = np.concatenate([np.linspace(-FAR, FAR, 400_003)[1:-1], [0.0, -0.0, 1e-30]]).astype(np.float32)
+    near = executed(u, 1.0, name="_TANH_NEAR")
+    assert near.tobytes() == executed(u, 1.0).tobytes()
+    beyond = np.float32([FAR, -FAR, 3.0])
+    assert (executed(beyond, 1.0, name="_TANH_NEAR") != executed(beyond, 1.0)).all()
+
+
+@pytest.mark.parametrize("u", [0.0, 1.0, FAR, 1e38, np.inf, np.nan])
+def test_one_bit_tells_what_is_near(u: float) -> None:
+    for value in np.float32([u, -u]):
+        assert bool(value.view(np.uint32) & (1 << 30)) == (not abs(value) < FAR)
+        below = np.nextafter(value, np.float32(0))
+        assert bool(below.view(np.uint32) & (1 << 30)) == (not abs(below) < FAR)
 
 
 @pytest.mark.parametrize("ulps", [-1, 0, 1])
@@ -69,7 +90,7 @@ def test_tanh_of_what_is_not_finite() -> None:
         found = executed(x, 1.0)
     assert np.isnan(found[0])
     assert found[3] == 0
-    assert found[1] == -found[2] == found[4] == executed(np.float32([BOUND]), 1.0)[0]
+    assert found[1] == -found[2] == found[4] == executed(np.float32([100]), 1.0)[0]
 
 
 @pytest.mark.parametrize("softcap", CAPS)
@@ -129,3 +150,18 @@ def test_what_makes_no_sense_is_refused(
     monkeypatch.setattr(backend, "_why_no_compiler", lambda: "")
     problem = Problem.dense(seqlen=256, head_dim=64)
     assert backend.BACKEND.why_not(problem, torch.device("cuda", 0), False, scores) == why_no_cap(scores)
+
+
+def test_fingerprints_have_a_version_of_tanh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with a softcap have it, and no others."""
+    found = {}
+    for version in (SOFTCAP_VERSION, SOFTCAP_VERSION + 1):
+        monkeypatch.setattr(backend, "SOFTCAP_VERSION", version)
+        with absent_gpu():
+            q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+            for softcap in (0.0, 30.0):
+                names = fingerprints(q, q, q, causal=True, backend="sm90", softcap=softcap)
+                found[version, softcap] = (names.forward, names.backward)
+    assert len(set(found.values())) == 3
+    assert len({x for both in found.values() for x in both}) == 6
+    assert found[SOFTCAP_VERSION, 0.0] == found[SOFTCAP_VERSION + 1, 0.0]

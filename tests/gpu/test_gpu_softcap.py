@@ -109,6 +109,25 @@ def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int, sink: 
         assert not same_bytes(attention(q, k, v, **(how | {"softcap": other}))[0], whole[0])
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("rows", [700, 3])
+def test_scores_near_the_cap_change_no_other_row(head_dim: int, rows: int) -> None:
+    """tanh has a shorter way where a warp sees no such score; a row's bits do not tell which was taken."""
+    softcap = 30.0
+    tensors, dout = drawn(rows, 700, head_dim)
+    q, k, v = tensors
+    large = torch.zeros(rows, dtype=torch.bool, device="cuda")
+    large[1::16] = True
+    scores = torch.einsum("bihd,bjhd->bhij", q[:, :, ::2].float(), k.float()) * head_dim**-0.5
+    assert scores.abs().max() < softcap / 4
+    spoilt = torch.where(large[:, None, None], 40 * q, q).detach().requires_grad_()
+    how = {"causal": True, "softcap": softcap}
+    found, others = run(tensors, dout, **how), run([spoilt, k, v], dout, **how)
+    for got, other in ((found[0], others[0]), (found[1].mT, others[1].mT), (found[2], others[2])):
+        assert_same_bytes(got[:, ~large].contiguous(), other[:, ~large].contiguous())
+        assert not same_bytes(got[:, large].contiguous(), other[:, large].contiguous())
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_gradients_repeat_and_only_in_order(head_dim: int) -> None:
     """Byte by byte beside a busy stream; without order dq differs: the negative control."""

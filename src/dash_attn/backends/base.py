@@ -277,6 +277,10 @@ class Backend(ABC):
         """
         return numerics
 
+    def with_scores(self, fingerprint: str, scores: Scores) -> str:
+        """A fingerprint of a call with such scores: another one where kernels have a version of these."""
+        return fingerprint
+
     def untried(self, device: torch.device) -> str:
         """What nobody knows of it on a device that it covers; empty if it was tested on such a one."""
         return ""

@@ -2,7 +2,8 @@
 it in the changelog. Most numbers show in fingerprints by themselves, as another pattern or segment. Where one
 does not, ``NUMERICS_VERSION`` is raised, or of the forward ``FORWARD_VERSION``.
 
-What kernels do with these numbers decides bits, too. Of Triton's kernels ``TRITON_VERSION`` stands for that.
+What kernels do with these numbers decides bits, too. Of Triton's kernels ``TRITON_VERSION`` stands for that,
+and ``SOFTCAP_VERSION`` of a softcap in the Hopper kernels.
 Tiles of plans and of forwards are in tables of their own, and in their fingerprints: docs/bit-contract.md
 says where.
 
@@ -46,6 +47,7 @@ __all__ = [
     "SHORT",
     "SINK_ROWS",
     "SMALL_GROUP",
+    "SOFTCAP_VERSION",
     "TRITON_VERSION",
 ]
 
@@ -111,6 +113,10 @@ FORWARD_VERSION = 3
 TRITON_VERSION = 1
 """Of Triton's kernels and of their table of shapes: in the fingerprints of that backend, forward and
 backward. Raise it when they make other bytes of the same numerics. Older fingerprints had none."""
+
+SOFTCAP_VERSION = 2
+"""Of how the Hopper kernels make tanh: in the fingerprints of their calls with a softcap, forward and backward.
+The first version was in none."""
 
 FORWARD_TILE, FORWARD_SEGMENT = 128, 8192
 """Keys per kv tile and per segment of the forward."""

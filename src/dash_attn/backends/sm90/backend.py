@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor
 from ...errors import InputError, PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import Plan
+from ...schedule.constants import SOFTCAP_VERSION
 from ...scores import PLAIN, Scores
 from ..base import (
     NO_AUX,
@@ -228,6 +230,11 @@ class _SM90(Backend):
             return default_tiles(head_dim, head_dim_v)
         kernel = kernel_of(head_dim, head_dim_v)
         return tiles_of(kernel.head_dim, kernel.head_dim_v)[:2]
+
+    def with_scores(self, fingerprint: str, scores: Scores) -> str:
+        if not scores.softcap:
+            return fingerprint
+        return hashlib.sha256(repr(("softcap", SOFTCAP_VERSION, fingerprint)).encode()).hexdigest()
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

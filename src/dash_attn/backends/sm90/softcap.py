@@ -1,9 +1,16 @@
 """Softcap: which numbers the kernels are given for it, and how they make tanh. No cutlass here.
 
-With u = `STRETCH` x, tanh x = u P(u^2) / Q(u^2), P and Q with leading coefficients 1: every step of Horner's
-rule then has one constant, which is part of the instruction. The degrees, 3 and 4, are the least with which
-the relative error is below 5e-7 everywhere (fitted here by least squares, reweighted to the least maximum).
-Beyond `BOUND`, which is x = 7.7, tanh is constant, 4.8e-7 from 1. Fourteen instructions and one reciprocal.
+Scores are mostly far below the cap. With u = `STRETCH` x:
+
+* |u| < `FAR`, which is |x| < 0.5: tanh x = u `NEAR`(u^2), of degree 3. Six instructions.
+* Beyond, with v = `NARROW` u: tanh x = v `P`(v^2) / `Q`(v^2), P and Q with leading coefficients 1: every step
+  of Horner's rule then has one constant, which is part of the instruction. The degrees, 3 and 4, are the
+  least with which the relative error is below 5e-7 everywhere. Beyond `BOUND`, which is x = 7.7, tanh is
+  constant, 4.8e-7 from 1. Fifteen instructions and one reciprocal.
+
+A value alone decides which of the two it gets, so no score's bits depend on its neighbours. Where a warp sees
+none that is far, it takes the short way for all. `FAR` is 2, since one bit of a float32 tells whether it is
+as large. (All polynomials were fitted here by least squares, reweighted to the least maximum.)
 
 Why not ``tanh.approx``: its error is 5e-4 of a score, 0.02 for scores near a cap of 50. Why not
 1 - 2 / (e^2x + 1): near 0 it has few digits, which counts where the cap is large, and it takes two results of
@@ -22,14 +29,21 @@ import numpy as np
 
 from ...scores import Scores
 
-__all__ = ["BOUND", "HUGE", "LARGEST", "STRETCH", "Cap", "P", "Q", "cap_of", "why_no_cap"]
+__all__ = [
+    "BOUND", "FAR", "HUGE", "LARGEST", "NARROW", "NEAR", "STRETCH", "Cap", "P", "Q", "cap_of", "why_no_cap",
+]  # fmt: skip
 
-STRETCH = 0.021808056
+STRETCH = 4.0
+FAR = 2.0
+NEAR = (-2.7100964e-06, 0.00012881149, -0.0052072373, 0.24999987)
+"""From the highest power down to the constant."""
+NARROW = 0.021808056 / STRETCH
 P = (0.1206906, 0.0024953187, 9.162861e-06)
 """From the second highest power down to the constant; the highest has the factor 1."""
 Q = (0.4508277, 0.02114132, 0.00019447085, 1.9982421e-07)
 """Likewise."""
 BOUND = 0.16792203
+"""Of v."""
 
 HUGE = 3.4e38
 """The negative of it, times a softcap, is in place of a score that is masked."""

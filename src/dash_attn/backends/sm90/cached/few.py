@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..device.tanh import tanh
+from ..device.tanh import cap, scale_and_look
 from ..forward.config import WARP_ROWS
 from ..forward.item import Info
 from ..forward.mma import MmaRole
@@ -50,17 +50,23 @@ class FewSoftmax(CachedSoftmax):
             found[half] = value
 
     @cute.jit
+    def _capped_probabilities(self, t, shifts, sums, pairs) -> None:
+        self._probabilities(t, shifts, sums, pairs)
+
+    def begin_cap(self, t, cut) -> None:
+        self.cap(t)
+
+    @cute.jit
     def cap(self, t) -> None:
         if cutlass.const_expr(self.config.softcap):
+            first_rows = [4 * j + e for j in range(self.config.tile_n // 8) for e in range(2)]
             if t.rows[0] > APART:
-                CachedSoftmax.cap(self, t)
+                self._cap(t, range(cute.size(t.acc_S)))
             elif t.rows[0] > 0:
-                self._cap_first_rows(t)
+                self._cap(t, first_rows)
 
-    def _cap_first_rows(self, t) -> None:
-        for j in range(self.config.tile_n // 8):
-            for e in range(2):
-                t.acc_S[4 * j + e] = tanh(t.acc_S[4 * j + e], t.inner)
+    def _cap(self, t, places) -> None:
+        cap(t.acc_S, places, scale_and_look(t.acc_S, places, t.inner))
 
 
 class FewMma(CachedMma):

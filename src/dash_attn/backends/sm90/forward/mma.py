@@ -45,6 +45,7 @@ class MmaRole:
             maximum=cute.make_rmem_tensor(2, Float32), total=cute.make_rmem_tensor(2, Float32),
             careful=cute.make_rmem_tensor(1, Int32), rows=cute.make_rmem_tensor(1, Int32),
             seen=cute.make_rmem_tensor(2, Int64),
+            uncapped=cute.make_rmem_tensor(1, Int32) if c.softcap else None,
         )  # fmt: skip
         if const_expr(c.in_turns):
             if group == c.warpgroups - 1:
@@ -271,7 +272,7 @@ class MmaRole:
                 arrive(rings.v.empty_of(n))
             n += 1
             k_is_full, v_is_full = rings.k.is_full(n + 1), rings.v.is_full(n)
-            self.softmax.cap(t)
+            self.softmax.begin_cap(t, cut)
             if cut:
                 self.softmax.mask(t, words, info, kv_tile)
             self.softmax.next_tile(t, (words, kv_tile), rings.v.empty_of(n - 1))

@@ -7,7 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..device.operands import packed
 from ..device.ring import arrive
-from ..device.tanh import tanh
+from ..device.tanh import cap, scale_and_look, tanh_near
 from .arguments import BOUNDS_WORDS
 from .config import ROWS, ForwardConfig
 from .exact import finite, fma, log2_below, polynomial_exp2
@@ -52,7 +52,10 @@ class Softmax:
         pairs = cute.recast_tensor(p, Int32)
         look = t.careful[0]
         if look <= 0:
-            self._probabilities(t, shifts, sums, pairs)
+            if cutlass.const_expr(self.config.softcap):
+                self._capped_probabilities(t, shifts, sums, pairs)
+            else:
+                self._probabilities(t, shifts, sums, pairs)
             few = (sums[0] <= self.config.few) & (sums[1] <= self.config.few)  # no NaN, too
             if ~cute.arch.vote_all_sync(few):
                 look = Int32(1)
@@ -69,14 +72,28 @@ class Softmax:
         for half in range(2):
             t.total[half] = fma(t.total[half], factors[half], sums[half])
 
-    def _probabilities(self, t, shifts, sums, pairs, rows: int = 2) -> None:
-        """P, two values a word, and this thread's sums of a tile; of its first row or of both."""
+    @cute.jit
+    def _capped_probabilities(self, t, shifts, sums, pairs) -> None:
+        """The same where `begin_cap` may have left tanh to be made here: 2^x is made by another unit."""
+        if t.uncapped[0] == 1:
+            self._probabilities(t, shifts, sums, pairs, caps=True)
+        else:
+            self._probabilities(t, shifts, sums, pairs)
+
+    def _probabilities(self, t, shifts, sums, pairs, rows: int = 2, caps: bool = False) -> None:
+        """P, two values a word, and this thread's sums of a tile; of its first row or of both.
+
+        caps: scores become their tanh, which is near.
+        """
         # Four chains, so that no instruction waits for the one before it.
         totals = dict.fromkeys(CHAINS[: 2 * rows], Float32(0.0))
         for j in range(self.config.tile_n // 8):
             values = {}
             for half, e in totals:
-                exponent = fma(t.acc_S[4 * j + 2 * half + e], t.scale_log2, shifts[half])
+                i = 4 * j + 2 * half + e
+                if caps:
+                    t.acc_S[i] = tanh_near(t.acc_S[i])
+                exponent = fma(t.acc_S[i], t.scale_log2, shifts[half])
                 values[half, e] = self._exp2(exponent, j)
                 totals[half, e] = totals[half, e] + values[half, e]
             for half in range(rows):
@@ -167,14 +184,26 @@ class Softmax:
 
     def cap(self, t) -> None:
         """tanh in place of the scores, before any is hidden. The factor on scores is then the softcap, and
-        nothing else changes.
+        nothing else changes."""
+        if self.config.softcap:
+            places = range(cute.size(t.acc_S))
+            cap(t.acc_S, places, scale_and_look(t.acc_S, places, t.inner))
+
+    @cute.jit
+    def begin_cap(self, t, cut) -> None:
+        """The same, or `t.uncapped` is 1: tanh waits for 2^x where no score is near the cap, and nothing has
+        to look at scores before.
 
         Not beside P V of the tile before: at head dim 64 there are no registers for that, and ptxas would
         serialise the products.
         """
         if cutlass.const_expr(self.config.softcap):
-            for i in range(cute.size(t.acc_S)):
-                t.acc_S[i] = tanh(t.acc_S[i], t.inner)
+            places = range(cute.size(t.acc_S))
+            far = scale_and_look(t.acc_S, places, t.inner)
+            waits = ~(far | cut | (t.careful[0] > 0))
+            t.uncapped[0] = Int32(waits)
+            if ~waits:
+                cap(t.acc_S, places, far)
 
     @cute.jit
     def mask(self, t, words, info, kv_tile: Int32) -> None:
