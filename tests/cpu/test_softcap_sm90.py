@@ -158,7 +158,7 @@ def test_fingerprints_have_a_version_of_tanh(monkeypatch: pytest.MonkeyPatch) ->
     for version in (SOFTCAP_VERSION, SOFTCAP_VERSION + 1):
         monkeypatch.setattr(backend, "SOFTCAP_VERSION", version)
         with absent_gpu():
-            q = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+            q = torch.zeros(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)
             for softcap in (0.0, 30.0):
                 names = fingerprints(q, q, q, causal=True, backend="sm90", softcap=softcap)
                 found[version, softcap] = (names.forward, names.backward)

@@ -115,8 +115,8 @@ TRITON_VERSION = 1
 backward. Raise it when they make other bytes of the same numerics. Older fingerprints had none."""
 
 SOFTCAP_VERSION = 2
-"""Of how the Hopper kernels make tanh: in the fingerprints of their calls with a softcap, forward and backward.
-The first version was in none."""
+"""Of how the Hopper kernels make tanh: in the fingerprints of their calls with a softcap, forward and
+backward. The first version was in none."""
 
 FORWARD_TILE, FORWARD_SEGMENT = 128, 8192
 """Keys per kv tile and per segment of the forward."""
