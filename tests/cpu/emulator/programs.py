@@ -131,8 +131,8 @@ class Emulated:
     def _spread(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
         tensors, places = cached.Tensors(*given[:5]), cached.Places(*given[5:9])
-        workspace, launch = spread.Workspace(*given[9:14]), spread.Launch(*given[14:21])
-        scales = given[21:] or [launch.scale]
+        workspace, launch = spread.Workspace(*given[9:15]), spread.Launch(*given[15:22])
+        scales = given[22:] or [launch.scale]
         (total_q, heads), (pages, page_size, kv_heads) = tensors.q.shape[1:3], tensors.k.shape[:3]
         group = heads // kv_heads
         of_groups = [_of_groups(x, group) for x in (tensors.q, tensors.out)]

@@ -137,12 +137,16 @@ def bulk_add_f32(shared: cute.Pointer, target: cute.Pointer, size: int, *, loc=N
 
 @dsl_user_op
 def bulk_load(
-    target: cute.Pointer, source: cute.Pointer, size: int, barrier: cute.Pointer, *, loc=None, ip=None
+    target: cute.Pointer, source: cute.Pointer, size: int | Int32, barrier: cute.Pointer, *, loc=None, ip=None
 ):
     """cp.async.bulk global to shared, completing `size` bytes on `barrier`."""
-    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
     operands = [_address(target, loc, ip), _address(source, loc, ip), _address(barrier, loc, ip)]
-    _asm(None, operands, text, "r,l,r,~{memory}", loc, ip)
+    constraints = "r,l,r,~{memory}"
+    if not isinstance(size, int):
+        operands.append(Int32(size).ir_value(loc=loc, ip=ip))
+        size, constraints = "$3", "r,l,r,r,~{memory}"
+    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2];"
+    _asm(None, operands, text, constraints, loc, ip)
 
 
 @dsl_user_op

@@ -10,8 +10,10 @@ class Workspace(NamedTuple):
 
     Attributes:
         scores: of every tile and warp, `SpreadConfig.scores_words`, as threads have them.
-        weighed: of every tile and warp, `SpreadConfig.weighed_words`: P in pairs, as threads have it, then
-            per thread what its two rows are multiplied by before the tile, and their sums of the tile.
+        weighed: of every tile, `SpreadConfig.weighed_words` per warp: P of the first half of the keys, of all
+            warps, and of the second half, as `Spread` has it in shared memory; then per thread what its two
+            rows are multiplied by before the tile, and their sums of the tile.
+        rises: (tile, 4): whether any row of a warp is multiplied by something else than 1; 0 if none is.
         largest: (tile, 64), of each row before it is scaled.
         maxima: (tile, 128, 2), of each thread's two rows, from the tile on.
         partial: (sequence, segment, kv head), as `Fold` reads it.
@@ -19,6 +21,7 @@ class Workspace(NamedTuple):
 
     scores: Any
     weighed: Any
+    rises: Any
     largest: Any
     maxima: Any
     partial: Any
@@ -56,6 +59,7 @@ class Memory(NamedTuple):
     pages: Any
     scores: Any
     weighed: Any
+    rises: Any
     largest: Any
     maxima: Any
     partial: Any

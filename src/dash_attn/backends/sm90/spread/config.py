@@ -29,6 +29,8 @@ class SpreadConfig(CachedConfig):
         super().__post_init__()
         if self.warpgroups != 1:
             raise ValueError(f"{self}: one warpgroup has all rows of a kv head")
+        if self.segment > 64 * self.tile_n:
+            raise ValueError(f"{self}: of which tiles a segment has, a warp knows 64 at a time")
         if self.columns != 32 or self.head_dim_v % self.columns:
             raise ValueError(f"{self}: blocks have 32 columns of V, rows of 64 bytes")
 
@@ -43,9 +45,14 @@ class SpreadConfig(CachedConfig):
         return WARP_ROWS * self.tile_n
 
     @property
+    def half_words(self) -> int:
+        """Words of P of half a kv tile, per 16 rows."""
+        return WARP_ROWS * self.tile_n // 4
+
+    @property
     def weighed_words(self) -> int:
-        """Words of P of one kv tile, per 16 rows, and beside it four fp32 numbers per thread."""
-        return WARP_ROWS * self.tile_n // 2 + 32 * 4
+        """Words of P of one kv tile, per 16 rows, and of the four fp32 numbers per thread behind it."""
+        return 2 * self.half_words + 32 * 4
 
 
 @cache

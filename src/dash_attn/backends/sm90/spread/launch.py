@@ -60,7 +60,7 @@ class Spread(Cached):
         sequences, tiles, segments = p.batch * p.kv_heads, -(-p.keys // c.tile_n), -(-p.keys // c.segment)
         warps = -(-p.seqlen_q * p.group // WARP_ROWS)
         of_warps = (warps * c.scores_words, warps * c.weighed_words)
-        words = [n * sequences * tiles for n in (*of_warps, ROWS, 2 * 128)]
+        words = [n * sequences * tiles for n in (*of_warps, 4, ROWS, 2 * 128)]
         words.append(sequences * segments * c.partial_words)
         return words, (p.batch, p.most_pages, tiles, segments, *p.sides)
 

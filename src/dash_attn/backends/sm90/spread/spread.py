@@ -12,7 +12,7 @@ from cutlass.utils import hopper_helpers
 from ..cached.load import CachedLoad
 from ..device import ptx
 from ..device.copies import partitions
-from ..device.operands import DTYPES, as_operand_a, multiply, tile_layout, transposed
+from ..device.operands import DTYPES, multiply, tile_layout, transposed
 from ..device.plan_view import PACKED_ROWS
 from ..device.ring import Ring, arrive
 from ..forward.config import ROWS, WARP_ROWS
@@ -21,17 +21,18 @@ from ..forward.softmax import multiply_rows
 from .config import SpreadConfig
 from .item import begin, sequence_of
 
-LOAD_WARP = 4
+V_WARP, P_WARP = 4, 5  # that load
 
 
 class Spread:
-    """One block per part of the columns and segment, kv head, and sequence: four warps that multiply, and one
-    that loads."""
+    """One block per part of the columns and segment, kv head, and sequence: four warps that multiply, and two
+    that load."""
 
     def __init__(self, config: SpreadConfig):
         self.config, self.dtype = config, DTYPES[config.dtype]
         self.load = CachedLoad(config, self.dtype)
         self.parts = config.head_dim_v // config.columns
+        self.pieces = config.tile_n // config.piece
 
     def tile_of(self, rows: int, stages: int):
         return tile_layout(self.dtype, rows, self.config.columns, stages, row_bytes=2 * self.config.columns)
@@ -41,32 +42,35 @@ class Spread:
         c = self.config
         types = self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
         product = hopper_helpers.make_trivial_tiled_mma(
-            *types, Float32, (1, 1, 1), (ROWS, c.columns), warpgroup.OperandSource.RMEM
+            *types, Float32, (1, 1, 1), (ROWS, c.columns), warpgroup.OperandSource.SMEM
         )
-        self.kernel(copy, self.tile_of(c.tile_n, c.kv_stages), product, memory, numbers).launch(
+        layouts = tile_layout(self.dtype, ROWS, c.tile_n, c.kv_stages), self.tile_of(c.tile_n, c.kv_stages)
+        self.kernel(copy, layouts, product, memory, numbers).launch(
             grid=(self.parts * launch.segments, numbers.kv_heads, launch.batch),
-            block=(160, 1, 1),
+            block=(192, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, copy, layout, product, memory, numbers) -> None:
+    def kernel(self, copy, layouts, product, memory, numbers) -> None:
         c = self.config
         index, head, sequence = cute.arch.block_idx()
         part, segment = index % self.parts, index // self.parts
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         allocator = SmemAllocator()
         barriers = allocator.allocate_array(Int64, 2 * c.kv_stages)
-        v = allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-        words = cute.make_layout((c.weighed_words, 4, c.kv_stages))
-        weighed = allocator.allocate_tensor(Float32, words, byte_alignment=128)
+        p, v = (
+            allocator.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
+            for x in layouts
+        )
+        sums = allocator.allocate_tensor(Float32, cute.make_layout((4, 128, c.kv_stages)), byte_alignment=128)
         ring = Ring(barriers, barriers + c.kv_stages, c.kv_stages)
-        if warp_idx == LOAD_WARP:
+        if warp_idx == V_WARP:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
                 for stage in range(c.kv_stages):
-                    cute.arch.mbarrier_init(ring.full + stage, 1)
+                    cute.arch.mbarrier_init(ring.full + stage, 2)
                     cute.arch.mbarrier_init(ring.empty + stage, 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -76,93 +80,124 @@ class Spread:
             per_segment = c.segment // c.tile_n
             first = cutlass.max(item.kv_first, segment * per_segment)
             last = cutlass.min(item.kv_last, (segment + 1) * per_segment - 1)
-            if warp_idx == LOAD_WARP:
-                where = (sequence, head, part)
-                self._load(copy, memory, (v, weighed), ring, numbers, item, where, first, last)
+            if warp_idx == V_WARP:
+                self._load_v(copy, memory, v, ring, numbers, item, (sequence, head, part), (first, last))
+            elif warp_idx == P_WARP:
+                self._load_p(memory, p, sums, ring, item, (first, last))
             else:
                 place = (sequence * numbers.segments + segment) * numbers.kv_heads + head
-                self._multiply(product, memory, (v, weighed), ring, item, (place, part), first, last)
+                self._multiply(product, memory, (p, v, sums), ring, item, (place, part), first, last)
 
     @cute.jit
-    def _load(self, copy, memory, tiles, ring, numbers, item, where, first: Int32, last: Int32) -> None:
-        c, (v, weighed), (sequence, head, part) = self.config, tiles, where
-        ptx.fence_proxy_async()  # the kernel before wrote P without the copy engine
-        warp_bytes = 4 * c.weighed_words
-        of_pages = (numbers.pages, numbers.page_size, numbers.most_pages)
+    def _load_v(self, copy, memory, v, ring, numbers, item, where, tiles) -> None:
+        c, (sequence, head, part), (first, last) = self.config, where, tiles
+        # A look-up takes longer than a product, so there is one for all tiles of which lanes have a piece.
+        row, page, used = self._where(memory, numbers, item, sequence, last)
         for n in cutlass.range(last - first + 1, unroll=1):
-            kv_tile, stage = last - n, ring.stage(n)
-            row, page, used = self.load._where(
-                memory.pages, of_pages, sequence, Int32(kv_tile * c.tile_n), item.seqlen_k
-            )
+            stage, lane = ring.stage(n), n * self.pieces % 32
+            if (n > 0) & (lane == 0):
+                row, page, used = self._where(memory, numbers, item, sequence, last - n)
             ring.wait_empty(n)
-            start = Int64(item.first_tile + kv_tile) * item.warps * c.weighed_words
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(
-                    ring.full + stage, 2 * c.tile_n * c.columns + item.warps * warp_bytes
-                )
-            for w in cutlass.range(item.warps, unroll=1):
-                source = memory.weighed.iterator + cute.assume(start + w * c.weighed_words, divby=4)
-                target = weighed[None, w, stage].iterator
-                with cute.arch.elect_one():
-                    ptx.bulk_load(target, source, warp_bytes, ring.full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, 2 * c.tile_n * c.columns)
             pieces = cute.flat_divide(v[None, None, stage], (c.piece, c.columns))
             shift = page * numbers.v_rows + used
-            for i in cutlass.range_constexpr(c.tile_n // c.piece):
-                place = (
-                    cute.arch.shuffle_sync(row, i), Int32(PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
-                )  # fmt: skip
+            for i in cutlass.range_constexpr(self.pieces):
+                of_row, of_page = (cute.arch.shuffle_sync(x, lane + i) for x in (row, shift))
+                place = (of_row, Int32(PACKED_ROWS), of_page)
                 target, source = partitions(copy, pieces[None, None, i, 0], place, head, part)
                 cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=ring.full + stage)
 
+    def _where(self, memory, numbers, item, sequence: Int32, kv_tile: Int32):
+        """What `CachedLoad._where` says of the pieces of a kv tile, and of those before it: in the next
+        lanes."""
+        c, lane = self.config, cute.arch.lane_idx()
+        token = (kv_tile - lane // self.pieces) * c.tile_n + lane % self.pieces * c.piece
+        of_pages = (numbers.pages, numbers.page_size, numbers.most_pages)
+        token = cutlass.max(token, 0) - lane * c.piece  # which `CachedLoad` adds
+        return self.load._where(memory.pages, of_pages, sequence, token, item.seqlen_k)
+
+    @cute.jit
+    def _load_p(self, memory, p, sums, ring, item, tiles) -> None:
+        """P and what `Weigh` left beside it, of the warps that have rows."""
+        c, (first, last) = self.config, tiles
+        ptx.fence_proxy_async()  # the kernel before wrote without the copy engine
+        halves = cute.recast_tensor(cute.make_tensor(p.iterator.align(1024), cute.make_layout(1)), Float32)
+        half, of_sums = Int32(item.warps * c.half_words), Int32(item.warps * 128)
+        for n in cutlass.range(last - first + 1, unroll=1):
+            stage = ring.stage(n)
+            start = Int64(item.first_tile + last - n) * item.warps * c.weighed_words
+            source = memory.weighed.iterator + cute.assume(start, divby=4)
+            ring.wait_empty(n)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, 4 * (2 * half + of_sums))
+                for i in range(2):
+                    target = halves.iterator + (2 * stage + i) * 4 * c.half_words
+                    ptx.bulk_load(target, source + i * half, 4 * half, ring.full + stage)
+                target = sums[None, None, stage].iterator
+                ptx.bulk_load(target, source + 2 * half, 4 * of_sums, ring.full + stage)
+
     @cute.jit
     def _multiply(self, product, memory, tiles, ring, item, place, first: Int32, last: Int32) -> None:
-        c, (v, weighed) = self.config, tiles
+        """The products of tiles follow one another without a pause where no row rises between them."""
+        c, (p, v, sums) = self.config, tiles
         tidx = cute.arch.thread_idx()[0]
-        out, warp, lane = product.get_slice(0), tidx // 32, tidx % 32
-        of_v = out.make_fragment_B(out.partition_B(transposed(v)))
-        values = ROWS * c.tile_n // 128
+        out = product.get_slice(0)
         t = SimpleNamespace(
             tidx=tidx, total=cute.make_rmem_tensor(2, Float32),
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.columns)), Float32),
-            p=cute.make_rmem_tensor(values, self.dtype),
+            of_p=out.make_fragment_A(out.partition_A(p)),
+            of_v=out.make_fragment_B(out.partition_B(transposed(v))),
         )  # fmt: skip
-        numbers = cute.make_rmem_tensor(4, Float32)
-        for x in (t.total, t.acc_O, numbers):
+        for x in (t.total, t.acc_O):
             x.fill(0.0)
-        t.p.fill(0.0)
-        exists = WARP_ROWS * warp < item.rows
-        for n in cutlass.range(last - first + 1, unroll=1):
+        exists = WARP_ROWS * (tidx // 32) < item.rows
+        base = last // (c.segment // c.tile_n) * (c.segment // c.tile_n)
+        rises = self._rises(memory.rises, item, base, first, last)
+        begin = last
+        while begin >= first:
+            below = rises & ((Int64(1) << Int64(begin - base)) - 1)
+            end = cutlass.max(base + ptx.highest_bit_of_64(below), first - 1)  # the first tile behind
+            n = last - begin
             ring.wait_full(n)
-            warpgroup.wait_group(0)  # it reads P from registers
             if exists:
-                self._read(weighed[None, warp, ring.stage(n)], lane, t.p, numbers)
-            if n > 0:
-                arrive(ring.empty_of(n - 1))
-                self._rescale(t, numbers)
-            else:
-                t.total[0], t.total[1] = numbers[2], numbers[3]
-            of_stage = of_v[None, None, None, ring.stage(n)]
-            multiply(product, t.acc_O, as_operand_a(t.p, self.dtype), of_stage, True)
-        warpgroup.wait_group(0)
+                # Before the first tile by 0, and there is nothing yet.
+                of_rows = sums[None, tidx, ring.stage(n)]
+                multiply_rows(t.acc_O, (of_rows[0], of_rows[1]))
+                self._add(t, of_rows)
+            self._product(product, t, ring.stage(n))
+            for i in cutlass.range(begin - end - 1, unroll=1):
+                m = n + 1 + i
+                ring.wait_full(m)
+                self._product(product, t, ring.stage(m))
+                if exists:
+                    self._add(t, sums[None, tidx, ring.stage(m)])
+                warpgroup.wait_group(1)
+                arrive(ring.empty_of(m - 1))
+            warpgroup.wait_group(0)
+            arrive(ring.empty_of(last - end - 1))
+            begin = end
         if exists:
             self._leave(t, memory, place, item, (first, last))
 
-    @cute.jit
-    def _read(self, weighed, lane: Int32, p, numbers) -> None:
-        """P of a tile, and what its rows are multiplied by, and their sums."""
-        vectors, words = cute.size(p) // 8, cute.recast_tensor(p, Float32)
-        for i in cutlass.range_constexpr(vectors):
-            target = cute.make_tensor(words.iterator + 4 * i, 4)
-            cute.autovec_copy(cute.local_tile(weighed, (4,), (32 * i + lane,)), target)
-        cute.autovec_copy(cute.local_tile(weighed, (4,), (32 * vectors + lane,)), numbers)
+    def _product(self, product, t, stage) -> None:
+        multiply(product, t.acc_O, t.of_p[None, None, None, stage], t.of_v[None, None, None, stage], True)
 
-    @cute.jit
-    def _rescale(self, t, numbers) -> None:
-        rises = (numbers[0] != Float32(1.0)) | (numbers[1] != Float32(1.0))
-        if cute.arch.vote_any_sync(rises):
-            multiply_rows(t.acc_O, (numbers[0], numbers[1]))
-        for half in cutlass.range_constexpr(2):
-            t.total[half] = fma(t.total[half], numbers[half], numbers[2 + half])
+    def _rises(self, rises, item, base: Int32, first: Int32, last: Int32) -> Int64:
+        """Before which tiles of a segment, counted from its first, some row is multiplied."""
+        both = []
+        for half in range(2):
+            tile, any_warp = base + 32 * half + cute.arch.lane_idx(), cutlass.Boolean(False)
+            place = (item.first_tile + cutlass.min(cutlass.max(tile, first), last)) * 4
+            for warp in range(4):
+                any_warp = any_warp | (rises[place + cutlass.min(warp, item.warps - 1)] != Float32(0.0))
+            seen = (tile >= first) & (tile <= last)
+            both.append(Int64(cutlass.Uint32(cute.arch.vote_ballot_sync(any_warp & seen))))
+        return both[0] | (both[1] << Int64(32))
+
+    def _add(self, t, sums) -> None:
+        for half in range(2):
+            t.total[half] = fma(t.total[half], sums[half], sums[2 + half])
 
     @cute.jit
     def _leave(self, t, memory, place, item, tiles) -> None:

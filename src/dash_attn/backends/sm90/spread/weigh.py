@@ -49,12 +49,12 @@ class Weigh:
         if (kv_tile >= item.kv_first) & (kv_tile <= item.kv_last):
             end = cutlass.min((kv_tile // per_segment + 1) * per_segment - 1, item.kv_last)
             place, tidx = item.first_tile + kv_tile, cute.arch.thread_idx()[0]
-            of_row, quads = ROWS // 4, item.warps * (WARP_ROWS // 4)
-            for i in cutlass.range(tidx, (end - kv_tile + 1) * of_row, 128, unroll=1):
-                if i % of_row < quads:
-                    start = cute.assume(place * ROWS + 4 * i, divby=4)
-                    source = cute.make_tensor(memory.largest.iterator + start, cute.make_layout(4))
-                    cute.autovec_copy(source, cute.local_tile(largest, (4,), (i,)))
+            quads = item.warps * (WARP_ROWS // 4)
+            for i in cutlass.range(tidx, (end - kv_tile + 1) * quads, 128, unroll=4):
+                at = i // quads * (ROWS // 4) + i % quads
+                start = cute.assume(place * ROWS + 4 * at, divby=4)
+                source = cute.make_tensor(memory.largest.iterator + start, cute.make_layout(4))
+                cute.autovec_copy(source, cute.local_tile(largest, (4,), (at,)))
             cute.arch.sync_threads()
             if WARP_ROWS * (tidx // 32) < item.rows:
                 self._weigh(memory, largest, scales, item, (kv_tile, end), place)
@@ -74,7 +74,7 @@ class Weigh:
             cute.autovec_copy(source[None, v], cute.make_tensor(t.acc_S.iterator + 4 * v, 4))
         before, shifts, sums = (cute.make_rmem_tensor(2, Float32) for _ in range(3))
         t.maximum.fill(-Float32.inf)
-        for i in cutlass.range(end - kv_tile + 1, unroll=1):
+        for i in cutlass.range(end - kv_tile + 1, unroll=4):
             for half in cutlass.range_constexpr(2):
                 before[half] = t.maximum[half]
                 row = self.softmax._row(t, half)
@@ -89,13 +89,24 @@ class Weigh:
         p = cute.make_rmem_tensor(values // 2, Int32)
         self.softmax._probabilities(t, shifts, sums, p)
         numbers[2], numbers[3] = sums[0], sums[1]
-        target = threads_of(c, memory.weighed, c.weighed_words, place * item.warps, warp)
-        words = cute.recast_tensor(p, Float32)
-        for v in cutlass.range_constexpr(values // 8):
-            cute.autovec_copy(cute.make_tensor(words.iterator + 4 * v, 4), target[None, v])
-        cute.autovec_copy(numbers, target[None, values // 8])
+        self._put(memory, p, numbers, place, item.warps)
+        rises = (numbers[0] != Float32(1.0)) | (numbers[1] != Float32(1.0))
+        memory.rises[place * 4 + warp] = Float32(Int32(cute.arch.vote_any_sync(rises)))
         start = cute.assume(cutlass.Int64(place * 128 + tidx) * 2, divby=2)
         cute.autovec_copy(t.maximum, cute.make_tensor(memory.maxima.iterator + start, cute.make_layout(2)))
+
+    def _put(self, memory, p, numbers, place: Int32, warps: Int32) -> None:
+        """P where the copy engine takes it from, row by row, 64 keys of a row in 128 swizzled bytes."""
+        c, tidx, lane = self.config, cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        start, words = cutlass.Int64(place) * warps * c.weighed_words, cute.recast_tensor(p, Float32)
+        for half in range(2):
+            row = start + (tidx // 32 * 2 + half) * 256 + lane // 4 * 32
+            for j in range(c.tile_n // 8):
+                chunk = ((j % 8) ^ (lane // 4)) * 4 + lane % 4
+                memory.weighed[row + j // 8 * warps * c.half_words + chunk] = words[2 * j + half]
+        start = start + warps * (2 * c.half_words) + tidx * 4
+        target = memory.weighed.iterator + cute.assume(start, divby=4)
+        cute.autovec_copy(numbers, cute.make_tensor(target, cute.make_layout(4)))
 
     @cute.jit
     def _maximum(self, t, largest, tile, half: cutlass.Constexpr[int], first) -> Float32:
