@@ -22,6 +22,7 @@ from other_values import other_values
 from ranking import plan_of, ranked, sums_as
 from replication_values import other_build_values, replication_values
 from schedule_values import schedule_values
+from score_values import score_values
 from shape_values import interval_values, shape_values, triton_values
 from sharing_values import choice_values, sharing_values
 from step_values import step_values
@@ -291,6 +292,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}steps.json": step_values(),
         f"{folder}triton.json": triton_values(),
         "benchmarks/results/h100-intervals.json": interval_values(),
+        "benchmarks/results/h100-scores.json": score_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
         "benchmarks/summary.py": other_build_values(),
