@@ -105,6 +105,8 @@ CASES = (
     Case("no key, one key", (0, 1), keys=128),
     Case("around a tile", (127, 128, 129), heads=(2, 1), rows=2),
     Case("segments", (256, 257, 513, 700), heads=(2, 1), growth=8.0),
+    Case("one segment", (256, 200, 0), rows=3, growth=8.0, sink=True, keys=256, head_dim=128),
+    Case("one segment of 40 rows", (130,), rows=20, heads=(2, 1), growth=8.0, keys=256, dtype=torch.float16),
     Case("risen", (700, 3), rows=3, growth=30.0, head_dim=128, heads=(2, 1)),
     Case("groups", (600,), heads=(16, 2), rows=2, growth=8.0, sink=True),
     Case("64 rows", (400,), heads=(8, 1), rows=8, head_dim=128, growth=8.0),

@@ -154,7 +154,8 @@ class Emulated:
         self._launch(weigh, tiles, [*named, *scalars], memory)
         blocks = (c.head_dim_v // c.columns * launch.segments, kv_heads, launch.batch)
         self._launch(main, blocks, [*v, DUMMY, *named], memory)
-        self._launch(fold, (kv_heads, launch.batch), named, memory)
+        if launch.segments > 1:
+            self._launch(fold, (kv_heads, launch.batch), named, memory)
 
     def _key_sums(self, memory: Memory, given: list[Any]) -> None:
         sums, dk, dv, scale, groups = given

@@ -54,9 +54,9 @@ class Fold:
     @cute.jit
     def fold(self, tensors, partial, parts, group: Int32, tidx: Int32, place) -> None:
         """Fold the rows of a warpgroup."""
-        (mOut, mLse, sink), (first, segments), c = tensors, parts, self.config
+        (mOut, _, _), (first, segments), c = tensors, parts, self.config
         heads = mOut.shape[2]
-        batch, row_first, seqlen_q, q_tile, q_head = place
+        q_head = place[-1]
         vectors = ROWS * c.head_dim_v // 512
         values = cute.make_rmem_tensor((4, vectors), Float32)
         after = cute.make_rmem_tensor((4, vectors), Float32)
@@ -79,7 +79,17 @@ class Fold:
                     self._load(source, after, v, v + 8)
                 for e in cutlass.range_constexpr(4):
                     values[e, v] = folded(values[e, v], left[e // 2], after[e, v], right[e // 2])
-        lane = tidx % 32
+        self.finish(tensors, numbers, values, group, tidx, place)
+
+    @cute.jit
+    def finish(
+        self, tensors, numbers, values, group: Int32, tidx: Int32, place, part: Int32 | None = None
+    ) -> None:
+        """Divide, and write out and LSE; with `part` so many columns of it as there are values, and no LSE if
+        it is not the first one."""
+        (mOut, mLse, sink), c, lane = tensors, self.config, tidx % 32
+        batch, row_first, seqlen_q, q_tile, q_head = place
+        vectors = cute.size(values) // 4
         for half in cutlass.range_constexpr(2):
             maximum, total, factor = numbers[half], row_sum(numbers[2 + half]), Float32(1.0)
             if const_expr(c.sink):
@@ -87,7 +97,10 @@ class Fold:
                 maximum, total, factor = with_sink(maximum, total, score)
             row = q_tile * c.tile_m + ROWS * group + tidx // 32 * 16 + lane // 4 + 8 * half
             empty, lse = total == Float32(0.0), lse_of(maximum, total)
-            if (lane % 4 == 0) & (row < seqlen_q):
+            writes = (lane % 4 == 0) & (row < seqlen_q)
+            if const_expr(part is not None):
+                writes = writes & (part == 0)
+            if writes:
                 mLse[batch, q_head, row_first + row] = cutlass.select_(empty, -Float32.inf, lse)
             factor = factor * inverse(total)
             row_values = cute.make_rmem_tensor((2, vectors), Float32)
@@ -97,7 +110,11 @@ class Fold:
             converted = cute.make_rmem_tensor((2, vectors), self.dtype)
             converted.store(row_values.load().to(self.dtype))
             line = mOut[batch, row_first + row, q_head, None]
-            registers.store_rows(converted, line, lane, row < seqlen_q, mOut.shape[3])
+            if const_expr(part is None):
+                registers.store_rows(converted, line, lane, row < seqlen_q, mOut.shape[3])
+            else:
+                line = cute.local_tile(line, (8 * vectors,), (part,))
+                registers.store_rows(converted, line, lane, row < seqlen_q)
 
     def _sink_of(self, sink, q_head: Int32, top: Int32, tidx: Int32, half):
         """The sink of one of a thread's two rows."""

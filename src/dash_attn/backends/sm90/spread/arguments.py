@@ -16,7 +16,7 @@ class Workspace(NamedTuple):
         rises: (tile, 4): whether any row of a warp is multiplied by something else than 1; 0 if none is.
         largest: (tile, 64), of each row before it is scaled.
         maxima: (tile, 128, 2), of each thread's two rows, from the tile on.
-        partial: (sequence, segment, kv head), as `Fold` reads it.
+        partial: (sequence, segment, kv head), as `Fold` reads it; nothing if there is one segment.
     """
 
     scores: Any

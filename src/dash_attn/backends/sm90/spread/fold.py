@@ -1,4 +1,5 @@
-"""The last kernel: folds segments, adds the sink, divides, and writes out and LSE."""
+"""The last kernel, where sequences may have several segments: folds them, adds the sink, divides, and writes
+out and LSE."""
 
 import cutlass.cute as cute
 from cutlass import Int32

@@ -59,7 +59,8 @@ class Program:
         self.score(k, memory, numbers, scales, launch, stream)
         self.weigh(memory, numbers, scales, launch, stream)
         self.spread(v, memory, numbers, launch, stream)
-        self.fold(memory, numbers, launch, stream)
+        if launch.segments > 1:
+            self.fold(memory, numbers, launch, stream)
 
 
 def fake_arguments(config: SpreadConfig, env_stream: bool):

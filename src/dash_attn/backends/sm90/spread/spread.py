@@ -19,6 +19,7 @@ from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import fma
 from ..forward.softmax import multiply_rows
 from .config import SpreadConfig
+from .fold import SpreadFold
 from .item import begin, sequence_of
 
 V_WARP, P_WARP = 4, 5  # that load
@@ -30,7 +31,7 @@ class Spread:
 
     def __init__(self, config: SpreadConfig):
         self.config, self.dtype = config, DTYPES[config.dtype]
-        self.load = CachedLoad(config, self.dtype)
+        self.load, self.fold = CachedLoad(config, self.dtype), SpreadFold(config)
         self.parts = config.head_dim_v // config.columns
         self.pieces = config.tile_n // config.piece
 
@@ -85,8 +86,8 @@ class Spread:
             elif warp_idx == P_WARP:
                 self._load_p(memory, p, sums, ring, item, (first, last))
             else:
-                place = (sequence * numbers.segments + segment) * numbers.kv_heads + head
-                self._multiply(product, memory, (p, v, sums), ring, item, (place, part), first, last)
+                where = (sequence, segment, head, part)
+                self._multiply(product, memory, (p, v, sums), ring, numbers, item, where, (first, last))
 
     @cute.jit
     def _load_v(self, copy, memory, v, ring, numbers, item, where, tiles) -> None:
@@ -138,9 +139,9 @@ class Spread:
                 ptx.bulk_load(target, source + 2 * half, 4 * of_sums, ring.full + stage)
 
     @cute.jit
-    def _multiply(self, product, memory, tiles, ring, item, place, first: Int32, last: Int32) -> None:
+    def _multiply(self, product, memory, shared, ring, numbers, item, where, tiles) -> None:
         """The products of tiles follow one another without a pause where no row rises between them."""
-        c, (p, v, sums) = self.config, tiles
+        c, (p, v, sums), (first, last) = self.config, shared, tiles
         tidx = cute.arch.thread_idx()[0]
         out = product.get_slice(0)
         t = SimpleNamespace(
@@ -178,7 +179,7 @@ class Spread:
             arrive(ring.empty_of(last - end - 1))
             begin = end
         if exists:
-            self._leave(t, memory, place, item, (first, last))
+            self._leave(t, memory, numbers, item, where, tiles)
 
     def _product(self, product, t, stage) -> None:
         multiply(product, t.acc_O, t.of_p[None, None, None, stage], t.of_v[None, None, None, stage], True)
@@ -200,22 +201,30 @@ class Spread:
             t.total[half] = fma(t.total[half], sums[half], sums[2 + half])
 
     @cute.jit
-    def _leave(self, t, memory, place, item, tiles) -> None:
-        """Leave columns as `MmaRole._leave` does; maxima and sums beside the first ones."""
-        c, (of_segment, part), (first, last) = self.config, place, tiles
-        start = Int64(of_segment) * c.partial_words + t.tidx * 4
-        layout = cute.make_layout((4, c.head_dim_v // 8 + 1), stride=(1, 512))
-        target = cute.make_tensor(memory.partial.iterator + cute.assume(start, divby=4), layout)
+    def _leave(self, t, memory, numbers, item, where, tiles) -> None:
+        """Leave columns as `MmaRole._leave` does, maxima and sums beside the first ones. Or write them, if
+        sequences have one segment."""
+        c, (sequence, segment, head, part), (first, last) = self.config, where, tiles
+        maxima, of_rows = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
+        maxima.fill(-Float32.inf)
+        if first <= last:
+            at = cute.assume(Int64((item.first_tile + first) * 128 + t.tidx) * 2, divby=2)
+            cute.autovec_copy(cute.make_tensor(memory.maxima.iterator + at, cute.make_layout(2)), maxima)
+        for half in cutlass.range_constexpr(2):
+            of_rows[half], of_rows[2 + half] = maxima[half], t.total[half]
         vectors = c.columns // 8
-        for i in cutlass.range_constexpr(vectors):
-            cute.autovec_copy(cute.make_tensor(t.acc_O.iterator + 4 * i, 4), target[None, part * vectors + i])
-        if part == 0:
-            maxima = cute.make_rmem_tensor(2, Float32)
-            maxima.fill(-Float32.inf)
-            if first <= last:
-                at = cute.assume(Int64((item.first_tile + first) * 128 + t.tidx) * 2, divby=2)
-                cute.autovec_copy(cute.make_tensor(memory.maxima.iterator + at, cute.make_layout(2)), maxima)
-            numbers = cute.make_rmem_tensor(4, Float32)
-            for half in cutlass.range_constexpr(2):
-                numbers[half], numbers[2 + half] = maxima[half], t.total[half]
-            cute.autovec_copy(numbers, target[None, c.head_dim_v // 8])
+        if numbers.segments == 1:
+            values = cute.make_tensor(t.acc_O.iterator, cute.make_layout((4, vectors)))
+            place = (sequence, Int32(0), item.rows, Int32(0), head)
+            tensors = (memory.out, memory.lse, memory.sink)
+            self.fold.finish(tensors, of_rows, values, Int32(0), t.tidx, place, part)
+        else:
+            of_segment = (sequence * numbers.segments + segment) * numbers.kv_heads + head
+            start = Int64(of_segment) * c.partial_words + t.tidx * 4
+            layout = cute.make_layout((4, c.head_dim_v // 8 + 1), stride=(1, 512))
+            target = cute.make_tensor(memory.partial.iterator + cute.assume(start, divby=4), layout)
+            for i in cutlass.range_constexpr(vectors):
+                source = cute.make_tensor(t.acc_O.iterator + 4 * i, 4)
+                cute.autovec_copy(source, target[None, part * vectors + i])
+            if part == 0:
+                cute.autovec_copy(of_rows, target[None, c.head_dim_v // 8])
