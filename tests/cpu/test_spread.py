@@ -47,7 +47,7 @@ def test_few_sequences_of_many_keys_are_spread(more: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"page_size": 1023},
+        {"page_size": 511},
         {"head_dim": 96, "head_dim_v": 96},
         {"head_dim": 192},
         {"seqlen_q": -1},
@@ -71,7 +71,7 @@ def test_a_smaller_gpu_has_enough_items_sooner() -> None:
 def test_what_a_call_runs_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "multiprocessors", lambda _: 132)
     assert type(BACKEND.prepare_cached(PLAIN, CPU)) is Spread
-    assert type(BACKEND.prepare_cached(PLAIN._replace(page_size=512), CPU)) is Cached
+    assert type(BACKEND.prepare_cached(PLAIN._replace(page_size=256), CPU)) is Cached
 
 
 @pytest.mark.parametrize("wrong", [{"warpgroups": 2}, {"columns": 64}, {"head_dim": 80}])

@@ -18,8 +18,8 @@ from .config import HEAD_DIMS, SpreadConfig, spread_config
 
 __all__ = ["LEAST_KEYS", "Spread", "spreads"]
 
-LEAST_KEYS = 1024
-"""With fewer, three kernels more take longer than the keys."""
+LEAST_KEYS = 512
+"""With fewer, more kernels take longer than the keys."""
 
 MOST_GRID = 65_535
 
