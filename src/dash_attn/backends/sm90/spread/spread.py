@@ -154,7 +154,9 @@ class Spread:
             x.fill(0.0)
         exists = WARP_ROWS * (tidx // 32) < item.rows
         base = last // (c.segment // c.tile_n) * (c.segment // c.tile_n)
-        rises = self._rises(memory.rises, item, base, first, last)
+        rises = Int64(0)
+        if first <= last:
+            rises = self._rises(memory.rises, item, base, first, last)
         begin = last
         while begin >= first:
             below = rises & ((Int64(1) << Int64(begin - base)) - 1)
