@@ -27,7 +27,7 @@ def score_values() -> Iterator[tuple[str, Value]]:
     for name in RATIOS:
         for which in PASSES:
             for statistic in STATISTICS:
-                for head_dim in (0, 64, 128):
+                for head_dim in (0, 64, 128, 256):
                     of = f"-{head_dim}" if head_dim else ""
                     value = partial(_statistic, name, which, statistic, head_dim)
                     yield f"{name}-{which}{of}-{statistic}", value

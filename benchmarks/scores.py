@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     facts = facts_of_run(args.rounds, "torch", "triton", "nvidia-cutlass-dsl") | {"timing": "sustained"}
     found: list[Row] = []
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         for seqlen in (1_024, 4_096, 16_384):
             for causal in (True, False):
                 point: Row = {"head_dim": head_dim, "mask": "causal" if causal else "full", "seqlen": seqlen}

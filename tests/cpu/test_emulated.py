@@ -145,6 +145,7 @@ CASES = [
     Case("large-packed", PACKED, (2, 2), 256),
     Case("large-packed-sink", PACKED, (2, 1), 256, sink=True),
     Case("large-window-segments", ((200, 290),), (2, 1), 256, mask=BEHIND, how=(("q_segment", 128),)),
+    Case("large-softcap", ((140, 200),), (2, 1), 256, how=(("softcap", 15.0),)),
     Case("large-head-groups", ((140, 140),), (8, 1), 256),
     Case("large-padded", ((150, 200),), (2, 1), 200, 232, mask=WINDOW),
     Case("large-padded-160", ((150, 200),), (1, 1), 160),

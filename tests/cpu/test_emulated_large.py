@@ -106,7 +106,9 @@ def test_what_runs_on_them() -> None:
         assert BACKEND.tiles(192, 128) == (64, 128)
         for pair in ((264, 264), (256, 100), (204, 204)):
             assert "is not supported by sm90" in reason(*pair)
-        assert reason(256, 256, softcap=30.0) == "softcap 30.0 is not supported by sm90 at head_dim 256"
+        assert reason(256, 256, softcap=30.0) == ""
+        said = "softcap 30.0 is not supported by sm90 at head_dim 192 (V: 128)"
+        assert reason(192, 128, softcap=30.0) == said
 
 
 def test_out_has_a_fingerprint_of_its_tiles() -> None:

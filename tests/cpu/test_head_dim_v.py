@@ -355,7 +355,8 @@ def test_sm90_has_no_softcap_where_v_has_a_kernel_of_its_own(monkeypatch: pytest
     monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: (9, 0))
     monkeypatch.setattr("dash_attn.backends.sm90.backend._why_no_compiler", lambda: "")
     sm90, device = backend_named("sm90"), torch.device("cuda", 0)
-    for head_dim, said in ((192, "softcap 30.0 is not supported by sm90 at head_dim 192"), (128, "")):
+    reason = "softcap 30.0 is not supported by sm90 at head_dim 192 (V: 128)"
+    for head_dim, said in ((192, reason), (128, ""), (200, "")):
         problem = Problem.dense(seqlen=10, head_dim=head_dim, head_dim_v=128)
         assert sm90.why_not(problem, device, False, Scores(0.1, softcap=30.0)) == said
         assert sm90.why_not(problem, device, False, Scores(0.1)) == ""

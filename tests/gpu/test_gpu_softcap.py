@@ -60,6 +60,8 @@ def run(tensors: list[Tensor], dout: Tensor, **how: Any) -> list[Tensor]:
         (128, torch.float16),
         (40, torch.bfloat16),
         (96, torch.float16),
+        (160, torch.float16),
+        (256, torch.bfloat16),
     ],
 )
 @pytest.mark.parametrize(("rows", "keys"), [(500, 500), (130, 700), (300, 100)])
@@ -85,7 +87,7 @@ def test_accuracy(
 
 
 @pytest.mark.parametrize("sink", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
 def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int, sink: bool) -> None:
     """Run by run, packed, chunk by chunk, with NaN behind its keys, and a query whose keys blocks share."""
     q, k, v = (x.detach() for x in drawn(20_000, 20_000, head_dim, spread=4.0, batch=1)[0])
@@ -109,7 +111,7 @@ def test_a_row_of_the_forward_depends_on_its_position_only(head_dim: int, sink: 
         assert not same_bytes(attention(q, k, v, **(how | {"softcap": other}))[0], whole[0])
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("rows", [700, 3])
 def test_scores_near_the_cap_change_no_other_row(head_dim: int, rows: int) -> None:
     """tanh has a shorter way where a warp sees no such score; a row's bits do not tell which was taken."""
@@ -128,7 +130,7 @@ def test_scores_near_the_cap_change_no_other_row(head_dim: int, rows: int) -> No
         assert not same_bytes(got[:, large].contiguous(), other[:, large].contiguous())
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradients_repeat_and_only_in_order(head_dim: int) -> None:
     """Byte by byte beside a busy stream; without order dq differs: the negative control."""
     tensors, dout = drawn(4_096, 4_096, head_dim, spread=4.0)
@@ -147,7 +149,7 @@ def test_gradients_repeat_and_only_in_order(head_dim: int) -> None:
     assert not all(same_bytes(x, free[0]) for x in free)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", MASKS)
 def test_segments_and_head_groups(head_dim: int, mask: str) -> None:
     """Sums of dK and dV in memory: of segments of rows, and of head groups."""
@@ -167,7 +169,7 @@ def test_segments_and_head_groups(head_dim: int, mask: str) -> None:
         assert relative_error(got, other.double()) < 0.01
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_it_is_like_tritons(head_dim: int) -> None:
     """By rounding only, and not the same: other programs."""
     tensors, dout = drawn(700, 700, head_dim, spread=5.0)
@@ -178,7 +180,7 @@ def test_it_is_like_tritons(head_dim: int) -> None:
     torch.testing.assert_close(ours[1], theirs[1], atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 200, 256])
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("page_size", [16, 256])
 def test_a_cache_has_the_bytes_of_training(head_dim: int, rows: int, page_size: int) -> None:
@@ -202,7 +204,7 @@ def test_a_cache_has_the_bytes_of_training(head_dim: int, rows: int, page_size: 
         assert_same_bytes(out[at : at + 1], alone)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_what_is_not_finite_shows(head_dim: int) -> None:
     """tanh of NaN is NaN, not a bound."""
     tensors, dout = drawn(300, 300, head_dim)
@@ -217,7 +219,7 @@ def test_what_is_not_finite_shows(head_dim: int) -> None:
 
 
 def test_rows_without_keys() -> None:
-    for head_dim in (64, 128):
+    for head_dim in (64, 128, 256):
         tensors, dout = drawn(300, 100, head_dim)
         out, lse, *grads = run(tensors, dout, causal=True, softcap=5.0)
         assert not out[:, :200].any()

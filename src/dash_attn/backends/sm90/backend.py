@@ -214,10 +214,10 @@ class _SM90(Backend):
         of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
         if reason := _why_no_head_dim(problem) or of_scores:
             return reason
+        head_dims = name_of(problem.head_dim, problem.head_dim_v)
         if scores.softcap and not has_softcap(problem.head_dim, problem.head_dim_v):
-            return f"softcap {scores.softcap} is not supported by sm90 at head_dim {problem.head_dim}"
+            return f"softcap {scores.softcap} is not supported by sm90 at head_dim {head_dims}"
         if scores.row_intervals and not has_intervals(problem.head_dim, problem.head_dim_v):
-            head_dims = name_of(problem.head_dim, problem.head_dim_v)
             return f"row_starts and row_ends are not supported by sm90 at head_dim {head_dims}"
         if problem.q_starts is not None:
             return (

@@ -157,9 +157,9 @@ def has_softcap(head_dim: int, head_dim_v: int) -> bool:
     """Whether the kernel for tensors of these head dims has variants with a softcap.
 
     >>> has_softcap(128, 64), has_softcap(192, 128), has_softcap(256, 256)
-    (True, False, False)
+    (True, False, True)
     """
-    return max(head_dim, head_dim_v) <= 128
+    return kernel_of(head_dim, head_dim_v)[:2] != (192, 128)
 
 
 def name_of(head_dim: int, head_dim_v: int) -> str:

@@ -14,50 +14,19 @@ from ..device.tanh import cap, scale_and_look, tanh_near
 from ..forward.exact import fma
 from ..softcap import HUGE
 from .mma import MmaRole
+from .split_columns import SplitColumns
 
 
-class CappedMma(MmaRole):
+class _Capped(MmaRole):
     def _fragments(self, products, shared, numbers, tidx):
         t = super()._fragments(products, shared, numbers, tidx)
         t.inner, t.scale_log2 = numbers.inner, numbers.outer
-        t.first_p = cute.make_rmem_tensor(32, self.dtype)
         return t
-
-    def begin_p(self, t, stage, is_cut) -> None:
-        """P of the first 64 query columns."""
-        self._p(t, 0, t.first_p, stage)
-
-    def wide_ds(self, t, n_task: Int32, rings):
-        """As in `MmaRole`, but dP begins when dV is done and P has left its registers. Elementwise work takes
-        twice the time of all products, which run beside that of the other warpgroup."""
-        q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
-        rings.dout.wait_full(n_task)
-        rP = as_operand_a(t.first_p, self.dtype)
-        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
-        converted = cute.make_rmem_tensor(32, self.dtype)
-        self._p(t, 64, converted, q_stage)
-        rP = as_operand_a(converted, self.dtype)
-        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4)
-        warpgroup.wait_group(0)
-        acc_dP = self.start_dp(t, do_stage)
-        rings.ds.wait_empty(n_task)
-        warpgroup.wait_group(0)
-        # Not into acc_S, nor converted one by one: then ptxas would keep some of them in memory.
-        for i in range(cute.size(acc_dP)):
-            acc_dP[i] = acc_dP[i] * t.acc_S[i]
-        return as_operand_a(acc_dP, self.dtype)
 
     def _p(self, t, first: int, converted, stage) -> None:
         columns = cute.size(converted) * 2
         waits = self._tanh(t, first, columns, stage)
         self._cap_and_convert(t, first, converted, stage, waits)
-
-    def p_operand(self, t, stage):
-        """In two halves: ptxas moves little across the branch around a mask, and so needs fewer registers."""
-        converted = cute.make_rmem_tensor(32, self.dtype)
-        for half in range(2):
-            self._p(t, 32 * half, cute.make_tensor(converted.iterator + 16 * half, 16), stage)
-        return as_operand_a(converted, self.dtype)
 
     @cute.jit
     def _tanh(self, t, first: cutlass.Constexpr[int], columns: cutlass.Constexpr[int], stage):
@@ -99,3 +68,48 @@ class CappedMma(MmaRole):
                     t.acc_S[i] = fma(-(p * t.acc_S[i]), t.acc_S[i], p)
                     values.append(p)
                 words[2 * column + half] = packed(*values, self.dtype)
+
+
+class CappedMma(_Capped):
+    def _fragments(self, products, shared, numbers, tidx):
+        t = super()._fragments(products, shared, numbers, tidx)
+        t.first_p = cute.make_rmem_tensor(32, self.dtype)
+        return t
+
+    def begin_p(self, t, stage, is_cut) -> None:
+        """P of the first 64 query columns."""
+        self._p(t, 0, t.first_p, stage)
+
+    def wide_ds(self, t, n_task: Int32, rings):
+        """As in `MmaRole`, but dP begins when dV is done and P has left its registers. Elementwise work takes
+        twice the time of all products, which run beside that of the other warpgroup."""
+        q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
+        rings.dout.wait_full(n_task)
+        rP = as_operand_a(t.first_p, self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
+        converted = cute.make_rmem_tensor(32, self.dtype)
+        self._p(t, 64, converted, q_stage)
+        rP = as_operand_a(converted, self.dtype)
+        multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True, 4)
+        warpgroup.wait_group(0)
+        acc_dP = self.start_dp(t, do_stage)
+        rings.ds.wait_empty(n_task)
+        warpgroup.wait_group(0)
+        # Not into acc_S, nor converted one by one: then ptxas would keep some of them in memory.
+        for i in range(cute.size(acc_dP)):
+            acc_dP[i] = acc_dP[i] * t.acc_S[i]
+        return as_operand_a(acc_dP, self.dtype)
+
+    def p_operand(self, t, stage):
+        """In two halves: ptxas moves little across the branch around a mask, and so needs fewer registers."""
+        converted = cute.make_rmem_tensor(32, self.dtype)
+        for half in range(2):
+            self._p(t, 32 * half, cute.make_tensor(converted.iterator + 16 * half, 16), stage)
+        return as_operand_a(converted, self.dtype)
+
+
+class CappedSplitColumns(_Capped, SplitColumns):
+    def p(self, t, stage):
+        converted = cute.make_rmem_tensor(t.acc_S.layout, self.dtype)
+        self._p(t, 0, converted, stage)
+        return converted

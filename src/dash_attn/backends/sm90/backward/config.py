@@ -104,7 +104,7 @@ class BackwardConfig:
             raise ValueError(f"{self}: P and dS have a buffer each, for 64 rows of Q")
         if self.head_dim_v != self.head_dim and not self.tight:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
-        if self.softcap and (self.tight or self.split):
+        if self.softcap and self.tight:
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
         if self.intervals and (self.tight or self.split or self.softcap):
             raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")

@@ -44,7 +44,7 @@ class Backward:
 
     def _mma_kind(self) -> type[mma.MmaRole]:
         if self.config.split:
-            return split_columns.SplitColumns
+            return capped.CappedSplitColumns if self.config.softcap else split_columns.SplitColumns
         if self.config.tight:
             return tight.TightMma
         return capped.CappedMma if self.config.softcap else mma.MmaRole

@@ -53,9 +53,9 @@ class SplitColumns(MmaRole):
         of_p, of_ds = 2 * n_task, 2 * n_task + 1  # uses of the buffers of dS: P has the first one
         rings.dout.wait_full(n_task)
         acc_dP = self.start_dp(t, do_stage)
-        self.probabilities(t, 0, q_stage)
+        p = self.p(t, q_stage)
         rings.ds.wait_empty(of_p)
-        self._share(t, t.acc_S, 0)
+        self._share(t, p, 0)
         multiply(t.grads, t.acc_dV, t.tGrT[None, None, None, 0], t.tVrdO[None, None, None, do_stage], True)
         warpgroup.wait_group(1)
         for i in cutlass.range_constexpr(cute.size(acc_dP)):
@@ -78,6 +78,11 @@ class SplitColumns(MmaRole):
             arrive(barrier)
         if const_expr(is_last):
             self.put_dv(t, slot, rings)
+
+    def p(self, t, stage):
+        """P of this warpgroup's queries; what dP is multiplied by has the place of S."""
+        self.probabilities(t, 0, stage)
+        return t.acc_S
 
     @cute.jit
     def probabilities(self, t, h: cutlass.Constexpr[int], stage):
