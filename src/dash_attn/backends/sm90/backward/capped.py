@@ -109,6 +109,8 @@ class CappedMma(_Capped):
 
 
 class CappedSplitColumns(_Capped, SplitColumns):
+    """A thread has 16 scores, so P finds room beside what dP is multiplied by."""
+
     def p(self, t, stage):
         converted = cute.make_rmem_tensor(t.acc_S.layout, self.dtype)
         self._p(t, 0, converted, stage)
