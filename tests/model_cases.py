@@ -321,7 +321,7 @@ CASES = {
     "llama": Case(_causal("Llama", head_dim=64), _words, "sm90"),
     "qwen3": Case(_causal("Qwen3", head_dim=128), _words, "sm90"),
     "mistral": Case(_causal("Mistral", head_dim=128, sliding_window=WINDOW), _words, "sm90"),
-    "gemma2": Case(_causal("Gemma2", head_dim=256, **ALTERNATING, **CAPPED), _words, "triton"),
+    "gemma2": Case(_causal("Gemma2", head_dim=256, **ALTERNATING, **CAPPED), _words, "sm90"),
     "gemma3": Case(_causal("Gemma3Text", head_dim=256, **ALTERNATING), _words, "sm90"),
     "gpt-oss": Case(_causal("GptOss", head_dim=64, **ALTERNATING, **EXPERTS), _words, "sm90"),
     "phi3": Case(_causal("Phi3", hidden_size=192, num_key_value_heads=2), _words, "sm90"),

@@ -68,6 +68,15 @@ def test_a_smaller_gpu_has_enough_items_sooner() -> None:
     assert not spreads(PLAIN, 55)
 
 
+@pytest.mark.parametrize("keys", [640, 9_000])
+@pytest.mark.parametrize("batch", [1, 3, 7])
+def test_buffers_begin_at_multiples_of_128_bytes(batch: int, keys: int) -> None:
+    """As programs ask for: they are parts of one allocation."""
+    problem = PLAIN._replace(batch=batch, total_q=batch, heads=4, kv_heads=1, page_size=keys)
+    words, _ = Spread(problem, CPU)._sizes
+    assert [n for n in words if n % 32 or not n] == []
+
+
 def test_what_a_call_runs_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "multiprocessors", lambda _: 132)
     assert type(BACKEND.prepare_cached(PLAIN, CPU)) is Spread

@@ -450,8 +450,6 @@ def test_softcap(head_dim: int, dtype: str) -> None:
     reason = dash_attn.is_supported(*leaves, backend="sm90", **how).reason
     if dtype == "float32":
         assert reason == "dtype float32 is not supported by sm90; supported: bfloat16, float16"
-    elif head_dim == 256:
-        assert reason == "softcap 2.0 is not supported by sm90 at head_dim 256"
     else:
         assert not reason
     assert dash_attn.is_supported(*leaves, **how).backend == ("triton" if reason else "sm90")

@@ -62,6 +62,7 @@ class Spread(Cached):
         of_warps = (warps * c.scores_words, warps * c.weighed_words)
         words = [n * sequences * tiles for n in (*of_warps, 4, ROWS, 2 * 128)]
         words.append(sequences * segments * c.partial_words * (segments > 1))
+        words = [-(-max(n, 1) // 32) * 32 for n in words]
         return words, (p.batch, p.most_pages, tiles, segments, *p.sides)
 
     def _work(self, scale: float, device: torch.device) -> list[Any]:
