@@ -124,6 +124,8 @@ CASES = [
     Case("padded-40-32", ((200, 200),), (1, 1), 40, 32),
     Case("segments", ((300, 300),), (2, 1), 64, how=(("q_segment", 128),)),
     Case("segments-128-window", ((200, 290),), (1, 1), 128, mask=BEHIND, how=(("q_segment", 128),)),
+    Case("softcap-far", ((140, 200),), (2, 1), 64, how=(("softcap", 1.5),)),
+    Case("softcap-far-128", ((140, 200),), (1, 1), 128, how=(("softcap", 1.5),)),
     Case("segments-softcap", ((200, 200),), (2, 1), 64, how=(("q_segment", 128), ("softcap", 15.0))),
     Case("softcap", ((200, 200),), (2, 1), 64, how=(("softcap", 15.0),)),
     Case(
@@ -146,6 +148,7 @@ CASES = [
     Case("large-packed-sink", PACKED, (2, 1), 256, sink=True),
     Case("large-window-segments", ((200, 290),), (2, 1), 256, mask=BEHIND, how=(("q_segment", 128),)),
     Case("large-softcap", ((140, 200),), (2, 1), 256, how=(("softcap", 15.0),)),
+    Case("large-softcap-far", ((140, 200),), (1, 1), 256, how=(("softcap", 1.5),)),
     Case("large-head-groups", ((140, 140),), (8, 1), 256),
     Case("large-padded", ((150, 200),), (2, 1), 200, 232, mask=WINDOW),
     Case("large-padded-160", ((150, 200),), (1, 1), 160),
