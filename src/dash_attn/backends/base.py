@@ -278,7 +278,8 @@ class Backend(ABC):
         return numerics
 
     def with_scores(self, fingerprint: str, scores: Scores) -> str:
-        """A fingerprint of a call with such scores: another one where kernels have a version of these."""
+        """What a fingerprint becomes for a call with such scores: where kernels have a version of how they
+        make them, it names that, too."""
         return fingerprint
 
     def untried(self, device: torch.device) -> str:

@@ -32,7 +32,8 @@ class _Capped(MmaRole):
     def _tanh(self, t, first: cutlass.Constexpr[int], columns: cutlass.Constexpr[int], stage):
         """tanh in place of S, of some query columns; they have half a register each.
 
-        It waits where no score is near the cap and none is hidden: this returns whether it does.
+        Where no score is near the cap and none is hidden, tanh waits for `_convert`, and scores are scaled
+        only. Returns whether it waits.
         """
         acc = cute.make_tensor(t.acc_S.iterator + first // 2, columns // 2)
         places, is_cut = range(columns // 2), t.info[0, stage] == 1

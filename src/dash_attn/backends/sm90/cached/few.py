@@ -51,9 +51,11 @@ class FewSoftmax(CachedSoftmax):
 
     @cute.jit
     def _capped_probabilities(self, t, shifts, sums, pairs) -> None:
+        """Of scores that have been capped: see `begin_cap`."""
         self._probabilities(t, shifts, sums, pairs)
 
     def begin_cap(self, t, cut) -> None:
+        """tanh never waits: few rows wait for products, and not for instructions."""
         self.cap(t)
 
     @cute.jit

@@ -83,7 +83,7 @@ def highest_bit(bits: Int32, *, loc=None, ip=None) -> Int32:
 
 @dsl_user_op
 def highest_bit_of_64(bits: Int64, *, loc=None, ip=None) -> Int32:
-    """bfind: number of the highest bit that is 1."""
+    """bfind: number of the highest bit that is 1; -1 if none is."""
     return Int32(_asm(T.i32(), [Int64(bits).ir_value(loc=loc, ip=ip)], "bfind.u64 $0, $1;", "=r,l", loc, ip))
 
 

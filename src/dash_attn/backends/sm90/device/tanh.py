@@ -84,7 +84,8 @@ def cap(values, places: cutlass.Constexpr, far) -> None:
 
 @cute.jit
 def _cap_some(values, places: cutlass.Constexpr) -> None:
-    """Near the cap are few scores, and these often side by side."""
+    """Near the cap are few scores, and these often side by side. Where they are not, all values at a time
+    would be faster (docs/experiments/softcap.md)."""
     if _any_far(values, places):
         for i in places:
             values[i] = tanh(values[i])

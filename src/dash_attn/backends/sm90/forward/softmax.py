@@ -74,7 +74,7 @@ class Softmax:
 
     @cute.jit
     def _capped_probabilities(self, t, shifts, sums, pairs) -> None:
-        """The same where `begin_cap` may have left tanh to be made here: 2^x is made by another unit."""
+        """`_probabilities`, with tanh where `begin_cap` has left it to be made here: 2^x has another unit."""
         if t.uncapped[0] == 1:
             self._probabilities(t, shifts, sums, pairs, caps=True)
         else:
@@ -194,8 +194,8 @@ class Softmax:
         """The same, or `t.uncapped` is 1: tanh waits for 2^x where no score is near the cap, and nothing has
         to look at scores before.
 
-        Not beside P V of the tile before: at head dim 64 there are no registers for that, and ptxas would
-        serialise the products.
+        At head dim 64 there are no registers for this beside P V of the tile before (`overlap`), and ptxas
+        would serialise the products.
         """
         if cutlass.const_expr(self.config.softcap):
             places = range(cute.size(t.acc_S))

@@ -140,7 +140,8 @@ class Spread:
 
     @cute.jit
     def _multiply(self, product, memory, shared, ring, numbers, item, where, tiles) -> None:
-        """The products of tiles follow one another without a pause where no row rises between them."""
+        """Tiles come in runs: before the first tile of a run rows are multiplied, and within it products
+        follow one another without a pause."""
         c, (p, v, sums), (first, last) = self.config, shared, tiles
         tidx = cute.arch.thread_idx()[0]
         out = product.get_slice(0)
@@ -157,11 +158,11 @@ class Spread:
         rises = Int64(0)
         if first <= last:
             rises = self._rises(memory.rises, item, base, first, last)
-        begin = last
-        while begin >= first:
-            below = rises & ((Int64(1) << Int64(begin - base)) - 1)
-            end = cutlass.max(base + ptx.highest_bit_of_64(below), first - 1)  # the first tile behind
-            n = last - begin
+        first_of_run = last
+        while first_of_run >= first:
+            below = rises & ((Int64(1) << Int64(first_of_run - base)) - 1)
+            behind = cutlass.max(base + ptx.highest_bit_of_64(below), first - 1)
+            n = last - first_of_run
             ring.wait_full(n)
             if exists:
                 # Before the first tile by 0, and there is nothing yet.
@@ -169,7 +170,7 @@ class Spread:
                 multiply_rows(t.acc_O, (of_rows[0], of_rows[1]))
                 self._add(t, of_rows)
             self._product(product, t, ring.stage(n))
-            for i in cutlass.range(begin - end - 1, unroll=1):
+            for i in cutlass.range(first_of_run - behind - 1, unroll=1):
                 m = n + 1 + i
                 ring.wait_full(m)
                 self._product(product, t, ring.stage(m))
@@ -178,8 +179,8 @@ class Spread:
                 warpgroup.wait_group(1)
                 arrive(ring.empty_of(m - 1))
             warpgroup.wait_group(0)
-            arrive(ring.empty_of(last - end - 1))
-            begin = end
+            arrive(ring.empty_of(last - behind - 1))
+            first_of_run = behind
         if exists:
             self._leave(t, memory, numbers, item, where, tiles)
 
