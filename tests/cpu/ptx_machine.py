@@ -327,6 +327,11 @@ class Machine:
         thread.registers[operands[0].partition("|")[2]] = int(thread.lane == 0)
         return True
 
+    def _vote(self, thread: Thread, operation: str, operands: list[str]) -> bool:
+        """About values that are left out: any answer may come."""
+        thread.registers[operands[0]] = self.random.randint(0, 1)
+        return True
+
     def _meet(
         self, thread: Thread, threads: int, value: int = 0, name: int = 0, ready: bool = True
     ) -> dict[Thread, int] | None:
