@@ -9,7 +9,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..device.tanh import cap, scale_and_look
 from ..forward.config import WARP_ROWS
 from ..forward.item import Info
 from ..forward.mma import MmaRole
@@ -66,9 +65,6 @@ class FewSoftmax(CachedSoftmax):
                 self._cap(t, range(cute.size(t.acc_S)))
             elif t.rows[0] > 0:
                 self._cap(t, first_rows)
-
-    def _cap(self, t, places) -> None:
-        cap(t.acc_S, places, scale_and_look(t.acc_S, places, t.inner))
 
 
 class FewMma(CachedMma):

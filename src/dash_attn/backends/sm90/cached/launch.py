@@ -40,6 +40,11 @@ def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
     return torch.empty(sum(sizes), dtype=torch.float32, device=device).split_with_sizes(sizes)
 
 
+def whole_lines(words: Sequence[int]) -> list[int]:
+    """Sizes of buffers in multiples of 128 bytes: each begins where programs ask for, and none is empty."""
+    return [-(-max(n, 1) // 32) * 32 for n in words]
+
+
 def config_of(problem: CachedProblem) -> CachedConfig:
     """What a problem runs with. Which one decides no bit."""
     head_dim, head_dim_v = forward_kernel_of(problem.head_dim, problem.head_dim_v)
@@ -92,7 +97,7 @@ class Cached(PreparedCached):
         table = HEADER_WORDS + (tiles + places + folds) * RECORD_WORDS + tiles
         partial = places * p.kv_heads * c.warpgroups * c.partial_words
         state = grid * c.state_words if segments > 1 else 0
-        words = [-(-max(n, 1) // 32) * 32 for n in (table, 1, state, partial)]
+        words = whole_lines((table, 1, state, partial))
         numbers = (p.batch, tiles, p.seqlen_q, p.most_pages, share, places, folds, grid, *p.sides)
         return words, numbers
 

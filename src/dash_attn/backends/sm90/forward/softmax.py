@@ -186,8 +186,10 @@ class Softmax:
         """tanh in place of the scores, before any is hidden. The factor on scores is then the softcap, and
         nothing else changes."""
         if self.config.softcap:
-            places = range(cute.size(t.acc_S))
-            cap(t.acc_S, places, scale_and_look(t.acc_S, places, t.inner))
+            self._cap(t, range(cute.size(t.acc_S)))
+
+    def _cap(self, t, places) -> None:
+        cap(t.acc_S, places, scale_and_look(t.acc_S, places, t.inner))
 
     @cute.jit
     def begin_cap(self, t, cut) -> None:

@@ -11,7 +11,7 @@ import torch
 from ....machine import L2_BYTES
 from ....schedule.constants import FORWARD_SEGMENT, FORWARD_TILE
 from ...cached import CachedProblem
-from ..cached.launch import Cached, allocate, config_of
+from ..cached.launch import Cached, allocate, config_of, whole_lines
 from ..forward.config import ROWS, WARP_ROWS
 from .arguments import Launch, Workspace
 from .config import HEAD_DIMS, SpreadConfig, spread_config
@@ -62,8 +62,7 @@ class Spread(Cached):
         of_warps = (warps * c.scores_words, warps * c.weighed_words)
         words = [n * sequences * tiles for n in (*of_warps, 4, ROWS, 2 * 128)]
         words.append(sequences * segments * c.partial_words * (segments > 1))
-        words = [-(-max(n, 1) // 32) * 32 for n in words]
-        return words, (p.batch, p.most_pages, tiles, segments, *p.sides)
+        return whole_lines(words), (p.batch, p.most_pages, tiles, segments, *p.sides)
 
     def _work(self, scale: float, device: torch.device) -> list[Any]:
         words, numbers = self._sizes
