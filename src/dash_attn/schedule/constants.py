@@ -114,7 +114,7 @@ TRITON_VERSION = 1
 """Of Triton's kernels and of their table of shapes: in the fingerprints of that backend, forward and
 backward. Raise it when they make other bytes of the same numerics. Older fingerprints had none."""
 
-SOFTCAP_VERSION = 2
+SOFTCAP_VERSION = 3
 """Of how the Hopper kernels make tanh: in the fingerprints of their calls with a softcap, forward and
 backward. The first version was in none."""
 

@@ -2,22 +2,19 @@
 
 Scores are mostly far below the cap. With u = `STRETCH` x:
 
-* |u| < `FAR`, which is |x| < 0.5: tanh x = u `NEAR`(u^2), of degree 3, off by 6e-7 at most. Six instructions.
-* Beyond, with v = `NARROW` u: tanh x = v `P`(v^2) / `Q`(v^2), P and Q with leading coefficients 1: every step
-  of Horner's rule then has one constant, which is part of the instruction. The degrees, 3 and 4, are the
-  least with which the relative error is below 5e-7 everywhere. Beyond `BOUND`, which is x = 7.7, tanh is
-  constant, 4.8e-7 from 1. Fifteen instructions and one reciprocal; 22 where both ways are gone and one of the
-  results is chosen.
+* |u| < `FAR`, which is |x| < 0.75: tanh x = u `NEAR`(u^2), of degree 4. Seven instructions.
+* Beyond: tanh |x| = 1 - 2 / (e^2|x| + 1), and the sign of x. Eight instructions, two of which are an
+  exponential and a reciprocal. All that `NEAR` takes stands beside them, and one of the results is chosen.
 
-A value alone decides which of the two it gets, so no score's bits depend on its neighbours. Where a warp sees
-none that is far, it takes the short way for all. `FAR` is 2, since one bit of a float32 tells whether it is
-as large. (All polynomials were fitted here by least squares, reweighted to the least maximum.)
+Both are off by 7e-7 of the result at most. A value alone decides which of the two it gets, so no score's bits
+depend on its neighbours. Where a warp sees none that is far, it takes the short way for all. `FAR` is 2,
+since one bit of a float32 tells whether it is as large. (The polynomial was fitted here by least squares,
+reweighted to the least maximum.)
 
-Why not ``tanh.approx``: its error is 5e-4 of a score, 0.02 for scores near a cap of 50. Why not
-1 - 2 / (e^2x + 1): near 0 it has few digits, which counts where the cap is large, and it takes two results of
-the unit that makes exponentials and reciprocals, which has an eighth of the speed of products. Why not one
-reciprocal for two scores, of a product: bits of a score must not depend on its neighbour, which a row may not
-see.
+Why not ``tanh.approx``: its error is 5e-4 of a score, 0.02 for scores near a cap of 50. Why not the second
+way for all: near 0 it has few digits, which counts where the cap is large, and the unit that makes
+exponentials and reciprocals has an eighth of the speed of products. Why not one reciprocal for two scores, of
+a product: bits of a score must not depend on its neighbour, which a row may not see.
 """
 
 from __future__ import annotations
@@ -30,21 +27,12 @@ import numpy as np
 
 from ...scores import Scores
 
-__all__ = [
-    "BOUND", "FAR", "HUGE", "LARGEST", "NARROW", "NEAR", "STRETCH", "Cap", "P", "Q", "cap_of", "why_no_cap",
-]  # fmt: skip
+__all__ = ["FAR", "HUGE", "LARGEST", "NEAR", "STRETCH", "Cap", "cap_of", "why_no_cap"]
 
-STRETCH = 4.0
+STRETCH = 8 / 3
 FAR = 2.0
-NEAR = (-2.7100964e-06, 0.00012881149, -0.0052072373, 0.24999987)
+NEAR = (1.8961277e-06, -5.2200859e-05, 0.00098325592, -0.017575445, 0.37499979)
 """From the highest power down to the constant."""
-NARROW = 0.021808056 / STRETCH
-P = (0.1206906, 0.0024953187, 9.162861e-06)
-"""From the second highest power down to the constant; the highest has the factor 1."""
-Q = (0.4508277, 0.02114132, 0.00019447085, 1.9982421e-07)
-"""Likewise."""
-BOUND = 0.16792203
-"""Of v."""
 
 HUGE = 3.4e38
 """The negative of it, times a softcap, is in place of a score that is masked."""
