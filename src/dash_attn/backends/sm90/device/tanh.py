@@ -26,13 +26,14 @@ def _horner(name: str, coefficients: tuple[float, ...]) -> str:
     return " ".join(f"fma.rn.f32 {name}, {name}, square, {_hex(x)};" for x in coefficients)
 
 
-_NEAR = f"""mul.rn.f32 square, $1, $1; mov.f32 near, {_hex(NEAR[0])}; {_horner("near", NEAR[1:])}
-    mul.rn.f32 near, near, $1;"""
-_TANH_NEAR = f"""{{ .reg .f32 square, near; {_NEAR} mov.f32 $0, near; }}"""
+_NEAR = f"""mul.rn.f32 square, $1, $1; mov.f32 near, {_hex(NEAR[0])}; {_horner("near", NEAR[1:])}"""
+_TANH_NEAR = f"""{{ .reg .f32 square, near; {_NEAR} mul.rn.f32 $0, near, $1; }}"""
+# The sign comes last: were $1 needed after $0 has a value, ptxas would keep both of all values.
 _TANH = f"""{{ .reg .f32 square, near, size, far; .reg .pred is_near; {_NEAR}
-    abs.f32 size, $1; mul.rn.f32 far, size, {_hex(2 / STRETCH * math.log2(math.e))}; ex2.approx.ftz.f32 far, far;
+    abs.f32 size, $1; mul.rn.f32 near, near, size;
+    mul.rn.f32 far, size, {_hex(2 / STRETCH * math.log2(math.e))}; ex2.approx.ftz.f32 far, far;
     add.rn.f32 far, far, {_hex(1)}; rcp.approx.ftz.f32 far, far; fma.rn.f32 far, far, {_hex(-2)}, {_hex(1)};
-    copysign.f32 far, $1, far; setp.lt.f32 is_near, size, {_hex(FAR)}; selp.f32 $0, near, far, is_near; }}"""
+    setp.lt.f32 is_near, size, {_hex(FAR)}; selp.f32 far, near, far, is_near; copysign.f32 $0, $1, far; }}"""
 
 
 @dsl_user_op
