@@ -15,6 +15,7 @@ RATIOS = {
     "sink": ("sink", "plain"),
     "softcap": ("softcap", "plain"),
     "wide": ("softcap, wide", "plain"),
+    "wider": ("softcap, wider", "plain"),
     "triton": ("softcap, triton", "softcap"),
 }
 """Whose time is divided by whose."""
@@ -65,6 +66,7 @@ def score_table() -> str:
         "sink",
         "softcap",
         "softcap, wide scores",
+        "wider scores",
         "Triton with softcap / ours",
     ]
     return table_of(head, lines)

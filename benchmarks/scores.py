@@ -2,7 +2,8 @@
 
 16,384 tokens, hidden size 2,048, bf16, public functions, sustained timing as in forward.py; all calls of a
 point take turns. "softcap" has normal inputs, whose scores are far below the cap. For "softcap, wide" q is
-eight times as large: one score of 600 is beyond half the cap, so most warps see one in every tile.
+eight times as large: one score of 400,000 is beyond three quarters of the cap. For "softcap, wider" it is
+sixteen times as large: one score of 50, so that every warp sees some in every tile.
 
     python benchmarks/scores.py --output benchmarks/results/h100-scores.json
 """
@@ -36,6 +37,7 @@ def calls(head_dim: int, seqlen: int, causal: bool) -> Iterator[tuple[tuple[str,
         "sink": (q, {"learnable_sink": sink}),
         "softcap": (q, {"softcap": SOFTCAP}),
         "softcap, wide": (8 * q, {"softcap": SOFTCAP}),
+        "softcap, wider": (16 * q, {"softcap": SOFTCAP}),
         "softcap, triton": (q, {"softcap": SOFTCAP, "backend": "triton"}),
     }
     for name, (of_q, options) in variants.items():
