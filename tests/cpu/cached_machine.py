@@ -108,7 +108,8 @@ class CachedMachine(ForwardMachine):
     def _parameter(self, number: int, offset: int) -> int:
         b = self.batch
         numbers = (
-            *b.sides, b.group, b.kv_heads, b.pages, b.page_size, b.most_pages, b.page_size, b.page_size
+            *b.sides, b.group, b.kv_heads, b.pages, b.page_size, b.most_pages, b.page_size, b.page_size,
+            self.config.eager * len(self.blocks),
         )  # fmt: skip
         known = {10: PAGES, 11: TABLE, **dict(enumerate(numbers, 16))}
         if number in known and offset == 0:

@@ -37,6 +37,12 @@ class CachedConfig(ForwardConfig):
             raise ValueError(f"{self}: a forward over a cache has a sink, no trace and no turns")
 
     @property
+    def eager(self) -> int:
+        """How many blocks each block counts as when `Deal` decides which tiles to split. More where tiles have
+        few rows, since these leave little behind."""
+        return 4 if self.warpgroups == 1 else 1
+
+    @property
     def registers(self) -> tuple[int, int]:
         """One warpgroup needs no others' registers: a block of 256 threads has 255 each."""
         return {1: (0, 0), 2: (232, 40), 3: (160, 32)}[self.warpgroups]

@@ -1,12 +1,13 @@
 """The kernel before the main one: one block deals out items, from the lengths on the device.
 
 The table begins with HEADER_WORDS: how many entries there are, how many folds, and how many kv heads a
-section has. Items are numbered section by section, in it entry by entry, in it head by head, as in training:
-K and V of a section fit half of L2. Then come records of RECORD_WORDS: entries, then folds, from places that
-the launcher knows. An entry is (sequence, q tile, segment or -1, place, rows, seqlen_k, first row, shift), a
-fold (sequence, q tile, first place, number of places, rows, seqlen_k, first row, 0). Rows are those of all q
-heads of a kv head, token by token, and first rows count in q. ``shift`` is the key that is aligned with the
-sequence's first token.
+section has. Items are numbered section by section, in it entry by entry, in it head by head. As in training,
+K and V of a section fit half of L2. Where rows are few, K and V are read once, and all heads are one section:
+blocks then read at the same time what lies side by side. Then come records of RECORD_WORDS: entries, then
+folds, from places that the launcher knows. An entry is (sequence, q tile, segment or -1, place, rows,
+seqlen_k, first row, shift), a fold (sequence, q tile, first place, number of places, rows, seqlen_k, first
+row, 0). Rows are those of all q heads of a kv head, token by token, and first rows count in q. ``shift`` is
+the key that is aligned with the sequence's first token.
 
 Suppose that all tiles are like this one. It is split into its segments if all segments, in rounds over all
 blocks, are then done at least a tenth earlier than one whole tile. Which tiles that are, where segments go,
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from ....machine import L2_BYTES
@@ -74,7 +75,10 @@ class Deal:
         if tidx == 0:
             table[0] = counts[TOTAL]
             table[1] = cutlass.min(counts[FOLDS], launch.folds)
-            table[2] = self._section(counts[KEYS], sizes)
+            if const_expr(self.config.warpgroups == 1):
+                table[2] = sizes[1]
+            else:
+                table[2] = self._section(counts[KEYS], sizes)
             claimed[0] = Int32(0)
         cute.arch.sync_threads()
         for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):

@@ -87,6 +87,7 @@ class Cached:
             *scales, launch.left, launch.right, tensors.q.shape[2] // kv_heads, kv_heads,
             tensors.k.shape[0], tensors.k.shape[1], launch.most_pages,
             *(Int32(x.stride[0] // x.stride[1]) for x in (tensors.k, tensors.v)),
+            *((launch.share,) if c.warpgroups == 1 else ()),
         )  # fmt: skip
         self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers).launch(
             grid=(launch.grid, 1, 1),

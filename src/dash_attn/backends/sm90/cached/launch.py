@@ -30,10 +30,6 @@ from .config import CachedConfig, cached_config
 
 __all__ = ["Cached", "allocate", "config_of"]
 
-EAGER = {True: 4, False: 1}
-"""How many blocks each block counts as when ``Deal`` decides which tiles to split. More where tiles have few
-rows, since these leave little behind."""
-
 
 def allocate(sizes: list[int], device: torch.device) -> Sequence[Tensor]:
     """Buffers of so many fp32 words, from one allocation."""
@@ -89,7 +85,7 @@ class Cached(PreparedCached):
         p, c = self.problem, self.config
         blocks = multiprocessors(self.device) if self._blocks is None else self._blocks
         tiles, segments = p.q_tiles(c.tile_m), -(-p.keys // c.segment)
-        share, folds, places = blocks * EAGER[c.warpgroups == 1], 0, 0
+        share, folds, places = blocks * c.eager, 0, 0
         if segments > 1:
             folds = min(share // p.kv_heads + 2, tiles)
             places = min(folds * segments, max(MOST_PARTS // p.kv_heads, 1))

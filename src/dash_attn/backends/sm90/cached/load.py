@@ -39,6 +39,9 @@ class CachedLoad:
         in_section, blocks = table[0] * section, Int32(cute.arch.grid_dim()[0])
         n_item, n_kv, index = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
         per_segment = c.segment // c.tile_n
+        fewer = Int32(0)
+        if const_expr(c.warpgroups == 1):
+            fewer = self._fewer(items, of_pages[5])
         record = self._read(table, section, items, index)
         while index < items:
             head = index // in_section * section + index % in_section % section
@@ -79,7 +82,7 @@ class CachedLoad:
                         (rings.v, copies.v, shared.v, of_pages[4], c.head_dim_v),
                     ):
                         kv_stage = ring.stage(n_kv)
-                        ring.wait_empty(n_kv)
+                        ring.wait_empty(n_kv + fewer)
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(
                                 ring.full + kv_stage, 2 * c.tile_n * columns
@@ -103,6 +106,12 @@ class CachedLoad:
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
         self._tell(rings.q.stage(n_item))
+
+    def _fewer(self, items: Int32, share: Int32) -> Int32:
+        """How many stages the load warp leaves empty. Where nearly all SMs have items, memory gives less if it
+        is asked for three tiles per SM than for two, and where half of them have, less if for two."""
+        c = self.config
+        return cutlass.select_(8 * c.eager * items >= 7 * share, Int32(c.kv_stages // 3), Int32(0))
 
     def _tell(self, stage) -> None:
         """The words of a stage are there. Nobody still waits for those before: the stage was empty."""
