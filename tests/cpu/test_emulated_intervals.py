@@ -70,6 +70,7 @@ CASES = [
     Case("documents-spt-fp16", (600,), (DOCUMENTS,), (1, 1), 128, policy="spt", dtype=torch.float16),
     Case("documents-symmetric", (512,), (only_ends(ends_of_documents(200, 312)),), policy="symmetric_shift"),
     Case("prefix-96", (400,), (PREFIX,), (2, 1), 96, causal=False),
+    Case("prefix-80", (400,), (PREFIX,), (2, 1), 80, causal=False),
     Case("tree", (300,), (only_ends(random_tree(300, 1)[0]),), (4, 1)),
     Case("any-full-rings", (400,), (random_intervals(400, 400, 3),), (2, 2), causal=False),
     Case("any-80-fp16", (300,), (random_intervals(300, 300, 5),), (1, 1), 80, dtype=torch.float16),

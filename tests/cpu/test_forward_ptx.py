@@ -81,9 +81,10 @@ def test_it_ends_and_loads_and_stores_what_it_should(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [80, 96])
 @pytest.mark.parametrize("name", ["full", "packed"])
-def test_it_does_so_in_copies_of_32_columns(name: str) -> None:
-    check(replace(forward_config(96, "bf16"), segment=256), name)
+def test_it_does_so_in_copies_of_16_and_of_32_columns(name: str, head_dim: int) -> None:
+    check(replace(forward_config(head_dim, "bf16"), segment=256), name)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
 from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
-from .tiles import TILES, has_intervals, has_softcap
+from .tiles import FORWARD, TILES, has_intervals, has_softcap
 
 __all__ = [
     "ARCH",
@@ -143,7 +143,7 @@ def spread_variants() -> dict[str, SpreadConfig]:
 
 def _kinds(direction: str, softcap: bool = False) -> Iterator[tuple[str, tuple[int, int], str]]:
     """A name, head dims of Q and V, and a dtype. ``softcap``: those that have variants with one."""
-    for head_dim, head_dim_v in TILES:
+    for head_dim, head_dim_v in FORWARD if direction == "forward" else TILES:
         if softcap and not has_softcap(head_dim, head_dim_v):
             continue
         of_v = "" if head_dim_v == head_dim else f"v{head_dim_v}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "FORWARD",
     "HEAD_DIMS",
     "TILES",
     "Kernel",
     "Registers",
     "Tiles",
+    "cached_kernel_of",
     "covers",
     "forward_kernel_of",
     "has_intervals",
@@ -64,6 +66,8 @@ TILES = {
 }
 """By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
 
+FORWARD = tuple(sorted([*TILES, (80, 80)]))
+"""Head dims of the forward kernels of training."""
 
 HEAD_DIMS = range(40, 257, 8)
 """Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
@@ -106,12 +110,22 @@ def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
 
 
 def forward_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims of the forward kernel for tensors, in training and over a cache.
+    """Head dims of the forward kernel for tensors in training: one of `FORWARD`.
 
-    Rows of 72 or 88 columns begin at odd multiples of 16 bytes. In the narrow boxes of the kernel of 96
-    columns that costs more than its products save (docs/experiments/head-dims.md); 128 makes the same bytes.
+    >>> forward_kernel_of(80, 80), forward_kernel_of(72, 72), forward_kernel_of(64, 96)
+    ((80, 80), (128, 128), (96, 96))
+    """
+    kernel = cached_kernel_of(head_dim, head_dim_v)
+    return (80, 80) if kernel == (96, 96) and max(head_dim, head_dim_v) <= 80 else kernel
 
-    >>> forward_kernel_of(80, 80), forward_kernel_of(72, 72)
+
+def cached_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Head dims of the forward kernel for tensors over a cache. All kernels that hold them make the same bytes.
+
+    Rows of 72 or 88 columns begin at odd multiples of 16 bytes. In the narrow boxes of the kernels of 80 and 96
+    columns that costs more than products save (docs/experiments/head-dims.md).
+
+    >>> cached_kernel_of(80, 80), cached_kernel_of(72, 72)
     ((96, 96), (128, 128))
     """
     kernel = kernel_of(head_dim, head_dim_v)[:2]

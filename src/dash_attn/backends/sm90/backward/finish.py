@@ -271,8 +271,10 @@ def store_piece(config: cutlass.Constexpr, values, mdQ, where, piece: Int32, sca
     else:
         first += piece // 4 * 64
     for half in cutlass.range_constexpr(2):
-        converted = _room_for(vectors, mdQ.element_type)
-        _first(converted, vectors).store((values[None, half, None].load() * scale).to(mdQ.element_type))
+        converted = registers.room_for(vectors, mdQ.element_type)
+        registers.first_of(converted, vectors).store(
+            (values[None, half, None].load() * scale).to(mdQ.element_type)
+        )
         row = q_tile * c.tile_m + first + 8 * half
         line = mdQ[batch, first_row + row, q_head, None]
         columns = cute.local_tile(line, (8 * vectors,), (first_column // (8 * vectors),))
@@ -280,19 +282,3 @@ def store_piece(config: cutlass.Constexpr, values, mdQ, where, piece: Int32, sca
         if const_expr(vectors % 4 != 0):
             there = Int32(8 * vectors) if there is None else cutlass.min(there, 8 * vectors)
         registers.store_rows(converted, columns, lane, row < seqlen_q, there)
-
-
-def _room_for(vectors: int, dtype):
-    """(2, vectors) registers, rounded up to whole fours of vectors, as `registers.store_rows` takes them.
-    Those that are too many are 0, and not stored."""
-    room = cute.make_rmem_tensor((2, -(-vectors // 4) * 4), dtype)
-    if vectors % 4:
-        room.fill(0.0)
-    return room
-
-
-def _first(values, vectors: int):
-    """The first vectors of (2, more)."""
-    if cute.size(values) == 2 * vectors:
-        return values
-    return cute.make_tensor(values.iterator, cute.make_layout((2, vectors)))

@@ -24,7 +24,7 @@ from ..forward.config import ROWS
 from ..forward.launch import numerics_of, why_no_scale
 from ..launch import DTYPES
 from ..softcap import cap_of, why_no_cap
-from ..tiles import forward_kernel_of
+from ..tiles import cached_kernel_of
 from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
 from .config import CachedConfig, cached_config
 
@@ -43,7 +43,7 @@ def whole_lines(words: Sequence[int]) -> list[int]:
 
 def config_of(problem: CachedProblem) -> CachedConfig:
     """What a problem runs with. Which one decides no bit."""
-    head_dim, head_dim_v = forward_kernel_of(problem.head_dim, problem.head_dim_v)
+    head_dim, head_dim_v = cached_kernel_of(problem.head_dim, problem.head_dim_v)
     rows = problem.longest_q
     if problem.packed and rows == problem.total_q:  # nobody said how many rows the longest one has
         rows = -(-problem.total_q // max(problem.batch, 1))

@@ -137,6 +137,8 @@ def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardCon
     head_dims = head_dim, head_dim_v or head_dim
     if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
+    if head_dims == (80, 80):
+        return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True)
     if head_dims == (96, 96):
         return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=3, overlap="softmax")
     if head_dims == (128, 128):
@@ -146,5 +148,5 @@ def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardCon
     if head_dims == (256, 256):
         # O takes 128 registers, and K and V take 32 KB per 64 keys.
         return ForwardConfig(head_dim, dtype, q_stages=1, kv_stages=2, tile_n=64, overlap="softmax")
-    known = "64, 96, 128, 192 (V: 128), 256"
+    known = "64, 80, 96, 128, 192 (V: 128), 256"
     raise ValueError(f"no forward kernel has head dim {name_of(*head_dims)}; known: {known}")
