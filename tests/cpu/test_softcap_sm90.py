@@ -32,8 +32,8 @@ def instructions(name: str) -> list[list[str]]:
 
 
 def executed(scores: np.ndarray, factor: float, off: int = 0, name: str = "_TANH") -> np.ndarray:
-    """tanh of products by these instructions; exponentials and reciprocals are by 2^-22 too large or small, or
-    exact."""
+    """tanh of products by these instructions; exponentials and reciprocals are exact, or too large or small
+    by 2^-22."""
     f32 = np.float32
     values: dict[str, Any] = {"$1": scores.astype(f32) * f32(factor)}
 

@@ -120,10 +120,10 @@ def forward_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def cached_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims of the forward kernel for tensors over a cache. All kernels that hold them make the same bytes.
+    """Head dims of the forward kernel for tensors over a cache. All that hold them make the same bytes.
 
-    Rows of 72 or 88 columns begin at odd multiples of 16 bytes. In the narrow boxes of the kernels of 80 and 96
-    columns that costs more than products save (docs/experiments/head-dims.md).
+    Rows of 72 or 88 columns begin at odd multiples of 16 bytes. In the narrow boxes of the kernels of 80 and
+    96 columns that costs more than products save (docs/experiments/head-dims.md).
 
     >>> cached_kernel_of(80, 80), cached_kernel_of(72, 72)
     ((96, 96), (128, 128))

@@ -38,8 +38,8 @@ class CachedConfig(ForwardConfig):
 
     @property
     def eager(self) -> int:
-        """How many blocks each block counts as when `Deal` decides which tiles to split. More where tiles have
-        few rows, since these leave little behind."""
+        """How many blocks each block counts as when `Deal` decides which tiles to split. More where tiles
+        have few rows, since these leave little behind."""
         return 4 if self.warpgroups == 1 else 1
 
     @property
