@@ -276,6 +276,7 @@ _MAKERS: dict[str, Callable[[Instruction, Slot], Compute | None]] = {
     "div": _divide(True), "rem": _divide(False),
     "and": _binary(np.bitwise_and), "or": _binary(np.bitwise_or), "xor": _binary(np.bitwise_xor),
     "not": _unary(np.invert), "neg": _unary(np.negative), "abs": _unary(np.abs),
+    "copysign": _binary(lambda sign, size: np.copysign(size, sign)),
     "max": _limits(np.maximum, np.fmax), "min": _limits(np.minimum, np.fmin),
     "shl": _shift(np.left_shift), "shr": _shift(np.right_shift),
     "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "cvta": _mov, "prmt": _prmt,

@@ -117,7 +117,7 @@ class Emulated:
         ratios = (x.stride(0) // x.stride(1) for x in (tensors.k, tensors.v))
         numbers = (
             *scales, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages,
-            *ratios,
+            *ratios, *([launch.share] if c.warpgroups == 1 else []),
         )  # fmt: skip
         row_bytes = row_bytes_of(gcd(c.head_dim, c.head_dim_v))
         maps = _maps((_as_rows(x), c.piece, row_bytes) for x in (tensors.k, tensors.v))
