@@ -7,7 +7,7 @@ Cases: ``decode`` has one row per sequence, all sequences alike, keys contiguous
 ``chunk`` has rows behind many keys, beside the same rows in training. ``copy`` is what the card copies.
 ``gb_per_s``: of the used keys and values, each counted once; of a copy, read and written.
 
-    python benchmarks/decode.py --output benchmarks/results/h100-decode.json
+    python benchmarks/decode.py --output benchmarks/results/h200-decode.json
     python benchmarks/decode.py --only decode-8x8192 --rounds 3
 """
 

@@ -9,7 +9,7 @@ from summary import Row
 
 __all__ = ["decode_values"]
 
-FILE = "h100-decode.json"
+FILE = "h200-decode.json"
 OURS, TRAINING = "dash", "dash training"
 
 

@@ -5,7 +5,7 @@ Contenders take turns, call by call, and every figure is a median. Measured are 
 the forward with its backward, a packed batch of known lengths, batches of lengths never seen before, and
 a small problem in a CUDA graph, whose replay shows what the start of the kernels costs on the GPU.
 
-    python benchmarks/host.py --output benchmarks/results/h100-host.json
+    python benchmarks/host.py --output benchmarks/results/h200-host.json
     python benchmarks/host.py --profile            # where the host's time goes
 """
 

@@ -9,7 +9,7 @@ from documents import STATISTICS, Value, read, table_of
 
 __all__ = ["score_values"]
 
-FILE = "h100-scores.json"
+FILE = "h200-scores.json"
 PASSES = ("forward", "backward")
 RATIOS = {
     "sink": ("sink", "plain"),

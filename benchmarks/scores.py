@@ -5,7 +5,7 @@ point take turns. "softcap" has normal inputs, whose scores are far below the ca
 eight times as large: one score of 400,000 is beyond three quarters of the cap. For "softcap, wider" it is
 sixteen times as large: one score of 50, so that every warp sees some in every tile.
 
-    python benchmarks/scores.py --output benchmarks/results/h100-scores.json
+    python benchmarks/scores.py --output benchmarks/results/h200-scores.json
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def host_table() -> str:
     lines = [
         [row["problem"], row["what"], f"{row['us']['dash_attn']:.0f}", f"{row['us']['fa4']:.0f}",
          f"{row['us']['dash_attn'] / row['us']['fa4']:.2f}"]
-        for row in read("h100-host.json")
+        for row in read("h200-host.json")
         if row["what"] in ("forward", "forward and backward") and "unseen" not in row["problem"]
     ]  # fmt: skip
     return table_of(["problem", "call", "ours, us", "FA4, us", "ours / FA4"], lines)
@@ -263,7 +263,7 @@ def host_values() -> Iterator[tuple[str, Value]]:
 
 def _host(problem: str, what: str, key: str) -> str:
     (us,) = (
-        row["us"][key] for row in read("h100-host.json") if (row["problem"], row["what"]) == (problem, what)
+        row["us"][key] for row in read("h200-host.json") if (row["problem"], row["what"]) == (problem, what)
     )
     return f"{us / 1000:.1f}" if key in ("plan_for", "new lengths") else f"{us:.0f}"
 
@@ -280,8 +280,8 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}demo.json": demo_values(),
         f"{folder}traces.json": trace_values(),
         f"{folder}ranking.json": ranking_values(),
-        "benchmarks/results/h100-host.json": host_values(),
-        "benchmarks/results/h100-decode.json": decode_values(),
+        "benchmarks/results/h200-host.json": host_values(),
+        "benchmarks/results/h200-decode.json": decode_values(),
         "benchmarks/results/h100-choices.json": schedule_values(),
         f"{folder}grid.json": shape_values("h200-grid.json"),
         "benchmarks/results/h100-grid.json": shape_values("h100-grid.json"),
@@ -292,7 +292,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}steps.json": step_values(),
         f"{folder}triton.json": triton_values(),
         "benchmarks/results/h100-intervals.json": interval_values(),
-        "benchmarks/results/h100-scores.json": score_values(),
+        "benchmarks/results/h200-scores.json": score_values(),
         f"{folder}litmus.json": litmus_values(),
         f"{folder}soak.json": soak_values(),
         "benchmarks/summary.py": other_build_values(),
