@@ -82,12 +82,13 @@ def test_it_ends_and_loads_what_it_should(head_dim: int, few: bool, piece: int, 
         assert not left
 
 
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("places", [0, 3, 40])
 @pytest.mark.parametrize("name", BATCHES)
-def test_what_is_dealt_out(name: str, places: int) -> None:
+def test_what_is_dealt_out(name: str, places: int, few: bool) -> None:
     """Every tile once, whole or in all of its segments, the longest first; folds find their places."""
     batch = BATCHES[name]
-    config = replace(cached_config(64, "bf16", True, 16), segment=256)
+    config = replace(cached_config(64, "bf16", few, 16), segment=256)
     rows = sum(rows for rows, _ in batch.sequences)
     tiles = rows * batch.group // config.tile_m + len(batch.sequences)
     machine = DealMachine(config, DealProgram(cached_ptx(config)), batch, (tiles, places, places), places)

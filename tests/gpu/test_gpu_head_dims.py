@@ -164,7 +164,7 @@ def test_v_may_have_another_one(head_dim: int, head_dim_v: int, mask: str) -> No
     [{"softcap": 15.0}, {"q_segment": 256}, {"q_segment": 256, "softcap": 30.0}],
     ids=["softcap", "segments", "segments-softcap"],
 )
-@pytest.mark.parametrize("head_dim", [72, 96])
+@pytest.mark.parametrize("head_dim", [72, 80, 96])
 def test_softcap_and_segments(head_dim: int, how: dict[str, Any]) -> None:
     """Segments leave sums of dK and dV to another kernel."""
     tensors, common = drawn(head_dim, kv_heads=2, keys=500), {"causal": True, "policy": "descending"}

@@ -3,8 +3,8 @@
 Scores are mostly far below the cap. With u = `STRETCH` x:
 
 * |u| < `FAR`, which is |x| < 0.75: tanh x = u `NEAR`(u^2), of degree 4. Seven instructions.
-* Beyond: tanh |x| = 1 - 2 / (e^2|x| + 1), and the sign of x. Eight instructions, two of which are an
-  exponential and a reciprocal. All that `NEAR` takes stands beside them, and one of the results is chosen.
+* Beyond: tanh |x| = 1 - 2 / (e^2|x| + 1), and the sign of x. One exponential and one reciprocal. All that
+  `NEAR` takes stands beside them, and one of the results is chosen: 16 instructions.
 
 Both are off by 7e-7 of the result at most. A value alone decides which of the two it gets, so no score's bits
 depend on its neighbours. Where a warp sees none that is far, it takes the short way for all. `FAR` is 2,

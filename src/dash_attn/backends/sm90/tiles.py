@@ -66,7 +66,7 @@ TILES = {
 }
 """By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
 
-FORWARD = tuple(sorted([*TILES, (80, 80)]))
+FORWARD = tuple(sorted({*TILES, (80, 80)}))
 """Head dims of the forward kernels of training."""
 
 HEAD_DIMS = range(40, 257, 8)
@@ -120,7 +120,8 @@ def forward_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def cached_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims of the forward kernel for tensors over a cache. All that hold them make the same bytes.
+    """Head dims of the forward kernel for tensors over a cache. Kernels of 80, 96 and 128 columns make the
+    same bytes.
 
     Rows of 72 or 88 columns begin at odd multiples of 16 bytes. In the narrow boxes of the kernels of 80 and
     96 columns that costs more than products save (docs/experiments/head-dims.md).

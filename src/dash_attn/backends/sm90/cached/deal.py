@@ -2,9 +2,9 @@
 
 The table begins with HEADER_WORDS: how many entries there are, how many folds, and how many kv heads a
 section has. Items are numbered section by section, in it entry by entry, in it head by head. As in training,
-K and V of a section fit half of L2. Where rows are few, K and V are read once, and all heads are one section:
-blocks then read at the same time what lies side by side. Then come records of RECORD_WORDS: entries, then
-folds, from places that the launcher knows. An entry is (sequence, q tile, segment or -1, place, rows,
+K and V of a section fit half of L2. Where rows are few, K and V are mostly read once, and all heads are one
+section: blocks then read at the same time what lies side by side. Then come records of RECORD_WORDS: entries,
+then folds, from places that the launcher knows. An entry is (sequence, q tile, segment or -1, place, rows,
 seqlen_k, first row, shift), a fold (sequence, q tile, first place, number of places, rows, seqlen_k, first
 row, 0). Rows are those of all q heads of a kv head, token by token, and first rows count in q. ``shift`` is
 the key that is aligned with the sequence's first token.

@@ -108,8 +108,9 @@ class CachedLoad:
         self._tell(rings.q.stage(n_item))
 
     def _fewer(self, items: Int32, share: Int32) -> Int32:
-        """How many stages the load warp leaves empty. Where nearly all SMs have items, memory gives less if
-        it is asked for three tiles per SM than for two, and where half of them have, less if for two."""
+        """How many stages the load warp leaves empty: a third, where seven of eight SMs have items. At head
+        dim 128 memory then gives less if each SM asks for three tiles than for two. Where half of the SMs
+        have items, it gives less for two."""
         c = self.config
         return cutlass.select_(8 * c.eager * items >= 7 * share, Int32(c.kv_stages // 3), Int32(0))
 

@@ -132,8 +132,8 @@ class ForwardConfig:
 
 @cache
 def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardConfig:
-    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md, for 96 and more
-    docs/experiments/head-dims.md)."""
+    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md, for others than
+    64 and 128 docs/experiments/head-dims.md)."""
     head_dims = head_dim, head_dim_v or head_dim
     if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
