@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from ..device import plan_view, ptx
+from ..device import plan_view
 from ..device.copies import partitions
+from ..forward.claims import CLAIM_BEFORE, READ_BEFORE, claim
 from ..forward.config import ROWS
 from ..forward.item import Info
 from ..tiles import row_bytes_of
@@ -16,8 +17,6 @@ from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 from .item import ITEM_BARRIER, Q_WARPS
 
-# The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
-CLAIM_BEFORE, READ_BEFORE = 4, 2
 THREADS_OF_ITEM = 32 * (1 + Q_WARPS)
 
 
@@ -75,7 +74,7 @@ class CachedLoad:
                 end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
-                        claimed = self._claim(memory.claimed)
+                        claimed = claim(memory.claimed)
                     where = self._where(memory.pages, of_pages, sequence, (end - i) * c.tile_n, seqlen_k)
                     for ring, copy, tiles, rows_of_page, columns in (
                         (rings.k, copies.k, shared.k, of_pages[3], c.head_dim),
@@ -98,7 +97,7 @@ class CachedLoad:
                 begin = end + 1
             if kv_tiles == 0:
                 if blocks < items:
-                    claimed = self._claim(memory.claimed)
+                    claimed = claim(memory.claimed)
                 index = blocks + cute.arch.shuffle_sync(claimed, 0)
                 record = self._read(table, section, items, index)
             n_item += 1
@@ -209,11 +208,3 @@ class CachedLoad:
         in_section = cutlass.max(table[0] * section, 1)
         first = HEADER_WORDS + index % in_section // section * RECORD_WORDS
         return tuple(table[first + i] for i in range(RECORD_WORDS))
-
-    @cute.jit
-    def _claim(self, claimed) -> Int32:
-        """Claim the next item; lane 0 knows which. Nobody waits for the answer here."""
-        number = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            number = ptx.add(claimed.iterator)
-        return number

@@ -4,13 +4,17 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from ..device.operands import tile_layout
+from ..device.ring import Ring
 from .arguments import Layouts, Products, Shared
 from .config import ROWS, ForwardConfig
-from .item import info_words
+from .item import Rings, info_words
+
+LOAD_WARP = 0
 
 BarrierCounts = dict[str, tuple[int, int]]
 """By name: how many mbarriers, and how many arrivals each of them counts."""
@@ -35,7 +39,7 @@ def layouts_of(c: ForwardConfig, dtype: Any) -> Layouts:
     )
 
 
-def storage_of(c: ForwardConfig, dtype: Any, counts: BarrierCounts) -> Any:
+def _storage_of(c: ForwardConfig, dtype: Any, counts: BarrierCounts) -> Any:
     """The shared memory of a block: barriers in the order of their names, words of items, tiles."""
 
     def tile(rows: int, columns: int, stages: int) -> Any:
@@ -51,7 +55,7 @@ def storage_of(c: ForwardConfig, dtype: Any, counts: BarrierCounts) -> Any:
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
-def shared_of(storage: Any, c: ForwardConfig, layouts: Layouts) -> Shared:
+def _shared_of(storage: Any, c: ForwardConfig, layouts: Layouts) -> Shared:
     """Tiles and words of items in a block's storage."""
     return Shared(
         q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
@@ -59,3 +63,31 @@ def shared_of(storage: Any, c: ForwardConfig, layouts: Layouts) -> Shared:
         v=storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
         item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
     )
+
+
+@cute.jit  # type: ignore[untyped-decorator]
+def begin(
+    c: ForwardConfig, dtype: Any, copies: Any, layouts: Layouts, counts: BarrierCounts
+) -> tuple[Any, Rings, Shared]:
+    """What every warp does first, until the kernels before have ended: (the warp, rings, shared memory)."""
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp_idx == LOAD_WARP:
+        for each in copies:
+            cpasync.prefetch_descriptor(each.atom)
+    storage = SmemAllocator().allocate(_storage_of(c, dtype, counts))
+    barriers = {name: getattr(storage, name).data_ptr() for name in counts}
+    rings = Rings(
+        q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
+        k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
+        v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
+    )
+    shared = _shared_of(storage, c, layouts)
+    if warp_idx == LOAD_WARP:
+        with cute.arch.elect_one():
+            for name, (stages, count) in counts.items():
+                for stage in range(stages):
+                    cute.arch.mbarrier_init(barriers[name] + stage, count)
+        cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+    cute.arch.griddepcontrol_wait()
+    return warp_idx, rings, shared

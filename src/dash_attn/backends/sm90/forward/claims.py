@@ -1,7 +1,21 @@
-"""The kernel before the main one, where blocks claim items: nobody has claimed any."""
+"""Claiming items, and the kernel before the main one, which sets their number to 0."""
 
 import cutlass.cute as cute
 from cutlass import Int32
+
+from ..device import ptx
+
+# The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
+CLAIM_BEFORE, READ_BEFORE = 4, 2
+
+
+@cute.jit
+def claim(claimed) -> Int32:
+    """Claim the next item; lane 0 knows which. Nobody waits for the answer here."""
+    number = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        number = ptx.add(claimed.iterator)
+    return number
 
 
 class Claims:

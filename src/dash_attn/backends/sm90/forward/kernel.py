@@ -9,20 +9,17 @@ schedule/forward.py.
 
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
-from cutlass.memory import SmemAllocator
 
 from ..device.copies import copy_of
 from ..device.operands import DTYPES
-from ..device.ring import Ring
 from .arguments import Copies, Extra, Launch, Layouts, Memory, Products, Tensors, Workspace
-from .block import layouts_of, products_of, shared_of, storage_of
+from .block import LOAD_WARP, begin, layouts_of, products_of
 from .config import ROWS, ForwardConfig
-from .item import Rings
 from .load import LoadRole
 from .mma import MmaRole
 from .store import StoreRole
 
-LOAD_WARP, FIRST_STORE_WARP, FIRST_MMA_WARP = 0, 1, 4
+FIRST_STORE_WARP, FIRST_MMA_WARP = 1, 4
 
 
 class Forward:
@@ -70,27 +67,7 @@ class Forward:
     def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers) -> None:
         c = self.config
         of_scores = 2 if c.softcap else 1
-        warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_idx == LOAD_WARP:
-            for each in copies:
-                cpasync.prefetch_descriptor(each.atom)
-        counts = self._barrier_counts()
-        storage = SmemAllocator().allocate(storage_of(c, self.dtype, counts))
-        barriers = {name: getattr(storage, name).data_ptr() for name in counts}
-        rings = Rings(
-            q=Ring(barriers["q_full"], barriers["q_empty"], c.q_stages),
-            k=Ring(barriers["k_full"], barriers["k_empty"], c.kv_stages),
-            v=Ring(barriers["v_full"], barriers["v_empty"], c.kv_stages),
-        )
-        shared = shared_of(storage, c, layouts)
-        if warp_idx == LOAD_WARP:
-            with cute.arch.elect_one():
-                for name, (stages, count) in counts.items():
-                    for stage in range(stages):
-                        cute.arch.mbarrier_init(barriers[name] + stage, count)
-            cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
+        warp_idx, rings, shared = begin(c, self.dtype, copies, layouts, self._barrier_counts())
         if warp_idx < FIRST_MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers[1])
             if warp_idx == LOAD_WARP:

@@ -7,12 +7,10 @@ from cutlass import Int32, Int64, const_expr
 from ..device import plan_view, ptx
 from ..device.copies import load_tile
 from .bounds import first_bounds, may_see, seen_tiles
+from .claims import CLAIM_BEFORE, READ_BEFORE, claim
 from .config import ForwardConfig
 from .item import Info
 from .table import ENTRY_WORDS
-
-# The next item is claimed when so many kv tiles of an item are still to be loaded, and read when so many are.
-CLAIM_BEFORE, READ_BEFORE = 4, 2
 
 
 class LoadRole:
@@ -88,7 +86,7 @@ class LoadRole:
                     seen = seen_tiles(memory.intervals.bounds, bounds, tiles, (top, bottom))
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
-                        claimed = self._claim(memory.claimed)
+                        claimed = claim(memory.claimed)
                     n_kv = self._load_kv(copies, shared, rings, (rows, end - i, kv_head), n_kv, seen)
                     to_load -= 1
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
@@ -97,7 +95,7 @@ class LoadRole:
                 begin = end + 1
             if kv_tiles == 0:
                 if blocks < items:
-                    claimed = self._claim(memory.claimed)
+                    claimed = claim(memory.claimed)
                 index = blocks + cute.arch.shuffle_sync(claimed, 0)
                 record = self._read(table, numbers, index)
             n_item += 1
@@ -175,11 +173,3 @@ class LoadRole:
         index = cutlass.max(cutlass.min(index, entries * q_heads - 1), 0)
         first = index % (entries * heads) // heads * ENTRY_WORDS
         return tuple(table[first + i] for i in range(ENTRY_WORDS))
-
-    @cute.jit
-    def _claim(self, claimed) -> Int32:
-        """Claim the next item; lane 0 knows which. Nobody waits for the answer here."""
-        number = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            number = ptx.add(claimed.iterator)
-        return number
