@@ -185,3 +185,18 @@ def test_tiles_are_split_where_that_saves_a_round(
     entries, folds = tables[0][:2].tolist()
     assert folds == (sequences if split else 0)
     assert entries == sequences * (keys // 8192 if split else 1)
+
+
+def test_parts_of_a_workspace_begin_where_kernels_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulator looks at what the compiler was told of alignment: sizes that are not rounded are found."""
+    q, cache = torch.zeros(1, 1, 8, 64).bfloat16(), torch.zeros(1, 256, 2, 64).bfloat16()
+    lengths = torch.tensor([200], dtype=torch.int32)
+
+    def decode() -> None:
+        with emulated(blocks=3):
+            flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths, causal=True, backend="sm90")
+
+    decode()
+    monkeypatch.setattr(cached_launch, "whole_lines", lambda words: [max(n, 1) for n in words])
+    with pytest.raises(AssertionError, match="128 asked for"):
+        decode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from functools import cache
+from importlib import import_module
 from math import gcd
 from typing import Any
 
@@ -39,6 +40,13 @@ def kernels(config: Config) -> list[Kernel]:
     return kernels_of(compiler_output(config).ptx)
 
 
+@cache
+def alignments(config: Config) -> list[int]:
+    """Multiples of how many bytes a variant's tensors must begin at, 1 for other arguments."""
+    made_by = import_module(f"dash_attn.backends.sm90.{config.direction}.program")
+    return [getattr(x, "_assumed_align", 1) for x in made_by.fake_arguments(config, env_stream=True)]
+
+
 class Emulated:
     """The program of a configuration. ``seed``, ``late`` and ``races``: see :class:`Machine`."""
 
@@ -48,8 +56,11 @@ class Emulated:
     def __call__(self, *arguments: Any) -> None:
         run = getattr(self, f"_{self.config.direction}")
         memory = Memory()
-        for each in arguments:
+        for each, align in zip(arguments, alignments(self.config)):
             if isinstance(each, Tensor):
+                # An allocation begins everywhere at a multiple of enough; a part of one may not.
+                place = each.storage_offset() * each.element_size()
+                assert place % align == 0, f"byte {place} of an allocation, {align} asked for"
                 memory.add_tensor(each)
         run(memory, list(arguments))
 
