@@ -25,7 +25,7 @@ def test_rows(shape: Shape) -> None:
     assert chosen.repeatable
     assert spt.repeatable
     assert "shift needs a mask" in shift.reason
-    assert unordered.ms
+    assert unordered.tflops
     assert not unordered.deterministic
     assert all((row.ms is None) == bool(row.reason) for row in result.rows)
     assert len(peers) == 6

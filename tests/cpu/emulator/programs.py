@@ -42,7 +42,8 @@ def kernels(config: Config) -> list[Kernel]:
 
 @cache
 def alignments(config: Config) -> list[int]:
-    """Multiples of how many bytes a variant's tensors must begin at, 1 for other arguments."""
+    """Multiples of how many bytes a variant's tensors must begin at, 1 for other arguments. What a program
+    gets by address, and the emulator as tensors, comes behind the tensors and has 1."""
     made_by = import_module(f"dash_attn.backends.sm90.{config.direction}.program")
     return [getattr(x, "_assumed_align", 1) for x in made_by.fake_arguments(config, env_stream=True)]
 
@@ -56,12 +57,14 @@ class Emulated:
     def __call__(self, *arguments: Any) -> None:
         run = getattr(self, f"_{self.config.direction}")
         memory = Memory()
+        for each in arguments:
+            if isinstance(each, Tensor):
+                memory.add_tensor(each)
         for each, align in zip(arguments, alignments(self.config)):
             if isinstance(each, Tensor):
                 # An allocation begins everywhere at a multiple of enough; a part of one may not.
                 place = each.storage_offset() * each.element_size()
                 assert place % align == 0, f"byte {place} of an allocation, {align} asked for"
-                memory.add_tensor(each)
         run(memory, list(arguments))
 
     def _launch(

@@ -271,10 +271,8 @@ def store_piece(config: cutlass.Constexpr, values, mdQ, where, piece: Int32, sca
     else:
         first += piece // 4 * 64
     for half in cutlass.range_constexpr(2):
-        converted = registers.room_for(vectors, mdQ.element_type)
-        registers.first_of(converted, vectors).store(
-            (values[None, half, None].load() * scale).to(mdQ.element_type)
-        )
+        scaled = values[None, half, None].load() * scale
+        converted = registers.converted_rows(scaled, vectors, mdQ.element_type)
         row = q_tile * c.tile_m + first + 8 * half
         line = mdQ[batch, first_row + row, q_head, None]
         columns = cute.local_tile(line, (8 * vectors,), (first_column // (8 * vectors),))

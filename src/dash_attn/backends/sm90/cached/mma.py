@@ -66,7 +66,6 @@ class CachedMma(MmaRole):
             for v in cutlass.range_constexpr(vectors):
                 for e in cutlass.range_constexpr(2):
                     values[e, v] = without_sign(t.acc_O[4 * v + 2 * half + e], factor)
-            converted = cute.make_rmem_tensor((2, vectors), self.dtype)
-            converted.store(values.load().to(self.dtype))
+            converted = registers.converted_rows(values.load(), vectors, self.dtype)
             line = memory.out[batch, at, kv_head, None]
             registers.store_rows(converted, line, lane, row < rows, cute.size(memory.out, mode=[3]))

@@ -29,20 +29,16 @@ def store_rows(
                     cute.autovec_copy(source, target)
 
 
-def room_for(vectors: int, dtype):
-    """(2, vectors) registers, rounded up to whole fours of vectors, as `store_rows` takes them.
-    Those that are too many are 0, and not stored."""
-    room = cute.make_rmem_tensor((2, -(-vectors // 4) * 4), dtype)
+def converted_rows(values, vectors: int, dtype):
+    """(2, vectors) values, converted, in registers as `store_rows` takes them: rounded up to whole fours of
+    vectors. Those that are too many are 0, and not stored."""
+    rows = cute.make_rmem_tensor((2, -(-vectors // 4) * 4), dtype)
+    there = rows
     if vectors % 4:
-        room.fill(0.0)
-    return room
-
-
-def first_of(values, vectors: int):
-    """The first vectors of (2, more)."""
-    if cute.size(values) == 2 * vectors:
-        return values
-    return cute.make_tensor(values.iterator, cute.make_layout((2, vectors)))
+        rows.fill(0.0)
+        there = cute.make_tensor(rows.iterator, cute.make_layout((2, vectors)))
+    there.store(values.to(dtype))
+    return rows
 
 
 def columns_from(config, tensor, first) -> Int32 | None:

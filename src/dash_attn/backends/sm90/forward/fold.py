@@ -107,8 +107,7 @@ class Fold:
             for v in cutlass.range_constexpr(vectors):
                 for e in cutlass.range_constexpr(2):
                     row_values[e, v] = without_sign(values[2 * half + e, v], factor)
-            converted = registers.room_for(vectors, self.dtype)
-            registers.first_of(converted, vectors).store(row_values.load().to(self.dtype))
+            converted = registers.converted_rows(row_values.load(), vectors, self.dtype)
             line = mOut[batch, row_first + row, q_head, None]
             if const_expr(part is None):
                 registers.store_rows(converted, line, lane, row < seqlen_q, mOut.shape[3])
