@@ -32,9 +32,10 @@ def copy_of(op: cutlass.Constexpr, tensor, layout, rows: cutlass.Constexpr[int])
     return Copy(*cpasync.make_tiled_tma_atom(op, view, cute.select(layout, [0, 1]), tile))
 
 
-def load_tile(copy: Copy, shared, rows, tile: Int32, head: Int32, barrier) -> None:
-    """Start to load one tile of a sequence; `rows`: (row, batch, shift) as in `plan_view.tma_rows`."""
-    target, source = partitions(copy, shared, rows, head)
+def load_tile(copy: Copy, shared, rows, tile: Int32, head: Int32, barrier, columns: int = 0) -> None:
+    """Start to load one tile of a sequence; `rows`: (row, batch, shift) as in `plan_view.tma_rows`;
+    `columns`: which tile of columns."""
+    target, source = partitions(copy, shared, rows, head, columns)
     cute.copy(copy.atom, source[None, tile], target, tma_bar_ptr=barrier)
 
 

@@ -34,13 +34,24 @@ def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
 
     a and b are (MMA, M or N, K); a begins at block `first` of b's K.
     """
+    multiply_all([(tiled_mma, acc, zip(blocks_of(a), blocks_of(b)[first:]))], accumulate)
+
+
+def multiply_all(products, accumulate: bool) -> None:
+    """Issue and commit several products as one wgmma group: (tiled MMA, acc, blocks of a and b along K)."""
     warpgroup.fence()
-    atom = cute.make_mma_atom(tiled_mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in range(cute.size(a.shape[2])):
-        cute.gemm(atom, acc, a[None, None, k], b[None, None, first + k], acc)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
+    for tiled_mma, acc, pairs in products:
+        atom = cute.make_mma_atom(tiled_mma.op)
+        atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+        for a, b in pairs:
+            cute.gemm(atom, acc, a, b, acc)
+            atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()
+
+
+def blocks_of(operand) -> list:
+    """The blocks of an operand, (MMA, M or N, K), along K."""
+    return [operand[None, None, k] for k in range(cute.size(operand.shape[2]))]
 
 
 def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:

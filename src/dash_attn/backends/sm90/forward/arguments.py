@@ -94,10 +94,14 @@ def named(config: ForwardConfig, arguments: Sequence[Any]) -> Given:
 
 
 class Copies(NamedTuple):
+    """k_rest, v_rest: where a variant has them, see `ForwardConfig.rest`."""
+
     q: Copy
     k: Copy
     v: Copy
     out: Copy
+    k_rest: Copy | None = None
+    v_rest: Copy | None = None
 
 
 class Layouts(NamedTuple):
@@ -107,13 +111,17 @@ class Layouts(NamedTuple):
     k: Any
     v: Any
     out: Any
+    k_rest: Any = None
+    v_rest: Any = None
 
 
 class Products(NamedTuple):
-    """Tiled MMAs of one warpgroup: S, O."""
+    """Tiled MMAs of one warpgroup: S, O; of O's columns without the rest, and of the rest."""
 
     scores: Any
     out: Any
+    first: Any = None
+    rest: Any = None
 
 
 class Memory(NamedTuple):
@@ -129,9 +137,11 @@ class Memory(NamedTuple):
 
 class Shared(NamedTuple):
     """q: a tile per warpgroup and stage, also for O on its way out; k, v: tiles; item: words of a Q stage
-    each."""
+    each; k_rest, v_rest: tiles of the columns that k and v leave out."""
 
     q: Any
     k: Any
     v: Any
     item: Any
+    k_rest: Any = None
+    v_rest: Any = None

@@ -15,6 +15,7 @@ from .config import ROWS, ForwardConfig
 from .item import Rings, info_words
 
 LOAD_WARP = 0
+RESTS = "k_rest", "v_rest"
 
 BarrierCounts = dict[str, tuple[int, int]]
 """By name: how many mbarriers, and how many arrivals each of them counts."""
@@ -22,20 +23,26 @@ BarrierCounts = dict[str, tuple[int, int]]
 
 def products_of(c: ForwardConfig, dtype: Any) -> Products:
     """S = Q K^T from shared memory, O += P V with P in registers."""
+
+    def out_of(columns: int) -> Any:
+        return make(*types, major.MN, Float32, (1, 1, 1), (ROWS, columns), source.RMEM)
+
     major, source = cute.nvgpu.OperandMajorMode, warpgroup.OperandSource
     make = hopper_helpers.make_trivial_tiled_mma
     types = dtype, dtype, major.K
     scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM)
-    out = make(*types, major.MN, Float32, (1, 1, 1), (ROWS, c.head_dim_v), source.RMEM)
-    return Products(scores, out)
+    if c.rest:
+        return Products(scores, out_of(c.head_dim_v), out_of(c.columns[1]), out_of(c.rest))
+    return Products(scores, out_of(c.head_dim_v))
 
 
 def layouts_of(c: ForwardConfig, dtype: Any) -> Layouts:
     return Layouts(
         q=tile_layout(dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
-        k=tile_layout(dtype, c.tile_n, c.head_dim, c.kv_stages),
-        v=tile_layout(dtype, c.tile_n, c.head_dim_v, c.kv_stages),
+        k=tile_layout(dtype, c.tile_n, c.columns[0], c.kv_stages),
+        v=tile_layout(dtype, c.tile_n, c.columns[1], c.kv_stages),
         out=tile_layout(dtype, ROWS, c.head_dim_v, 1),
+        **{name: tile_layout(dtype, c.tile_n, c.rest, c.kv_stages) for name in RESTS if c.rest},
     )
 
 
@@ -49,20 +56,22 @@ def _storage_of(c: ForwardConfig, dtype: Any, counts: BarrierCounts) -> Any:
     fields = barriers | {
         "item": cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16],
         "q": tile(ROWS, c.head_dim, c.q_stages * c.warpgroups),
-        "k": tile(c.tile_n, c.head_dim, c.kv_stages),
-        "v": tile(c.tile_n, c.head_dim_v, c.kv_stages),
+        "k": tile(c.tile_n, c.columns[0], c.kv_stages),
+        "v": tile(c.tile_n, c.columns[1], c.kv_stages),
+        **{name: tile(c.tile_n, c.rest, c.kv_stages) for name in RESTS if c.rest},
     }
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
 def _shared_of(storage: Any, c: ForwardConfig, layouts: Layouts) -> Shared:
     """Tiles and words of items in a block's storage."""
-    return Shared(
-        q=storage.q.get_tensor(layouts.q.outer, swizzle=layouts.q.inner),
-        k=storage.k.get_tensor(layouts.k.outer, swizzle=layouts.k.inner),
-        v=storage.v.get_tensor(layouts.v.outer, swizzle=layouts.v.inner),
-        item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))),
-    )
+    names = ("q", "k", "v", *(RESTS if c.rest else ()))
+    layout_of = layouts._asdict()
+    tiles = {
+        name: getattr(storage, name).get_tensor(layout_of[name].outer, swizzle=layout_of[name].inner)
+        for name in names
+    }
+    return Shared(item=storage.item.get_tensor(cute.make_layout((info_words(c), c.q_stages))), **tiles)
 
 
 @cute.jit  # type: ignore[untyped-decorator]
@@ -72,7 +81,7 @@ def begin(
     """What every warp does first, until the kernels before have ended: (the warp, rings, shared memory)."""
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp_idx == LOAD_WARP:
-        for each in copies:
+        for each in filter(None, copies):
             cpasync.prefetch_descriptor(each.atom)
     storage = SmemAllocator().allocate(_storage_of(c, dtype, counts))
     barriers = {name: getattr(storage, name).data_ptr() for name in counts}

@@ -39,6 +39,8 @@ class ForwardConfig:
             loaded.
         trace: keep when every item began and was done, and on which SM (trace.py).
         head_dim_v: of V; 0: the same.
+        rest: so many of the columns of K and of V, the last ones, lie in tiles of their own. 80 columns fill
+            swizzled rows of 32 bytes only, and come in five copies; 64 fill rows of 128, and 16 of 32.
     """
 
     direction: ClassVar[str] = "forward"
@@ -61,6 +63,7 @@ class ForwardConfig:
     intervals: bool = False
     trace: bool = False
     head_dim_v: int = 0
+    rest: int = 0
 
     def __post_init__(self) -> None:
         if self.head_dim_v == 0:
@@ -79,6 +82,8 @@ class ForwardConfig:
             raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
         if self.intervals and (self.early or self.segment > 64 * self.tile_n):
             raise ValueError(f"{self}: which kv tiles an item has is known when it begins, of 64 at a time")
+        if self.rest % 16 or (self.rest and self.head_dim_v != self.head_dim):
+            raise ValueError(f"{self}: the rest of K and V has the same columns, a multiple of 16")
         if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
             raise ValueError(f"{self}: a block has 16 named barriers, and three warps that store")
 
@@ -100,6 +105,11 @@ class ForwardConfig:
     @property
     def tile_m(self) -> int:
         return ROWS * self.warpgroups
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Of the tiles of K and of V, without their rest."""
+        return self.head_dim - self.rest, self.head_dim_v - self.rest
 
     @property
     def threads(self) -> int:

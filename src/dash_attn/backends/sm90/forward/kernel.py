@@ -8,6 +8,7 @@ schedule/forward.py.
 """
 
 import cutlass.cute as cute
+from cutlass import const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..device.copies import copy_of
@@ -48,6 +49,11 @@ class Forward:
             v=copy_of(fetch, tensors.v, layouts.v, c.tile_n),
             out=copy_of(store, tensors.out, layouts.out, ROWS),
         )
+        if const_expr(c.rest > 0):
+            copies = copies._replace(
+                k_rest=copy_of(fetch, tensors.k, layouts.k_rest, c.tile_n),
+                v_rest=copy_of(fetch, tensors.v, layouts.v_rest, c.tile_n),
+            )
         group = tensors.q.shape[2] // tensors.k.shape[2]
         memory = Memory(tensors.lse, *workspace, extra.sink, extra.trace, extra.intervals)
         scales = (extra.inner, extra.outer) if c.softcap else (launch.scale,)

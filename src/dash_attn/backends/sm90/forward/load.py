@@ -120,9 +120,9 @@ class LoadRole:
 
     def _load_tiles(self, copies, shared, rings, place, n_kv: Int32) -> None:
         c, (rows, kv_tile, kv_head) = self.config, place
-        for ring, copy, tiles, columns in (
-            (rings.k, copies.k, shared.k, c.head_dim),
-            (rings.v, copies.v, shared.v, c.head_dim_v),
+        for ring, copy, tiles, columns, rest, rest_tiles in (
+            (rings.k, copies.k, shared.k, c.head_dim, copies.k_rest, shared.k_rest),
+            (rings.v, copies.v, shared.v, c.head_dim_v, copies.v_rest, shared.v_rest),
         ):
             kv_stage = ring.stage(n_kv)
             ring.wait_empty(n_kv)
@@ -136,6 +136,9 @@ class LoadRole:
                 kv_head,
                 ring.full + kv_stage,
             )
+            if c.rest:
+                tile, place = rest_tiles[None, None, kv_stage], (kv_tile, kv_head, ring.full + kv_stage)
+                load_tile(rest, tile, rows, *place, (columns - c.rest) // c.rest)
 
     @cute.jit
     def _narrowed(self, bounds, first: Int32, kv_tiles, rows):

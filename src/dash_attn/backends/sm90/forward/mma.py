@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import ptx
-from ..device.operands import as_operand_a, multiply, transposed
+from ..device.operands import as_operand_a, blocks_of, multiply, multiply_all, transposed
 from ..device.ring import arrive
 from ..softcap import Cap
 from .bounds import seen_tiles, tiles_between
@@ -31,12 +31,12 @@ class MmaRole:
         cap = Cap(*scales) if c.softcap else Cap(None, scales[0] * math.log2(math.e))
         tidx = cute.arch.thread_idx()[0] % 128
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4 - 1
-        scores, out = (m.get_slice(0) for m in products)
+        scores, out = products.scores.get_slice(0), products.out.get_slice(0)
         t = SimpleNamespace(
             products=products, group=group, tidx=tidx, inner=cap.inner, scale_log2=cap.outer,
             tSrQ=scores.make_fragment_A(scores.partition_A(shared.q)),
             tSrK=scores.make_fragment_B(scores.partition_B(shared.k)),
-            tOrV=out.make_fragment_B(out.partition_B(transposed(shared.v))),
+            tOrV=None if c.rest else out.make_fragment_B(out.partition_B(transposed(shared.v))),
             acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.head_dim_v)), Float32),
             intervals=memory.intervals if c.intervals else None,
@@ -50,6 +50,8 @@ class MmaRole:
         if const_expr(c.in_turns):
             if group == c.warpgroups - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+        if const_expr(c.rest > 0):
+            self._put_parts(t, shared)
         t.careful[0] = Int32(0)
         n_item, n_kv, started = Int32(0), Int32(0), Int32(0)
         rings.q.wait_full(n_item)
@@ -290,12 +292,37 @@ class MmaRole:
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=256)
 
     def _start_scores(self, t, rings, stage, n) -> None:
-        keys = t.tSrK[None, None, None, rings.k.stage(n)]
-        multiply(t.products.scores, t.acc_S, t.tSrQ[None, None, None, stage], keys, False)
+        queries, of_stage = t.tSrQ[None, None, None, stage], (None, None, None, rings.k.stage(n))
+        if self.config.rest:
+            keys = [*blocks_of(t.tSrK[of_stage]), *blocks_of(t.rest_K[of_stage])]
+            multiply_all([(t.products.scores, t.acc_S, zip(blocks_of(queries), keys))], False)
+        else:
+            multiply(t.products.scores, t.acc_S, queries, t.tSrK[of_stage], False)
 
     def _start_out(self, t, rings, n) -> None:
-        values = t.tOrV[None, None, None, rings.v.stage(n)]
-        multiply(t.products.out, t.acc_O, as_operand_a(t.p, self.dtype), values, True)
+        probabilities, of_stage = as_operand_a(t.p, self.dtype), (None, None, None, rings.v.stage(n))
+        if self.config.rest:
+            parts = [
+                (product, acc, zip(blocks_of(probabilities), blocks_of(values[of_stage])))
+                for product, acc, values in t.parts_of_O
+            ]
+            multiply_all(parts, True)
+        else:
+            multiply(t.products.out, t.acc_O, probabilities, t.tOrV[of_stage], True)
+
+    def _put_parts(self, t, shared) -> None:
+        """rest_K: the rest of K as an operand; parts_of_O: (product, accumulator, V as an operand), without
+        the rest and of the rest. Accumulators of fewer columns are parts of one of all."""
+        first, values = 0, (shared.v, shared.v_rest)
+        scores = t.products.scores.get_slice(0)
+        t.rest_K = scores.make_fragment_B(scores.partition_B(shared.k_rest))
+        t.parts_of_O = []
+        for product, tiles in zip((t.products.first, t.products.rest), values):
+            own = product.get_slice(0)
+            layout = cute.make_layout(own.partition_shape_C((ROWS, cute.size(tiles, mode=[1]))))
+            acc = cute.make_tensor(t.acc_O.iterator + first, layout)
+            t.parts_of_O.append((product, acc, own.make_fragment_B(own.partition_B(transposed(tiles)))))
+            first += cute.size(acc)
 
     # Between segments
 
