@@ -42,6 +42,7 @@ __all__ = [
 Config = BackwardConfig | ForwardConfig | CachedConfig | KeySumsConfig | AddSumsConfig | SinkConfig
 
 ARCH = "sm_90a"
+DTYPES = "bf16", "fp16"
 
 
 class CompilerOutput(NamedTuple):
@@ -101,8 +102,9 @@ def backward_variants() -> dict[str, BackwardConfig]:
 def forward_variants() -> dict[str, ForwardConfig]:
     """Those of the forward: product, with a sink, debug, and with a softcap."""
     found = {}
-    for name, (head_dim, head_dim_v), dtype in _kinds("forward"):
-        base = forward_config(head_dim, dtype, head_dim_v)
+    for (head_dim, head_dim_v, rest), dtype in product(FORWARD, DTYPES):
+        name = _name("forward", head_dim, head_dim_v, dtype) + f"-rest{rest}" * (rest > 0)
+        base = forward_config(head_dim, dtype, head_dim_v, rest)
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
@@ -134,7 +136,7 @@ def cached_variants() -> dict[str, CachedConfig]:
 def spread_variants() -> dict[str, SpreadConfig]:
     """Those of the forward over a cache whose keys are spread over blocks; each also with a softcap."""
     found = {}
-    for head_dim, dtype, piece in product(HEAD_DIMS, ("bf16", "fp16"), PIECES):
+    for head_dim, dtype, piece in product(HEAD_DIMS, DTYPES, PIECES):
         base = spread_config(head_dim, dtype, piece)
         found[f"spread-d{head_dim}-{dtype}-{piece}"] = base
         found[f"spread-d{head_dim}-{dtype}-{piece}-softcap"] = replace(base, softcap=True)
@@ -143,12 +145,14 @@ def spread_variants() -> dict[str, SpreadConfig]:
 
 def _kinds(direction: str, softcap: bool = False) -> Iterator[tuple[str, tuple[int, int], str]]:
     """A name, head dims of Q and V, and a dtype. ``softcap``: those that have variants with one."""
-    for head_dim, head_dim_v in FORWARD if direction == "forward" else TILES:
-        if softcap and not has_softcap(head_dim, head_dim_v):
-            continue
-        of_v = "" if head_dim_v == head_dim else f"v{head_dim_v}"
-        for dtype in ("bf16", "fp16"):
-            yield f"{direction}-d{head_dim}{of_v}-{dtype}", (head_dim, head_dim_v), dtype
+    for head_dims, dtype in product(TILES, DTYPES):
+        if has_softcap(*head_dims) or not softcap:
+            yield _name(direction, *head_dims, dtype), head_dims, dtype
+
+
+def _name(direction: str, head_dim: int, head_dim_v: int, dtype: str) -> str:
+    of_v = "" if head_dim_v == head_dim else f"v{head_dim_v}"
+    return f"{direction}-d{head_dim}{of_v}-{dtype}"
 
 
 def program(config: Config) -> Any:

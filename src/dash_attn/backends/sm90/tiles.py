@@ -8,6 +8,7 @@ __all__ = [
     "FORWARD",
     "HEAD_DIMS",
     "TILES",
+    "ForwardKernel",
     "Kernel",
     "Registers",
     "Tiles",
@@ -66,8 +67,27 @@ TILES = {
 }
 """By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
 
-FORWARD = tuple(sorted({*TILES, (80, 80)}))
-"""Head dims of the forward kernels of training."""
+
+class ForwardKernel(NamedTuple):
+    """A forward kernel of training: its head dims, and how many columns of K and V, the last ones, it keeps
+    in tiles of their own (0: none)."""
+
+    head_dim: int
+    head_dim_v: int
+    rest: int = 0
+
+
+FORWARD = (
+    ForwardKernel(64, 64),
+    ForwardKernel(80, 80),
+    ForwardKernel(80, 80, rest=16),
+    ForwardKernel(96, 96),
+    ForwardKernel(96, 96, rest=32),
+    ForwardKernel(128, 128),
+    ForwardKernel(192, 128),
+    ForwardKernel(256, 256),
+)
+"""The forward kernels of training."""
 
 HEAD_DIMS = range(40, 257, 8)
 """Of tensors that the kernels take: the larger one of Q and V; the other one may be a smaller multiple of 8.
@@ -109,22 +129,27 @@ def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
     )
 
 
-def forward_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims of the forward kernel for tensors in training: one of `FORWARD`.
+def forward_kernel_of(head_dim: int, head_dim_v: int) -> ForwardKernel:
+    """The forward kernel for tensors in training: one of `FORWARD`. Kernels of 80, 96 and 128 columns make
+    the same bytes.
 
-    >>> forward_kernel_of(80, 80), forward_kernel_of(72, 72), forward_kernel_of(64, 96)
-    ((80, 80), (128, 128), (96, 96))
+    80 and 96 columns fill swizzled rows of 32 and of 64 bytes, and come in as many copies per row. Where rows
+    of tensors begin at odd multiples of 16 bytes, as those of 72 and 88 columns do, that costs more than the
+    products of fewer columns save. Then 64 columns lie in rows of 128 bytes, and the rest apart
+    (docs/experiments/head-dims.md).
+
+    >>> forward_kernel_of(80, 80), forward_kernel_of(64, 88)
+    (ForwardKernel(head_dim=80, head_dim_v=80, rest=0), ForwardKernel(head_dim=96, head_dim_v=96, rest=32))
     """
-    kernel = cached_kernel_of(head_dim, head_dim_v)
-    return (80, 80) if kernel == (96, 96) and max(head_dim, head_dim_v) <= 80 else kernel
+    kernel = kernel_of(head_dim, head_dim_v)
+    if kernel[:2] != (96, 96):
+        return ForwardKernel(*kernel[:2])
+    columns = 80 if max(head_dim, head_dim_v) <= 80 else 96
+    return ForwardKernel(columns, columns, columns - 64 if head_dim % 16 or head_dim_v % 16 else 0)
 
 
 def cached_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims of the forward kernel for tensors over a cache. Kernels of 80, 96 and 128 columns make the
-    same bytes.
-
-    Rows of 72 or 88 columns begin at odd multiples of 16 bytes. In the narrow boxes of the kernels of 80 and
-    96 columns that costs more than products save (docs/experiments/head-dims.md).
+    """Head dims of the forward kernel for tensors over a cache: one of `TILES`, the same bytes.
 
     >>> cached_kernel_of(80, 80), cached_kernel_of(72, 72)
     ((96, 96), (128, 128))

@@ -141,14 +141,17 @@ class ForwardConfig:
 
 
 @cache
-def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0) -> ForwardConfig:
-    """What a head dim runs with: the fastest of those measured (docs/experiments/forward.md, for others than
-    64 and 128 docs/experiments/head-dims.md)."""
+def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0, rest: int = 0) -> ForwardConfig:
+    """What a kernel of :data:`..tiles.FORWARD` runs with: the fastest of those measured
+    (docs/experiments/forward.md, for others than 64 and 128 docs/experiments/head-dims.md)."""
     head_dims = head_dim, head_dim_v or head_dim
     if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
     if head_dims == (80, 80):
-        return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True)
+        overlap = "softmax" if rest else "products"
+        return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, overlap=overlap, rest=rest)
+    if head_dims == (96, 96) and rest:
+        return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, rest=rest)
     if head_dims == (96, 96):
         return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=3, overlap="softmax")
     if head_dims == (128, 128):

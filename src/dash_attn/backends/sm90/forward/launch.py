@@ -43,8 +43,8 @@ def why_no_scale(softmax_scale: float) -> str:
 
 def config_of(problem: Problem) -> ForwardConfig:
     """What a problem runs with."""
-    head_dim, head_dim_v = forward_kernel_of(problem.head_dim, problem.head_dim_v)
-    return forward_config(head_dim, DTYPES[problem.dtype], head_dim_v)
+    head_dim, head_dim_v, rest = forward_kernel_of(problem.head_dim, problem.head_dim_v)
+    return forward_config(head_dim, DTYPES[problem.dtype], head_dim_v, rest)
 
 
 def numerics_of(problem: Problem) -> ForwardNumerics:
