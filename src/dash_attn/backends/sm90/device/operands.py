@@ -34,7 +34,8 @@ def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
 
     a and b are (MMA, M or N, K); a begins at block `first` of b's K.
     """
-    multiply_all([(tiled_mma, acc, zip(blocks_of(a), blocks_of(b)[first:]))], accumulate)
+    pairs = ((a[None, None, k], b[None, None, first + k]) for k in range(cute.size(a.shape[2])))
+    multiply_all([(tiled_mma, acc, pairs)], accumulate)
 
 
 def multiply_all(products, accumulate: bool) -> None:
