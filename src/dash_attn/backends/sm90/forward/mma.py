@@ -292,23 +292,23 @@ class MmaRole:
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + after, number_of_threads=256)
 
     def _start_scores(self, t, rings, stage, n) -> None:
-        queries, of_stage = t.tSrQ[None, None, None, stage], (None, None, None, rings.k.stage(n))
+        of_stage = None, None, None, rings.k.stage(n)
+        keys, queries = t.tSrK[of_stage], t.tSrQ[None, None, None, stage]
         if self.config.rest:
-            keys = [*blocks_of(t.tSrK[of_stage]), *blocks_of(t.rest_K[of_stage])]
-            multiply_all([(t.products.scores, t.acc_S, zip(blocks_of(queries), keys))], False)
+            pairs = zip(blocks_of(queries), [*blocks_of(keys), *blocks_of(t.rest_K[of_stage])])
+            multiply_all([(t.products.scores, t.acc_S, pairs)], False)
         else:
-            multiply(t.products.scores, t.acc_S, queries, t.tSrK[of_stage], False)
+            multiply(t.products.scores, t.acc_S, queries, keys, False)
 
     def _start_out(self, t, rings, n) -> None:
-        probabilities, of_stage = as_operand_a(t.p, self.dtype), (None, None, None, rings.v.stage(n))
+        of_stage = None, None, None, rings.v.stage(n)
         if self.config.rest:
-            parts = [
-                (product, acc, zip(blocks_of(probabilities), blocks_of(values[of_stage])))
-                for product, acc, values in t.parts_of_O
-            ]
+            p = blocks_of(as_operand_a(t.p, self.dtype))
+            parts = [(product, acc, zip(p, blocks_of(v[of_stage]))) for product, acc, v in t.parts_of_O]
             multiply_all(parts, True)
         else:
-            multiply(t.products.out, t.acc_O, probabilities, t.tOrV[of_stage], True)
+            values = t.tOrV[of_stage]
+            multiply(t.products.out, t.acc_O, as_operand_a(t.p, self.dtype), values, True)
 
     def _put_parts(self, t, shared) -> None:
         """rest_K: the rest of K as an operand; parts_of_O: (product, accumulator, V as an operand), without
