@@ -64,7 +64,9 @@ class Deal:
                     ptx.add_shared(counts.iterator + KEYS, tile.seqlen_k // self.config.tile_n + 1)
         cute.arch.sync_threads()
         total = counts[TOTAL]
-        for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
+        # From the last tile on: under a causal mask a sequence's last rows see the most keys.
+        for i in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
+            t = launch.tiles - 1 - i
             self._decide(
                 table, counts, launch, sizes, t, self._tile(lengths, bounds, launch, sizes, t), total
             )
@@ -81,7 +83,8 @@ class Deal:
                 table[2] = self._section(counts[KEYS], sizes)
             claimed[0] = Int32(0)
         cute.arch.sync_threads()
-        for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
+        for i in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
+            t = launch.tiles - 1 - i
             self._write(table, counts, launch, t, self._tile(lengths, bounds, launch, sizes, t))
 
     @cute.jit

@@ -4,7 +4,7 @@ from math import gcd
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..device import plan_view
@@ -70,31 +70,25 @@ class CachedLoad:
             self._tell(stage)
             kv_tiles = cutlass.max(kv_last - kv_first + 1, 0)
             begin, to_load, claimed = kv_first, kv_tiles, items - blocks
-            while begin <= kv_last:
-                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
-                for i in cutlass.range(end - begin + 1, unroll=1):
-                    if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
-                        claimed = claim(memory.claimed)
-                    where = self._where(memory.pages, of_pages, sequence, (end - i) * c.tile_n, seqlen_k)
-                    for ring, copy, tiles, rows_of_page, columns in (
-                        (rings.k, copies.k, shared.k, of_pages[3], c.head_dim),
-                        (rings.v, copies.v, shared.v, of_pages[4], c.head_dim_v),
-                    ):
-                        kv_stage = ring.stage(n_kv)
-                        ring.wait_empty(n_kv + fewer)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                ring.full + kv_stage, 2 * c.tile_n * columns
-                            )
-                        self._load(
-                            copy, tiles[None, None, kv_stage], where, rows_of_page, head, ring.full + kv_stage
-                        )
-                    n_kv += 1
-                    to_load -= 1
-                    if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
-                        index = blocks + cute.arch.shuffle_sync(claimed, 0)
-                        record = self._read(table, section, items, index)
-                begin = end + 1
+            kv_tile = self._segment_end(begin, kv_last)
+            where = self._where(memory.pages, of_pages, sequence, kv_tile, seqlen_k)
+            while to_load > 0:
+                if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
+                    claimed = claim(memory.claimed)
+                self._load(rings.k, copies.k, shared.k, where, (of_pages[3], head), n_kv, fewer)
+                # Where the next tile is: found while the stage of V is in use.
+                of_v = where
+                kv_tile -= 1
+                if kv_tile < begin:
+                    begin = (begin // per_segment + 1) * per_segment
+                    kv_tile = self._segment_end(begin, kv_last)
+                where = self._where(memory.pages, of_pages, sequence, kv_tile, seqlen_k)
+                self._load(rings.v, copies.v, shared.v, of_v, (of_pages[4], head), n_kv, fewer)
+                n_kv += 1
+                to_load -= 1
+                if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
+                    index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                    record = self._read(table, section, items, index)
             if kv_tiles == 0:
                 if blocks < items:
                     claimed = claim(memory.claimed)
@@ -105,6 +99,11 @@ class CachedLoad:
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
         self._tell(rings.q.stage(n_item))
+
+    def _segment_end(self, begin: Int32, kv_last: Int32) -> Int32:
+        """The last kv tile of the segment that begins there, if the item goes so far."""
+        per_segment = self.config.segment // self.config.tile_n
+        return cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
 
     def _fewer(self, items: Int32, share: Int32) -> Int32:
         """How many stages the load warp leaves empty: a third, where seven of eight SMs have items. At head
@@ -175,22 +174,27 @@ class CachedLoad:
             cute.autovec_copy(zeros, target)
 
     @cute.jit
-    def _where(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
+    def _where(self, pages, of_pages, sequence: Int32, kv_tile: Int32, seqlen_k: Int32):
         """(row of the view, page, used tokens of the page) of the pieces of a kv tile: lane i has piece i. Of
         a page that has none of the used tokens, rows are zeros, whatever its number is."""
         c, (number, size, most, *_) = self.config, of_pages
-        token += cute.arch.lane_idx() * c.piece
-        column = token // size
+        token = cutlass.max(kv_tile, 0) * c.tile_n + cute.arch.lane_idx() * c.piece
+        column = Int32(Uint32(token) // Uint32(size))
         page = pages[sequence * most + cutlass.min(column, most - 1)]
         page = cutlass.min(cutlass.max(page, 0), number - 1)
         used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
-        return plan_view.PACKED_ROWS - used + token % size, page, used
+        return plan_view.PACKED_ROWS - used + token - column * size, page, used
 
     @cute.jit
-    def _load(self, copy, tile, where, rows_of_page: Int32, head: Int32, barrier) -> None:
-        """Start to load a tile of K or V, piece by piece. Pages lie among rows as sequences do in packed
-        tensors (`plan_view.tma_rows`): each ends where its used tokens end."""
-        c, (row, page, used) = self.config, where
+    def _load(self, ring, copy, tiles, where, place, n: Int32, fewer: Int32) -> None:
+        """Start to load a tile of K or V, piece by piece, once its stage is empty; `place`: (rows of a page,
+        kv head). Pages lie among rows as sequences do in packed tensors (`plan_view.tma_rows`): each ends
+        where its used tokens end."""
+        c, (row, page, used), (rows_of_page, head) = self.config, where, place
+        tile, barrier = tiles[None, None, ring.stage(n)], ring.full_of(n)
+        ring.wait_empty(n + fewer)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * c.tile_n * cute.size(tile, mode=[1]))
         pieces = cute.flat_divide(tile, (c.piece, box_of(c)))
         shift = page * rows_of_page + used
         for i in cutlass.range_constexpr(c.tile_n // c.piece):
