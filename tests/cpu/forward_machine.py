@@ -18,9 +18,11 @@ from dash_attn.backends.sm90.tiles import row_bytes_of
 from dash_attn.problem import Problem
 from dash_attn.schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 
-__all__ = ["ForwardMachine", "ForwardProgram", "forward_ptx", "plan_for"]
+__all__ = ["REST", "ForwardMachine", "ForwardProgram", "forward_ptx", "plan_for"]
 
 TABLE, TENSORS = 1 << 20, 1 << 44
+REST = (8, 10)
+"""Parameters of the copies that load the rest of K and of V; those of Q, K and V are 0, 2 and 4."""
 TRACE = (TENSORS << 2) + (15 << 40)  # the parameter behind those of the workspace
 
 
@@ -64,7 +66,9 @@ class ForwardMachine(Machine):
         numbers = (
             len(self.plan.entries), self.plan.section, left, right, p.group, batch, p.heads, k_batch
         )  # fmt: skip
-        known = {11: TABLE, **dict(enumerate(numbers, 16 + self.config.trace + self.config.softcap))}
+        first = 16 + self.config.trace + self.config.softcap
+        more = 6 if self.config.rest else 0  # two parameters for each of two copies, and two products
+        known = {11 + more: TABLE, **dict(enumerate(numbers, first + more))}
         if number in known and (offset == 0):
             return known[number]
         return (TENSORS << 2) + (number << 40) if offset == 0 else 1
@@ -113,6 +117,8 @@ class ForwardMachine(Machine):
         where = tuple(_as(self._value(thread, c), "s32") for c in coordinates)
         (block.loads if loaded else block.stores).append((which, where))
         if loaded:
-            size = row_bytes_of(self.config.head_dim) * (64 if which == 0 else self.config.tile_n)
+            c = self.config
+            columns = c.head_dim if which == 0 else c.rest if which in REST else c.columns[0]
+            size = row_bytes_of(columns) * (64 if which == 0 else c.tile_n)
             block.copies.append((self._address(thread, operands[2]), size))
         return True

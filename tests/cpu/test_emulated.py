@@ -215,17 +215,18 @@ OF_96 = [
 @slow
 @pytest.mark.parametrize("case", OF_96, ids=lambda case: case.name)
 def test_kernels_of_96_columns_make_the_bytes_of_128(case: Case) -> None:
-    """Columns that are left out are zeros, which add exactly nothing. Some forwards stay with 128, and
-    that of 80 has a kernel of its own."""
+    """Columns that are left out are zeros, which add exactly nothing. Forwards have kernels of 80 columns,
+    too, and where 16 does not divide both head dims, tiles of K and V in two parts."""
     kept = emulator_backend.Emulated
     with mock.patch.object(emulator_backend, "Emulated", side_effect=kept) as ran:
         with emulated(blocks=4, seed=1, races=True):
             found = case.run()
         assert head_dims_of(ran, "backward") == {96}
         both = case.head_dim, case.head_dim_v
-        assert head_dims_of(ran, "forward") == {
-            128 if any(x % 16 for x in both) else 80 if max(both) == 80 else 96
-        }
+        columns = 80 if max(both) <= 80 else 96
+        assert head_dims_of(ran, "forward") == {columns}
+        forwards = {c.args[0] for c in ran.call_args_list if c.args[0].direction == "forward"}
+        assert {config.rest for config in forwards} == {columns - 64 if any(x % 16 for x in both) else 0}
         # A gradient of two sinks is too few elements for a bound on errors. Its bytes are compared below.
         assert_near(case, {name: x for name, x in found.items() if name != "dsink"})
         for head_dim, how in ((96, {"blocks": 6, "seed": 2, "late": False}), (128, {"blocks": 3, "seed": 3})):
@@ -238,8 +239,7 @@ def test_kernels_of_96_columns_make_the_bytes_of_128(case: Case) -> None:
 
 @contextmanager
 def kernels_of(head_dim: int) -> Iterator[None]:
-    """Head dims from 72 to 96 run on kernels of 128, or as they always do: on those of 96, or a forward of
-    80."""
+    """Head dims from 72 to 96 run on kernels of 128, or as they always do."""
     with mock.patch.dict(TILES):
         if head_dim == 128:
             del TILES[96, 96]

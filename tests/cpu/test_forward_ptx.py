@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from forward_machine import ForwardMachine, ForwardProgram, forward_ptx, plan_for
+from forward_machine import REST, ForwardMachine, ForwardProgram, forward_ptx, plan_for
 from ptx_machine import DeadlockError
 
 from dash_attn.backends.base import Keys
@@ -81,10 +81,10 @@ def test_it_ends_and_loads_and_stores_what_it_should(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize(("head_dim", "rest"), [(80, 0), (80, 16), (96, 0), (96, 32)])
 @pytest.mark.parametrize("name", ["full", "packed"])
-def test_it_does_so_in_copies_of_16_and_of_32_columns(name: str, head_dim: int) -> None:
-    check(replace(forward_config(head_dim, "bf16"), segment=256), name)
+def test_it_does_so_in_copies_of_16_and_of_32_columns(name: str, head_dim: int, rest: int) -> None:
+    check(replace(forward_config(head_dim, "bf16", rest=rest), segment=256), name)
 
 
 @pytest.mark.slow
@@ -117,7 +117,9 @@ def check(config: ForwardConfig, name: str) -> None:
         machine.run()
         items = listed(machine.plan)
         numbers = {item: number for number, item in enumerate(items.values())}
-        parts, of_v = (2 * n // row_bytes_of(n) for n in (head_dim, config.head_dim_v))
+        parts, of_k, of_v, of_out = (
+            2 * n // row_bytes_of(n) for n in (head_dim, *config.columns, config.head_dim_v)
+        )
         done = []
         for block in machine.blocks:
             queries = [where for which, where in block.loads if which == 0][::parts]
@@ -127,8 +129,11 @@ def check(config: ForwardConfig, name: str) -> None:
                 order = [numbers[item] for item in mine]
                 assert order[0] == block.index
                 assert order == sorted(order)
-            keys = [where for which, where in block.loads if which == 2][::parts]
+            keys = [where for which, where in block.loads if which == 2][::of_k]
             values = [where for which, where in block.loads if which == 4][::of_v]
+            for which in REST:
+                apart = [(config.columns[0], *where[1:]) for where in keys] if config.rest else []
+                assert [where for w, where in block.loads if w == which] == apart
             wanted = [(kv, item) for item in mine for kv in expected(p, config, item)]
             assert len(keys) == len(values) == len(wanted)
             for k, v, (kv, item) in zip(keys, values, wanted):
@@ -139,7 +144,7 @@ def check(config: ForwardConfig, name: str) -> None:
                 assert k[1] == row, (k, row, item)
                 assert k[2] == item[1] // p.group
             assert len(queries) == config.warpgroups * len(mine)
-            stores = [where for which, where in block.stores][::of_v]
+            stores = [where for which, where in block.stores][::of_out]
             assert sorted(stores) == sorted(queries)
         assert sorted(done) == sorted(items.values())
 

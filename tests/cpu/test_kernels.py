@@ -169,6 +169,12 @@ def test_configurations_that_cannot_run(changed: dict[str, int | str], message: 
         BackwardConfig(**({"head_dim": 128} | changed))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("changed", [{"rest": 8}, {"head_dim": 192, "head_dim_v": 128, "rest": 16}])
+def test_a_rest_of_k_and_v_that_cannot_be(changed: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="the rest of K and V has the same columns, a multiple of 16"):
+        ForwardConfig(**({"head_dim": 80} | changed))
+
+
 @pytest.mark.filterwarnings("default")
 def test_one_lane_stores_dk_and_dv() -> None:
     """load.py elects the lane that stores and prefetches; a compiler that elects one would nest the two."""

@@ -22,7 +22,7 @@ from dash_attn.testing import assert_same_bytes, same_bytes
 from gpu_cases import relative_error
 from kvcache_cases import History, random_history
 
-ALL = pytest.mark.parametrize("head_dim", [40, 48, 72, 80, 96, 104, 120, 136, 160, 208])
+ALL = pytest.mark.parametrize("head_dim", [40, 48, 72, 80, 88, 96, 104, 120, 136, 160, 208])
 MASKS: dict[str, dict[str, Any]] = {
     "full": {"policy": "shift(ring=16, min_stride=2, max_stride=4)"},
     "causal": {"causal": True, "policy": "descending"},
@@ -39,7 +39,7 @@ def drawn(head_dim: int, *, rows: int = 500, keys: int = 700, kv_heads: int = 1)
 
 
 def whole_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims with the same bytes. The kernels of 96 columns make those of 128."""
+    """Head dims with the same bytes. Kernels of 80 and 96 columns make those of 128."""
     widest = max(head_dim, head_dim_v)
     if widest > 128:
         return (192, 128) if head_dim <= 192 and head_dim_v <= 128 else (256, 256)
@@ -164,7 +164,7 @@ def test_v_may_have_another_one(head_dim: int, head_dim_v: int, mask: str) -> No
     [{"softcap": 15.0}, {"q_segment": 256}, {"q_segment": 256, "softcap": 30.0}],
     ids=["softcap", "segments", "segments-softcap"],
 )
-@pytest.mark.parametrize("head_dim", [72, 80, 96])
+@pytest.mark.parametrize("head_dim", [72, 80, 88, 96])
 def test_softcap_and_segments(head_dim: int, how: dict[str, Any]) -> None:
     """Segments leave sums of dK and dV to another kernel."""
     tensors, common = drawn(head_dim, kv_heads=2, keys=500), {"causal": True, "policy": "descending"}

@@ -82,7 +82,7 @@ def exact(tensors: list[Tensor], dout: Tensor, seen: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 80, 88, 96, 128])
 def test_random_problems(head_dim: int, dtype: torch.dtype) -> None:
     """Against float64, beside what Triton's kernels reach; twice the same bytes."""
     rng = random.Random(head_dim)
@@ -111,7 +111,7 @@ def test_random_problems(head_dim: int, dtype: torch.dtype) -> None:
                 assert not x.any()
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 96, 128])
 def test_a_row_has_the_bytes_of_what_it_sees(head_dim: int) -> None:
     """Whether the mask hides a key or its interval does, and whether there are intervals at all."""
     length = 1500
@@ -214,7 +214,7 @@ def test_packed_sequences() -> None:
             assert relative_error(x[:, at].double(), y.double()) <= 0.006
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 72, 80, 88, 96, 128])
 def test_long_sequences(head_dim: int) -> None:
     """Several segments of keys: a prefix that continuations share, with holes of more than a segment. As by
     Triton, and as a continuation alone behind the prefix."""

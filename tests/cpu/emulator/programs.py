@@ -96,15 +96,19 @@ class Emulated:
         for kernel in bounds:
             parameters = [*map(_tensor, (workspace.table, *extra[-len(forward.Intervals._fields) :]))]
             self._launch(kernel, (launch.entries, 1), parameters, memory)
-        of_k, of_v = (row_bytes_of(columns) for columns in (c.head_dim, c.head_dim_v))
-        maps = [(tensors.q, ROWS, of_k), (k, c.tile_n, of_k)]
-        maps += [(tensors.v, c.tile_n, of_v), (tensors.out, ROWS, of_v)]
+        tiles = [
+            (tensors.q, ROWS, c.head_dim), (k, c.tile_n, c.columns[0]), (tensors.v, c.tile_n, c.columns[1]),
+            (tensors.out, ROWS, c.head_dim_v),
+        ]  # fmt: skip
+        if c.rest:
+            tiles += [(x, c.tile_n, c.rest) for x in (k, tensors.v)]
+        maps = [(x, rows, row_bytes_of(columns)) for x, rows, columns in tiles]
         numbers = (
             launch.entries, launch.heads, launch.left, launch.right, heads // k.shape[2], tensors.q.shape[0],
             heads, k.shape[0],
         )  # fmt: skip
         named = [tensors.lse, *workspace, *extra]
-        parameters = [*_maps(maps), DUMMY, DUMMY, *map(_tensor, named)]
+        parameters = [*_maps(maps), *[DUMMY] * (4 if c.rest else 2), *map(_tensor, named)]
         self._launch(main, (launch.grid, 1), [*parameters, *map(_number, (*scales, *numbers))], memory)
         if launch.folds:
             sink = extra[:1] if c.sink else []

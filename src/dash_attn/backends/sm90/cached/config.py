@@ -33,8 +33,8 @@ class CachedConfig(ForwardConfig):
         super().__post_init__()
         if self.tile_n % self.piece or self.piece % 8:
             raise ValueError(f"{self}: a kv tile is whole pieces, and those are multiples of 8 rows")
-        if self.trace or self.in_turns or not self.sink:
-            raise ValueError(f"{self}: a forward over a cache has a sink, no trace and no turns")
+        if self.trace or self.in_turns or self.rest or not self.sink:
+            raise ValueError(f"{self}: a forward over a cache has a sink, and no trace, turns or rest")
 
     @property
     def eager(self) -> int:
