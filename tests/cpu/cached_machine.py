@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import ptx_machine as base
 from forward_machine import ForwardMachine
-from ptx_machine import Thread
+from ptx_machine import Thread, _as
 from ptx_machine import main_kernel_ptx as cached_ptx
 
 from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
@@ -172,7 +172,11 @@ class DealMachine(CachedMachine):
         assert ".shared" in operation
         address, memory = self._address(thread, operands[1]), thread.block.shared
         seen = memory.get(address, 0)
-        memory[address] = seen + self._value(thread, operands[2]) & 0xFFFFFFFF
+        given = self._value(thread, operands[2])
+        if ".max" in operation:
+            memory[address] = max(seen, given, key=lambda x: _as(x, "s32"))
+        else:
+            memory[address] = seen + given & 0xFFFFFFFF
         thread.registers[operands[0]] = seen
         self._notice()
         return True

@@ -116,8 +116,9 @@ def test_what_is_dealt_out(name: str, places: int, few: bool) -> None:
     if places == 40:
         assert {record[:2] for record in folded} == {record[:2] for record in parts}
     assert places or not folds
-    lengths = [max(len(_tiles_of(batch, config, record)), 1).bit_length() for record in entries]
-    assert lengths == sorted(lengths, reverse=True)
+    longest = max(len(_tiles_of(batch, config, record)) for record in batch.entries(config, False))
+    ranks = [len(_tiles_of(batch, config, record)) * 31 // longest for record in entries]
+    assert ranks == sorted(ranks, reverse=True)
 
 
 def _tiles_of(batch: Batch, config: CachedConfig, record: Record) -> list[int]:

@@ -12,7 +12,7 @@ the key that is aligned with the sequence's first token.
 Suppose that all tiles are like this one. It is split into its segments if all segments, in rounds over all
 blocks, are then done at least a tenth earlier than one whole tile. Which tiles that are, where segments go,
 and which item comes first, is placement: it decides no bit. Numbers are handed out by integer atomics. Items
-come by their length, within a power of two.
+come by their length, the longest first, to within a 31st of the longest tile.
 """
 
 from types import SimpleNamespace
@@ -24,17 +24,12 @@ from cutlass.memory import SmemAllocator
 
 from ....machine import L2_BYTES
 from ..device import ptx
-from ..forward.exact import log2_below
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 
 THREADS = 512
 BUCKETS = 32
-TOTAL, PLACES, FOLDS, KEYS, FIRST_BUCKET = 0, 1, 2, 3, BUCKETS
-
-
-def bucket_of(kv_tiles):
-    return log2_below(cutlass.max(kv_tiles, 1))
+TOTAL, PLACES, FOLDS, KEYS, LONGEST, FIRST_BUCKET = 0, 1, 2, 3, 4, BUCKETS
 
 
 class Deal:
@@ -60,13 +55,12 @@ class Deal:
             tile = self._tile(lengths, bounds, launch, sizes, t)
             if tile.kv_tiles > 0:
                 ptx.add_shared(counts.iterator + TOTAL, tile.kv_tiles)
+                ptx.max_shared(counts.iterator + LONGEST, tile.kv_tiles)
                 if tile.q_tile == 0:
                     ptx.add_shared(counts.iterator + KEYS, tile.seqlen_k // self.config.tile_n + 1)
         cute.arch.sync_threads()
         total = counts[TOTAL]
-        # From the last tile on: under a causal mask a sequence's last rows see the most keys.
-        for i in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
-            t = launch.tiles - 1 - i
+        for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
             self._decide(
                 table, counts, launch, sizes, t, self._tile(lengths, bounds, launch, sizes, t), total
             )
@@ -83,8 +77,7 @@ class Deal:
                 table[2] = self._section(counts[KEYS], sizes)
             claimed[0] = Int32(0)
         cute.arch.sync_threads()
-        for i in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
-            t = launch.tiles - 1 - i
+        for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
             self._write(table, counts, launch, t, self._tile(lengths, bounds, launch, sizes, t))
 
     @cute.jit
@@ -186,11 +179,9 @@ class Deal:
         self._decisions(table, launch)[t] = place
         if place >= 0:
             for s in cutlass.range(segments, unroll=1):
-                ptx.add_shared(
-                    counts.iterator + FIRST_BUCKET + bucket_of(self._within(tile, first + s)), Int32(1)
-                )
+                ptx.add_shared(self._bucket(counts, self._within(tile, first + s)), Int32(1))
         elif tile.kv_tiles >= 0:
-            ptx.add_shared(counts.iterator + FIRST_BUCKET + bucket_of(tile.kv_tiles), Int32(1))
+            ptx.add_shared(self._bucket(counts, tile.kv_tiles), Int32(1))
 
     @cute.jit
     def _write(self, table, counts, launch, t: Int32, tile) -> None:
@@ -199,18 +190,23 @@ class Deal:
         place = self._decisions(table, launch)[t]
         if place >= 0:
             for s in cutlass.range(segments, unroll=1):
-                bucket = bucket_of(self._within(tile, first + s))
-                self._entry(table, counts, tile, bucket, first + s, place + s)
+                bucket = self._bucket(counts, self._within(tile, first + s))
+                self._entry(table, tile, bucket, first + s, place + s)
         elif tile.kv_tiles >= 0:
-            self._entry(table, counts, tile, bucket_of(tile.kv_tiles), Int32(-1), Int32(0))
+            self._entry(table, tile, self._bucket(counts, tile.kv_tiles), Int32(-1), Int32(0))
 
     @cute.jit
-    def _entry(self, table, counts, tile, bucket: Int32, segment: Int32, place: Int32) -> None:
-        at = ptx.add_shared(counts.iterator + FIRST_BUCKET + bucket, Int32(1))
+    def _entry(self, table, tile, bucket, segment: Int32, place: Int32) -> None:
+        at = ptx.add_shared(bucket, Int32(1))
         record = (
             tile.sequence, tile.q_tile, segment, place, tile.rows, tile.seqlen_k, tile.first, tile.shift
         )  # fmt: skip
         self._put(table, at, record)
+
+    def _bucket(self, counts, kv_tiles: Int32):
+        """Where entries of a length are counted, and then numbered."""
+        number = kv_tiles * (BUCKETS - 1) // cutlass.max(counts[LONGEST], 1)
+        return counts.iterator + FIRST_BUCKET + number
 
     def _put(self, table, index: Int32, record) -> None:
         for i, value in enumerate(record):

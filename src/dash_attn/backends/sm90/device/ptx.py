@@ -110,6 +110,13 @@ def add_shared(pointer: cute.Pointer, amount: Int32, *, loc=None, ip=None) -> In
 
 
 @dsl_user_op
+def max_shared(pointer: cute.Pointer, value: Int32, *, loc=None, ip=None) -> None:
+    """red.shared: keep the larger one."""
+    operands = [_address(pointer, loc, ip), Int32(value).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "red.relaxed.cta.shared::cta.max.s32 [$0], $1;", "r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def compare_and_swap(pointer: cute.Pointer, old: Int32, new: Int32, *, loc=None, ip=None) -> Int32:
     """atom.cas of one int32, returns the value found."""
     text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"
