@@ -4,19 +4,20 @@ from math import gcd
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Uint32, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from ..device import plan_view
+from ..device import plan_view, ptx
 from ..device.copies import partitions
 from ..forward.claims import CLAIM_BEFORE, READ_BEFORE, claim
-from ..forward.config import ROWS
+from ..forward.config import ROWS, WARP_ROWS
 from ..forward.item import Info
 from ..tiles import row_bytes_of
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 from .item import ITEM_BARRIER, Q_WARPS
 
+ROWS_LOG2 = ROWS.bit_length() - 1
 THREADS_OF_ITEM = 32 * (1 + Q_WARPS)
 
 
@@ -143,14 +144,18 @@ class CachedLoad:
     def _copy_rows(
         self, mQ, sQ, place, exist: Int32, stage, part: Int32, parts: cutlass.Constexpr[int]
     ) -> None:
-        """Start to copy a part of the rows of Q, 16 bytes at a time; those that do not exist are zeros."""
+        """Start to copy a part of the rows of Q, 16 bytes at a time; those that do not exist are zeros. Where
+        there are few, warps that have none do not look at theirs."""
         c = self.config
         lane, vectors = cute.arch.lane_idx(), c.head_dim // 8
         column, own = lane % vectors, lane // vectors
-        step = 32 // vectors
-        for i in cutlass.range(part, c.tile_m // step, parts, unroll=1):
+        step, rows = 32 // vectors, Int32(c.tile_m)
+        if const_expr(c.warpgroups == 1):
+            rows = cutlass.min(rows, (exist + WARP_ROWS - 1) // WARP_ROWS * WARP_ROWS)
+        # Addresses of two rows at a time, where the warp has registers for it.
+        for i in cutlass.range(part, (rows + step - 1) // step, parts, unroll=1 + (c.warpgroups == 2)):
             row = i * step + own
-            tile = sQ[None, None, stage * c.warpgroups + row // ROWS]
+            tile = sQ[None, None, stage * c.warpgroups + (row >> ROWS_LOG2)]
             # Lanes that are too many for a whole number of rows copy nothing.
             if const_expr(32 % vectors == 0):
                 self._copy_vector(mQ, tile, place, row, column, exist)
@@ -163,10 +168,13 @@ class CachedLoad:
     def _copy_vector(self, mQ, tile, place, row: Int32, column: Int32, exist: Int32) -> None:
         """Start to copy 16 bytes of a row of Q to its place in a tile, or store zeros there."""
         batch, first, head = place
-        target = cute.local_tile(tile[row % ROWS, None], (8,), (column,))
+        target = cute.local_tile(tile[row & (ROWS - 1), None], (8,), (column,))
         if (row < exist) & (8 * column < cute.size(mQ, mode=[3])):
             copy = cute.make_copy_atom(cpasync.CopyG2SOp(), self.dtype, num_bits_per_copy=128)
-            source = cute.local_tile(mQ[batch, first + row, head, None], (8,), (column,))
+            group = mQ.shape[1][0]
+            token = ptx.quotient(first + row, group)
+            source = mQ[batch, (first + row - token * group, token), head, None]
+            source = cute.local_tile(source, (8,), (column,))
             cute.copy(copy, source, target)
         else:
             zeros = cute.make_rmem_tensor(8, self.dtype)
@@ -179,7 +187,7 @@ class CachedLoad:
         a page that has none of the used tokens, rows are zeros, whatever its number is."""
         c, (number, size, most, *_) = self.config, of_pages
         token = cutlass.max(kv_tile, 0) * c.tile_n + cute.arch.lane_idx() * c.piece
-        column = Int32(Uint32(token) // Uint32(size))
+        column = ptx.quotient(token, size)
         page = pages[sequence * most + cutlass.min(column, most - 1)]
         page = cutlass.min(cutlass.max(page, 0), number - 1)
         used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)

@@ -32,6 +32,13 @@ def load_acquire(pointer: cute.Pointer, *, loc=None, ip=None) -> Int32:
 
 
 @dsl_user_op
+def quotient(number: Int32, divisor: Int32, *, loc=None, ip=None) -> Int32:
+    """div.u32, rounded down. Neither is negative: half of the instructions of a signed division."""
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (number, divisor)]
+    return Int32(_asm(T.i32(), operands, "div.u32 $0, $1, $2;", "=r,r,r", loc, ip))
+
+
+@dsl_user_op
 def is_over(barrier: cute.Pointer, phase: Int32, *, loc=None, ip=None) -> Int32:
     """mbarrier.test_wait.parity: 1 if the phase is over, 0 if not; nobody waits."""
     wait = "mbarrier.test_wait.parity.shared::cta.b64 over, [$1], $2;"
