@@ -39,6 +39,7 @@ class CachedLoad:
         in_section, blocks = table[0] * section, Int32(cute.arch.grid_dim()[0])
         n_item, n_kv, index = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
         per_segment = c.segment // c.tile_n
+        ahead = c.warpgroups < 3  # with three, the load warp has no registers for the next tile's place
         fewer = Int32(0)
         if const_expr(c.warpgroups == 1):
             fewer = self._fewer(items, of_pages[5])
@@ -71,25 +72,26 @@ class CachedLoad:
             self._tell(stage)
             kv_tiles = cutlass.max(kv_last - kv_first + 1, 0)
             begin, to_load, claimed = kv_first, kv_tiles, items - blocks
-            kv_tile = self._segment_end(begin, kv_last)
-            where = self._where(memory.pages, of_pages, sequence, kv_tile, seqlen_k)
-            while to_load > 0:
-                if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
-                    claimed = claim(memory.claimed)
-                self._load(rings.k, copies.k, shared.k, where, (of_pages[3], head), n_kv, fewer)
-                # Where the next tile is: found while the stage of V is in use.
-                of_v = where
-                kv_tile -= 1
-                if kv_tile < begin:
-                    begin = (begin // per_segment + 1) * per_segment
-                    kv_tile = self._segment_end(begin, kv_last)
-                where = self._where(memory.pages, of_pages, sequence, kv_tile, seqlen_k)
-                self._load(rings.v, copies.v, shared.v, of_v, (of_pages[4], head), n_kv, fewer)
-                n_kv += 1
-                to_load -= 1
-                if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
-                    index = blocks + cute.arch.shuffle_sync(claimed, 0)
-                    record = self._read(table, section, items, index)
+            where = self._where(memory.pages, of_pages, sequence, self._segment_end(begin, kv_last), seqlen_k)
+            while begin <= kv_last:
+                end = self._segment_end(begin, kv_last)
+                for i in cutlass.range(end - begin + 1, unroll=1):
+                    if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
+                        claimed = claim(memory.claimed)
+                    if const_expr(not ahead):
+                        where = self._where(memory.pages, of_pages, sequence, end - i, seqlen_k)
+                    of_k, of_v = (self._place(where, rows) for rows in of_pages[3:5])
+                    self._load(rings.k, copies.k, shared.k, of_k, head, n_kv, fewer)
+                    if const_expr(ahead):  # found while the stage of V is in use
+                        next_one = end - i - 1 if i < end - begin else self._segment_end(end + 1, kv_last)
+                        where = self._where(memory.pages, of_pages, sequence, next_one, seqlen_k)
+                    self._load(rings.v, copies.v, shared.v, of_v, head, n_kv, fewer)
+                    n_kv += 1
+                    to_load -= 1
+                    if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
+                        index = blocks + cute.arch.shuffle_sync(claimed, 0)
+                        record = self._read(table, section, items, index)
+                begin = end + 1
             if kv_tiles == 0:
                 if blocks < items:
                     claimed = claim(memory.claimed)
@@ -152,8 +154,7 @@ class CachedLoad:
         step, rows = 32 // vectors, Int32(c.tile_m)
         if const_expr(c.warpgroups == 1):
             rows = cutlass.min(rows, (exist + WARP_ROWS - 1) // WARP_ROWS * WARP_ROWS)
-        # Addresses of two rows at a time, where the warp has registers for it.
-        for i in cutlass.range(part, (rows + step - 1) // step, parts, unroll=1 + (c.warpgroups == 2)):
+        for i in cutlass.range(part, (rows + step - 1) // step, parts, unroll=1):
             row = i * step + own
             tile = sQ[None, None, stage * c.warpgroups + (row >> ROWS_LOG2)]
             # Lanes that are too many for a whole number of rows copy nothing.
@@ -193,18 +194,21 @@ class CachedLoad:
         used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
         return plan_view.PACKED_ROWS - used + token - column * size, page, used
 
+    def _place(self, where, rows_of_page: Int32):
+        """(row, shift) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences do in packed
+        tensors, and each ends where its used tokens end."""
+        row, page, used = where
+        return row, page * rows_of_page + used
+
     @cute.jit
-    def _load(self, ring, copy, tiles, where, place, n: Int32, fewer: Int32) -> None:
-        """Start to load a tile of K or V, piece by piece, once its stage is empty; `place`: (rows of a page,
-        kv head). Pages lie among rows as sequences do in packed tensors (`plan_view.tma_rows`): each ends
-        where its used tokens end."""
-        c, (row, page, used), (rows_of_page, head) = self.config, where, place
+    def _load(self, ring, copy, tiles, place, head: Int32, n: Int32, fewer: Int32) -> None:
+        """Start to load a tile of K or V, piece by piece, once its stage is empty."""
+        c, (row, shift) = self.config, place
         tile, barrier = tiles[None, None, ring.stage(n)], ring.full_of(n)
         ring.wait_empty(n + fewer)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * c.tile_n * cute.size(tile, mode=[1]))
         pieces = cute.flat_divide(tile, (c.piece, box_of(c)))
-        shift = page * rows_of_page + used
         for i in cutlass.range_constexpr(c.tile_n // c.piece):
             place = (
                 cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
