@@ -151,10 +151,11 @@ class DealMachine(CachedMachine):
         batch: Batch,
         capacity: tuple[int, int, int],
         seed: int,
+        share: int,
     ):
-        """``capacity``: q tiles, places and folds that there may be."""
+        """``capacity``: q tiles, places and folds that there may be; ``share``: as in `Launch`."""
         self._begin(program, 1, DEAL_WARPS, seed)
-        self.config, self.batch, self.capacity = config, batch, capacity
+        self.config, self.batch, self.capacity, self.share = config, batch, capacity, share
         rows, keys = zip(*batch.sequences)
         bounds = [sum(rows[:i]) for i in range(len(rows) + 1)]
         self.memory = {LENGTHS + 4 * i: value & 0xFFFFFFFF for i, value in enumerate(keys)}
@@ -164,8 +165,8 @@ class DealMachine(CachedMachine):
         b, (tiles, places, folds) = self.batch, self.capacity
         total = sum(rows for rows, _ in b.sequences)
         sizes = (b.group, b.kv_heads, total, b.most_pages * b.page_size)
-        numbers = (len(b.sequences), tiles, -1, b.most_pages, 1, places, folds, 1, *b.sides, *sizes)
-        known = {0: TABLE, 1: CLAIMED, 2: LENGTHS, 3: BOUNDS, **dict(enumerate(numbers, 5))}
+        launch = len(b.sequences), tiles, -1, b.most_pages, self.share, places, folds, 1, *b.sides
+        known = {0: TABLE, 1: CLAIMED, 2: LENGTHS, 3: BOUNDS, **dict(enumerate((*launch, *sizes), 5))}
         return known.get(number, 0)
 
     def _atom(self, thread: Thread, operation: str, operands: list[str]) -> bool:

@@ -82,16 +82,17 @@ def test_it_ends_and_loads_what_it_should(head_dim: int, few: bool, piece: int, 
         assert not left
 
 
-@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(("few", "share"), [(True, 1), (True, 1000), (False, 1)])
 @pytest.mark.parametrize("places", [0, 3, 40])
 @pytest.mark.parametrize("name", BATCHES)
-def test_what_is_dealt_out(name: str, places: int, few: bool) -> None:
+def test_what_is_dealt_out(name: str, places: int, few: bool, share: int) -> None:
     """Every tile once, whole or in all of its segments, the longest first; folds find their places."""
     batch = BATCHES[name]
     config = replace(cached_config(64, "bf16", few, 16), segment=256)
     rows = sum(rows for rows, _ in batch.sequences)
     tiles = rows * batch.group // config.tile_m + len(batch.sequences)
-    machine = DealMachine(config, DealProgram(cached_ptx(config)), batch, (tiles, places, places), places)
+    program, capacity = DealProgram(cached_ptx(config)), (tiles, places, places)
+    machine = DealMachine(config, program, batch, capacity, places, share)
     machine.run()
     (count, folds), (section,) = machine.counts, machine.words(2, 1)
     assert section == batch.kv_heads
@@ -117,7 +118,9 @@ def test_what_is_dealt_out(name: str, places: int, few: bool) -> None:
         assert {record[:2] for record in folded} == {record[:2] for record in parts}
     assert places or not folds
     longest = max(len(_tiles_of(batch, config, record)) for record in batch.entries(config, False))
-    ranks = [len(_tiles_of(batch, config, record)) * 31 // longest for record in entries]
+    lengths = [len(_tiles_of(batch, config, record)) for record in entries]
+    coarsely = few and tiles * batch.kv_heads > share
+    ranks = [max(n, 1).bit_length() if coarsely else n * 31 // longest for n in lengths]
     assert ranks == sorted(ranks, reverse=True)
 
 

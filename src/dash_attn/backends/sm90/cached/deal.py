@@ -12,7 +12,8 @@ the key that is aligned with the sequence's first token.
 Suppose that all tiles are like this one. It is split into its segments if all segments, in rounds over all
 blocks, are then done at least a tenth earlier than one whole tile. Which tiles that are, where segments go,
 and which item comes first, is placement: it decides no bit. Numbers are handed out by integer atomics. Items
-come by their length, the longest first, to within a 31st of the longest tile.
+come by their length, the longest first: to within a 31st of the longest tile, and to within a power of two
+where rows are few and every SM has many tiles. Memory gives more where blocks do not end in step.
 """
 
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from cutlass.memory import SmemAllocator
 
 from ....machine import L2_BYTES
 from ..device import ptx
+from ..forward.exact import log2_below
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 
@@ -51,11 +53,15 @@ class Deal:
         if tidx < 2 * BUCKETS:
             counts[tidx] = Int32(0)
         cute.arch.sync_threads()
+        finely = True
+        if const_expr(self.config.warpgroups == 1):
+            finely = launch.tiles * sizes[1] <= launch.share
         for t in cutlass.range(tidx, launch.tiles, THREADS, unroll=1):
             tile = self._tile(lengths, bounds, launch, sizes, t)
             if tile.kv_tiles > 0:
                 ptx.add_shared(counts.iterator + TOTAL, tile.kv_tiles)
-                ptx.max_shared(counts.iterator + LONGEST, tile.kv_tiles)
+                if finely:
+                    ptx.max_shared(counts.iterator + LONGEST, tile.kv_tiles)
                 if tile.q_tile == 0:
                     ptx.add_shared(counts.iterator + KEYS, tile.seqlen_k // self.config.tile_n + 1)
         cute.arch.sync_threads()
@@ -204,9 +210,12 @@ class Deal:
         self._put(table, at, record)
 
     def _bucket(self, counts, kv_tiles: Int32):
-        """Where entries of a length are counted, and then numbered."""
-        number = kv_tiles * (BUCKETS - 1) // cutlass.max(counts[LONGEST], 1)
-        return counts.iterator + FIRST_BUCKET + number
+        """Where entries of a length are counted, and then numbered. Where the longest is not known, by powers
+        of two."""
+        longest = counts[LONGEST]
+        coarsely = log2_below(cutlass.max(kv_tiles, 1))
+        finely = kv_tiles * (BUCKETS - 1) // cutlass.max(longest, 1)
+        return counts.iterator + FIRST_BUCKET + cutlass.select_(longest == 0, coarsely, finely)
 
     def _put(self, table, index: Int32, record) -> None:
         for i, value in enumerate(record):
