@@ -118,7 +118,7 @@ class ForwardMachine(Machine):
         (block.loads if loaded else block.stores).append((which, where))
         if loaded:
             c = self.config
-            columns = c.head_dim if which == 0 else c.rest if which in REST else c.columns[0]
+            columns = c.head_dim if which == 0 else c.rest if which in REST else c.kv_columns[0]
             size = row_bytes_of(columns) * (64 if which == 0 else c.tile_n)
             block.copies.append((self._address(thread, operands[2]), size))
         return True

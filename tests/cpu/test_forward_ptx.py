@@ -118,7 +118,7 @@ def check(config: ForwardConfig, name: str) -> None:
         items = listed(machine.plan)
         numbers = {item: number for number, item in enumerate(items.values())}
         parts, of_k, of_v, of_out = (
-            2 * n // row_bytes_of(n) for n in (head_dim, *config.columns, config.head_dim_v)
+            2 * n // row_bytes_of(n) for n in (head_dim, *config.kv_columns, config.head_dim_v)
         )
         done = []
         for block in machine.blocks:
@@ -132,7 +132,7 @@ def check(config: ForwardConfig, name: str) -> None:
             keys = [where for which, where in block.loads if which == 2][::of_k]
             values = [where for which, where in block.loads if which == 4][::of_v]
             for which in REST:
-                apart = [(config.columns[0], *where[1:]) for where in keys] if config.rest else []
+                apart = [(config.kv_columns[0], *where[1:]) for where in keys] if config.rest else []
                 assert [where for w, where in block.loads if w == which] == apart
             wanted = [(kv, item) for item in mine for kv in expected(p, config, item)]
             assert len(keys) == len(values) == len(wanted)

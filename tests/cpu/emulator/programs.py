@@ -97,8 +97,8 @@ class Emulated:
             parameters = [*map(_tensor, (workspace.table, *extra[-len(forward.Intervals._fields) :]))]
             self._launch(kernel, (launch.entries, 1), parameters, memory)
         tiles = [
-            (tensors.q, ROWS, c.head_dim), (k, c.tile_n, c.columns[0]), (tensors.v, c.tile_n, c.columns[1]),
-            (tensors.out, ROWS, c.head_dim_v),
+            (tensors.q, ROWS, c.head_dim), (k, c.tile_n, c.kv_columns[0]),
+            (tensors.v, c.tile_n, c.kv_columns[1]), (tensors.out, ROWS, c.head_dim_v),
         ]  # fmt: skip
         if c.rest:
             tiles += [(x, c.tile_n, c.rest) for x in (k, tensors.v)]

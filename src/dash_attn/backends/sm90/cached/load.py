@@ -72,19 +72,20 @@ class CachedLoad:
             self._tell(stage)
             kv_tiles = cutlass.max(kv_last - kv_first + 1, 0)
             begin, to_load, claimed = kv_first, kv_tiles, items - blocks
-            where = self._where(memory.pages, of_pages, sequence, self._segment_end(begin, kv_last), seqlen_k)
+            first_end = self._segment_end(begin, kv_last)
+            where = self.where_is(memory.pages, of_pages, sequence, first_end, seqlen_k)
             while begin <= kv_last:
                 end = self._segment_end(begin, kv_last)
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = claim(memory.claimed)
                     if const_expr(not ahead):
-                        where = self._where(memory.pages, of_pages, sequence, end - i, seqlen_k)
-                    of_k, of_v = (self._place(where, rows) for rows in of_pages[3:5])
+                        where = self.where_is(memory.pages, of_pages, sequence, end - i, seqlen_k)
+                    of_k, of_v = (self.place_of(where, rows) for rows in of_pages[3:5])
                     self._load(rings.k, copies.k, shared.k, of_k, head, n_kv, fewer)
                     if const_expr(ahead):  # found while the stage of V is in use
                         next_one = end - i - 1 if i < end - begin else self._segment_end(end + 1, kv_last)
-                        where = self._where(memory.pages, of_pages, sequence, next_one, seqlen_k)
+                        where = self.where_is(memory.pages, of_pages, sequence, next_one, seqlen_k)
                     self._load(rings.v, copies.v, shared.v, of_v, head, n_kv, fewer)
                     n_kv += 1
                     to_load -= 1
@@ -134,7 +135,7 @@ class CachedLoad:
             if go_on == 1:
                 top, rows = words[Info.row], words[Info.seqlen_q]
                 place = (words[Info.batch], words[Info.row_first] + top, words[Info.q_head])
-                self._copy_rows(memory.q, shared.q, place, rows - top, stage, part, Q_WARPS)
+                self.copy_rows(memory.q, shared.q, place, rows - top, stage, part, Q_WARPS)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
@@ -143,7 +144,7 @@ class CachedLoad:
             n_item += 1
 
     @cute.jit
-    def _copy_rows(
+    def copy_rows(
         self, mQ, sQ, place, exist: Int32, stage, part: Int32, parts: cutlass.Constexpr[int]
     ) -> None:
         """Start to copy a part of the rows of Q, 16 bytes at a time; those that do not exist are zeros. Where
@@ -183,18 +184,23 @@ class CachedLoad:
             cute.autovec_copy(zeros, target)
 
     @cute.jit
-    def _where(self, pages, of_pages, sequence: Int32, kv_tile: Int32, seqlen_k: Int32):
-        """(row of the view, page, used tokens of the page) of the pieces of a kv tile: lane i has piece i. Of
-        a page that has none of the used tokens, rows are zeros, whatever its number is."""
-        c, (number, size, most, *_) = self.config, of_pages
-        token = cutlass.max(kv_tile, 0) * c.tile_n + cute.arch.lane_idx() * c.piece
+    def where_is(self, pages, of_pages, sequence: Int32, kv_tile: Int32, seqlen_k: Int32):
+        """What `piece_at` says of the pieces of a kv tile: lane i has piece i."""
+        token = cutlass.max(kv_tile, 0) * self.config.tile_n + cute.arch.lane_idx() * self.config.piece
+        return self.piece_at(pages, of_pages, sequence, token, seqlen_k)
+
+    @cute.jit
+    def piece_at(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
+        """(row of the view, page, used tokens of the page) of the piece that begins with a token. Of a page
+        that has none of the used tokens, rows are zeros, whatever its number is."""
+        number, size, most, *_ = of_pages
         column = ptx.quotient(token, size)
         page = pages[sequence * most + cutlass.min(column, most - 1)]
         page = cutlass.min(cutlass.max(page, 0), number - 1)
         used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
         return plan_view.PACKED_ROWS - used + token - column * size, page, used
 
-    def _place(self, where, rows_of_page: Int32):
+    def place_of(self, where, rows_of_page: Int32):
         """(row, shift) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences do in packed
         tensors, and each ends where its used tokens end."""
         row, page, used = where
@@ -203,9 +209,14 @@ class CachedLoad:
     @cute.jit
     def _load(self, ring, copy, tiles, place, head: Int32, n: Int32, fewer: Int32) -> None:
         """Start to load a tile of K or V, piece by piece, once its stage is empty."""
-        c, (row, shift) = self.config, place
         tile, barrier = tiles[None, None, ring.stage(n)], ring.full_of(n)
         ring.wait_empty(n + fewer)
+        self.start(copy, tile, place, head, barrier)
+
+    @cute.jit
+    def start(self, copy, tile, place, head: Int32, barrier) -> None:
+        """Start to load a tile of K or V into an empty stage."""
+        c, (row, shift) = self.config, place
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * c.tile_n * cute.size(tile, mode=[1]))
         pieces = cute.flat_divide(tile, (c.piece, box_of(c)))

@@ -50,7 +50,7 @@ def multiply_all(products, accumulate: bool) -> None:
     warpgroup.commit_group()
 
 
-def blocks_of(operand) -> list:
+def blocks_of(operand) -> list[cute.Tensor]:
     """The blocks of an operand, (MMA, M or N, K), along K."""
     return [operand[None, None, k] for k in range(cute.size(operand.shape[2]))]
 

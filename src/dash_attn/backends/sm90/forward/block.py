@@ -32,15 +32,15 @@ def products_of(c: ForwardConfig, dtype: Any) -> Products:
     types = dtype, dtype, major.K
     scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM)
     if c.rest:
-        return Products(scores, out_of(c.head_dim_v), out_of(c.columns[1]), out_of(c.rest))
+        return Products(scores, out_of(c.head_dim_v), out_of(c.kv_columns[1]), out_of(c.rest))
     return Products(scores, out_of(c.head_dim_v))
 
 
 def layouts_of(c: ForwardConfig, dtype: Any) -> Layouts:
     return Layouts(
         q=tile_layout(dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),
-        k=tile_layout(dtype, c.tile_n, c.columns[0], c.kv_stages),
-        v=tile_layout(dtype, c.tile_n, c.columns[1], c.kv_stages),
+        k=tile_layout(dtype, c.tile_n, c.kv_columns[0], c.kv_stages),
+        v=tile_layout(dtype, c.tile_n, c.kv_columns[1], c.kv_stages),
         out=tile_layout(dtype, ROWS, c.head_dim_v, 1),
         **{name: tile_layout(dtype, c.tile_n, c.rest, c.kv_stages) for name in RESTS if c.rest},
     )
@@ -56,8 +56,8 @@ def _storage_of(c: ForwardConfig, dtype: Any, counts: BarrierCounts) -> Any:
     fields = barriers | {
         "item": cute.struct.Align[cute.struct.MemRange[Int32, info_words(c) * c.q_stages], 16],
         "q": tile(ROWS, c.head_dim, c.q_stages * c.warpgroups),
-        "k": tile(c.tile_n, c.columns[0], c.kv_stages),
-        "v": tile(c.tile_n, c.columns[1], c.kv_stages),
+        "k": tile(c.tile_n, c.kv_columns[0], c.kv_stages),
+        "v": tile(c.tile_n, c.kv_columns[1], c.kv_stages),
         **{name: tile(c.tile_n, c.rest, c.kv_stages) for name in RESTS if c.rest},
     }
     return cute.struct(type("Storage", (), {"__annotations__": fields}))

@@ -107,7 +107,7 @@ class ForwardConfig:
         return ROWS * self.warpgroups
 
     @property
-    def columns(self) -> tuple[int, int]:
+    def kv_columns(self) -> tuple[int, int]:
         """Of the tiles of K and of V, without their rest."""
         return self.head_dim - self.rest, self.head_dim_v - self.rest
 

@@ -137,8 +137,8 @@ class LoadRole:
                 ring.full + kv_stage,
             )
             if c.rest:
-                tile, place = rest_tiles[None, None, kv_stage], (kv_tile, kv_head, ring.full + kv_stage)
-                load_tile(rest, tile, rows, *place, (columns - c.rest) // c.rest)
+                tile, first = rest_tiles[None, None, kv_stage], (columns - c.rest) // c.rest
+                load_tile(rest, tile, rows, kv_tile, kv_head, ring.full + kv_stage, first)
 
     @cute.jit
     def _narrowed(self, bounds, first: Int32, kv_tiles, rows):

@@ -59,15 +59,12 @@ class Score:
         if (kv_tile >= item.kv_first) & (kv_tile <= item.kv_last):
             if warp_idx == 0:
                 of_pages = (numbers.pages, numbers.page_size, numbers.most_pages)
-                where = self.load._where(
-                    memory.pages, of_pages, sequence, Int32(kv_tile * c.tile_n), item.seqlen_k
-                )
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_n * c.head_dim)
-                self.load._load(copy, k[None, None, 0], where, numbers.k_rows, head, full)
+                where = self.load.where_is(memory.pages, of_pages, sequence, Int32(kv_tile), item.seqlen_k)
+                place = self.load.place_of(where, numbers.k_rows)
+                self.load.start(copy, k[None, None, 0], place, head, full)
             if warp_idx == 1:
                 # All of Q, to stage 0.
-                self.load._copy_rows(memory.q, q, (sequence, Int32(0), head), item.rows, 0, 0, 1)
+                self.load.copy_rows(memory.q, q, (sequence, Int32(0), head), item.rows, 0, 0, 1)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.fence_view_async_shared()
             cute.arch.sync_threads()

@@ -110,13 +110,12 @@ class Spread:
                 cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=ring.full + stage)
 
     def _where(self, memory, numbers, item, sequence: Int32, kv_tile: Int32):
-        """What `CachedLoad._where` says of the pieces of a kv tile, and of those before it: in the next
+        """What `CachedLoad.piece_at` says of the pieces of a kv tile, and of those before it: in the next
         lanes."""
         c, lane = self.config, cute.arch.lane_idx()
         token = (kv_tile - lane // self.pieces) * c.tile_n + lane % self.pieces * c.piece
         of_pages = (numbers.pages, numbers.page_size, numbers.most_pages)
-        token = cutlass.max(token, 0) - lane * c.piece  # which `CachedLoad` adds
-        return self.load._where(memory.pages, of_pages, sequence, token, item.seqlen_k)
+        return self.load.piece_at(memory.pages, of_pages, sequence, cutlass.max(token, 0), item.seqlen_k)
 
     @cute.jit
     def _load_p(self, memory, p, sums, ring, item, tiles) -> None:
