@@ -169,9 +169,11 @@ def test_configurations_that_cannot_run(changed: dict[str, int | str], message: 
         BackwardConfig(**({"head_dim": 128} | changed))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("changed", [{"rest": 8}, {"head_dim": 192, "head_dim_v": 128, "rest": 16}])
+@pytest.mark.parametrize(
+    "changed", [{"rest": 8}, {"rest": 32}, {"head_dim": 192, "head_dim_v": 128, "rest": 16}]
+)
 def test_a_rest_of_k_and_v_that_cannot_be(changed: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="the rest of K and V has the same columns, a multiple of 16"):
+    with pytest.raises(ValueError, match="a rest is a multiple of 16 columns, and divides those of K and V"):
         ForwardConfig(**({"head_dim": 80} | changed))
 
 

@@ -82,8 +82,8 @@ class ForwardConfig:
             raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
         if self.intervals and (self.early or self.segment > 64 * self.tile_n):
             raise ValueError(f"{self}: which kv tiles an item has is known when it begins, of 64 at a time")
-        if self.rest % 16 or (self.rest and self.head_dim_v != self.head_dim):
-            raise ValueError(f"{self}: the rest of K and V has the same columns, a multiple of 16")
+        if self.rest and (self.rest % 16 or self.head_dim % self.rest or self.head_dim_v != self.head_dim):
+            raise ValueError(f"{self}: a rest is a multiple of 16 columns, and divides those of K and V")
         if self.warpgroups * self.q_stages > 9 or self.warpgroups > 3:
             raise ValueError(f"{self}: a block has 16 named barriers, and three warps that store")
 
