@@ -11,7 +11,7 @@ from ..device import plan_view, ptx
 from ..device.copies import partitions
 from ..forward.claims import CLAIM_BEFORE, READ_BEFORE, claim
 from ..forward.config import ROWS, WARP_ROWS
-from ..forward.item import Info
+from ..forward.item import Info, segment_end
 from ..tiles import row_bytes_of
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
@@ -72,10 +72,10 @@ class CachedLoad:
             self._tell(stage)
             kv_tiles = cutlass.max(kv_last - kv_first + 1, 0)
             begin, to_load, claimed = kv_first, kv_tiles, items - blocks
-            first_end = self._segment_end(begin, kv_last)
+            first_end = segment_end(c, begin, kv_last)
             where = self.where_is(memory.pages, of_pages, sequence, first_end, seqlen_k)
             while begin <= kv_last:
-                end = self._segment_end(begin, kv_last)
+                end = segment_end(c, begin, kv_last)
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = claim(memory.claimed)
@@ -84,7 +84,7 @@ class CachedLoad:
                     of_k, of_v = (self.place_of(where, rows) for rows in of_pages[3:5])
                     self._load(rings.k, copies.k, shared.k, of_k, head, n_kv, fewer)
                     if const_expr(ahead):  # found while the stage of V is in use
-                        next_one = end - i - 1 if i < end - begin else self._segment_end(end + 1, kv_last)
+                        next_one = end - i - 1 if i < end - begin else segment_end(c, end + 1, kv_last)
                         where = self.where_is(memory.pages, of_pages, sequence, next_one, seqlen_k)
                     self._load(rings.v, copies.v, shared.v, of_v, head, n_kv, fewer)
                     n_kv += 1
@@ -103,11 +103,6 @@ class CachedLoad:
         with cute.arch.elect_one():
             shared.item[Info.valid, rings.q.stage(n_item)] = Int32(0)
         self._tell(rings.q.stage(n_item))
-
-    def _segment_end(self, begin: Int32, kv_last: Int32) -> Int32:
-        """The last kv tile of the segment that begins there, if the item goes so far."""
-        per_segment = self.config.segment // self.config.tile_n
-        return cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
 
     def _fewer(self, items: Int32, share: Int32) -> Int32:
         """How many stages the load warp leaves empty: a third, where seven of eight SMs have items. At head

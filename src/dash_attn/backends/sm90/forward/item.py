@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
@@ -35,6 +36,12 @@ class Info:
 def info_words(config: ForwardConfig) -> int:
     """Words per item."""
     return 20 if config.sink or config.intervals else 16
+
+
+def segment_end(config: ForwardConfig, begin, kv_last):
+    """The last kv tile of the segment in which one stands, if the item goes so far."""
+    per_segment = config.segment // config.tile_n
+    return cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
 
 
 def tile_of_out(config: ForwardConfig, q, place):

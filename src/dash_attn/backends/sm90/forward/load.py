@@ -9,7 +9,7 @@ from ..device.copies import load_tile
 from .bounds import first_bounds, may_see, seen_tiles
 from .claims import CLAIM_BEFORE, READ_BEFORE, claim
 from .config import ForwardConfig
-from .item import Info
+from .item import Info, segment_end
 from .table import ENTRY_WORDS
 
 
@@ -79,7 +79,7 @@ class LoadRole:
             begin, kv_tiles = kv_first, cutlass.max(kv_last - kv_first + 1, 0)
             to_load, claimed = kv_tiles, items - blocks
             while begin <= kv_last:
-                end = cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
+                end = segment_end(c, begin, kv_last)
                 seen = Int64(-1)
                 if const_expr(c.intervals):
                     tiles = (end // per_segment * per_segment, begin, end)

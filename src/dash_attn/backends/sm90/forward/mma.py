@@ -15,7 +15,7 @@ from ..softcap import Cap
 from .bounds import seen_tiles, tiles_between
 from .config import ROWS, ForwardConfig
 from .exact import folded, inverse, lse_of, row_sum, weights, with_sink, without_sign
-from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier, tile_of_out
+from .item import TURN_BARRIER, WARPGROUP_BARRIER, Info, done_barrier, segment_end, tile_of_out
 from .softmax import Softmax
 from .trace import BEGIN, END, note
 
@@ -68,7 +68,7 @@ class MmaRole:
             begin, kept = words[Info.kv_first], Int32(0)
             kv_last = words[Info.kv_last]
             while begin <= kv_last:
-                end = self._segment_end(begin, kv_last)
+                end = segment_end(self.config, begin, kv_last)
                 self._look(t, words, begin, end)
                 n_end = self._behind_all(t, n_kv, begin, end)
                 own_begin, own_end = cutlass.max(begin, info.first), cutlass.min(end, info.last)
@@ -169,11 +169,6 @@ class MmaRole:
         per_segment = self.config.segment // self.config.tile_n
         return kv_tile // per_segment * per_segment
 
-    def _segment_end(self, begin: Int32, kv_last: Int32) -> Int32:
-        """The last kv tile of the segment in which one stands, if the item goes so far."""
-        per_segment = self.config.segment // self.config.tile_n
-        return cutlass.min((begin // per_segment + 1) * per_segment - 1, kv_last)
-
     @cute.jit
     def _start_early(self, t, rings, shared, n_item: Int32, n: Int32) -> Int32:
         """Start an item's first scores if this warpgroup sees its first tile: 1 if so.
@@ -185,7 +180,7 @@ class MmaRole:
         words = shared.item[None, stage]
         if words[Info.valid] == 1:
             info, kv_first = self._item(words, t.group), words[Info.kv_first]
-            end = self._segment_end(kv_first, words[Info.kv_last])
+            end = segment_end(self.config, kv_first, words[Info.kv_last])
             if (kv_first <= end) & (info.first <= end) & (info.last >= end):
                 started = Int32(1)
         if started == 1:

@@ -12,6 +12,7 @@ from ..cached.mma import CachedSoftmax
 from ..device.operands import DTYPES
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import finite, fma
+from ..forward.item import segment_end
 from ..softcap import Cap
 from .config import SpreadConfig
 from .item import begin, sequence_of, threads_of
@@ -40,14 +41,13 @@ class Weigh:
     @cute.kernel
     def kernel(self, memory, numbers, scales) -> None:
         c = self.config
-        per_segment = c.segment // c.tile_n
-        layout = cute.make_layout(per_segment * ROWS)
+        layout = cute.make_layout(c.segment // c.tile_n * ROWS)
         largest = SmemAllocator().allocate_tensor(Float32, layout, byte_alignment=16)
         kv_tile, head, sequence = cute.arch.block_idx()
         begin()
         item = sequence_of(c, memory, numbers, sequence, head)
         if (kv_tile >= item.kv_first) & (kv_tile <= item.kv_last):
-            end = cutlass.min((kv_tile // per_segment + 1) * per_segment - 1, item.kv_last)
+            end = segment_end(c, kv_tile, item.kv_last)
             place, tidx = item.first_tile + kv_tile, cute.arch.thread_idx()[0]
             quads = item.warps * (WARP_ROWS // 4)
             for i in cutlass.range(tidx, (end - kv_tile + 1) * quads, 128, unroll=4):
