@@ -149,8 +149,8 @@ class Emulated:
     def _spread(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
         tensors, places = cached.Tensors(*given[:5]), cached.Places(*given[5:9])
-        workspace, launch = spread.Workspace(*given[9:15]), spread.Launch(*given[15:22])
-        scales = given[22:] or [launch.scale]
+        workspace, launch = spread.Workspace(*given[9:12]), spread.Launch(*given[12:19])
+        scales = given[19:] or [launch.scale]
         (total_q, heads), (pages, page_size, kv_heads) = tensors.q.shape[1:3], tensors.k.shape[:3]
         group = heads // kv_heads
         of_groups = [_of_groups(x, group) for x in (tensors.q, tensors.out)]
@@ -166,12 +166,11 @@ class Emulated:
         named, scalars = [*described, *map(_number, numbers)], [*map(_number, scales)]
         k = _maps([(_as_rows(tensors.k), c.piece)])
         v = _maps([(_as_rows(tensors.v), c.piece, 2 * c.columns)])
-        score, weigh, main, fold = kernels(c)
+        score, main, fold = kernels(c)
         tiles = (launch.tiles, kv_heads, launch.batch)
         self._launch(score, tiles, [*k, DUMMY, *named, *scalars], memory)
-        self._launch(weigh, tiles, [*named, *scalars], memory)
         blocks = (c.head_dim_v // c.columns * launch.segments, kv_heads, launch.batch)
-        self._launch(main, blocks, [*v, DUMMY, *named], memory)
+        self._launch(main, blocks, [*v, DUMMY, *named, *scalars], memory)
         if launch.segments > 1:
             self._launch(fold, (kv_heads, launch.batch), named, memory)
 

@@ -6,24 +6,16 @@ from typing import Any, NamedTuple
 
 
 class Workspace(NamedTuple):
-    """fp32. A tile is a kv tile of a kv head of a sequence, and only warps count that have rows.
+    """fp32. A tile is a kv tile of a kv head of a sequence.
 
     Attributes:
-        scores: of every tile and warp, `SpreadConfig.scores_words`, as threads have them.
-        weighed: of every tile, `SpreadConfig.weighed_words` per warp: P of the first half of the keys, of all
-            warps, and of the second half, as `Spread` has it in shared memory; then per thread what its two
-            rows are multiplied by before the tile, and their sums of the tile.
-        rises: (tile, 4): whether any row of a warp is multiplied by something else than 1; 0 if none is.
+        scores: (tile, rows, 128), as `place_in_scores` says.
         largest: (tile, 64), of each row before it is scaled.
-        maxima: (tile, 128, 2), of each thread's two rows, from the tile on.
         partial: (sequence, segment, kv head), as `Fold` reads it; nothing if there is one segment.
     """
 
     scores: Any
-    weighed: Any
-    rises: Any
     largest: Any
-    maxima: Any
     partial: Any
 
 
@@ -58,10 +50,7 @@ class Memory(NamedTuple):
     lengths: Any
     pages: Any
     scores: Any
-    weighed: Any
-    rises: Any
     largest: Any
-    maxima: Any
     partial: Any
 
 

@@ -7,9 +7,12 @@ from functools import cache
 from typing import ClassVar
 
 from ..cached.config import CachedConfig
-from ..forward.config import WARP_ROWS
+from ..forward.config import ROWS, WARP_ROWS
 
 HEAD_DIMS = (64, 128)
+WEIGH_WARPS = 4
+SLOTS = 8
+"""Of scores and of P in shared memory. A slot has those of 16 rows, and a tile 1, 2 or 4 slots."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,7 @@ class SpreadConfig(CachedConfig):
     """
 
     direction: ClassVar[str] = "spread"
-    kernels: ClassVar[tuple[str, ...]] = ("Score", "Weigh", "Spread", "SpreadFold")
+    kernels: ClassVar[tuple[str, ...]] = ("Score", "Spread", "SpreadFold")
 
     columns: int = 32
 
@@ -36,23 +39,15 @@ class SpreadConfig(CachedConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block of ``Spread``: V, and what ``Weigh`` made of all four warps' rows."""
-        return 1024 + self.kv_stages * (2 * self.tile_n * self.columns + 4 * 4 * self.weighed_words)
+        """Of a block of ``Spread``: V, slots of scores and of P, the largest scores, and what is little."""
+        slot = 4 * self.scores_words + 2 * self.scores_words + 32 * 4 * 4
+        largest = self.segment // self.tile_n * ROWS * 4
+        return 1024 + 2 * self.kv_stages * self.tile_n * self.columns + SLOTS * slot + largest + 2048
 
     @property
     def scores_words(self) -> int:
         """fp32 words of the scores of one kv tile, per 16 rows."""
         return WARP_ROWS * self.tile_n
-
-    @property
-    def half_words(self) -> int:
-        """Words of P of half a kv tile, per 16 rows."""
-        return WARP_ROWS * self.tile_n // 4
-
-    @property
-    def weighed_words(self) -> int:
-        """Words of P of one kv tile, per 16 rows, and of the four fp32 numbers per thread behind it."""
-        return 2 * self.half_words + 32 * 4
 
 
 @cache
@@ -60,4 +55,4 @@ def spread_config(head_dim: int, dtype: str, piece: int) -> SpreadConfig:
     """What a head dim runs with."""
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"no keys are spread at head dim {head_dim}; known: 64, 128")
-    return SpreadConfig(head_dim, dtype, warpgroups=1, overlap="softmax", kv_stages=8, piece=piece)
+    return SpreadConfig(head_dim, dtype, warpgroups=1, overlap="softmax", kv_stages=12, piece=piece)

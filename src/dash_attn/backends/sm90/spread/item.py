@@ -1,14 +1,52 @@
 """What the blocks of all kernels find out about their sequence."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from ..device import plan_view, ptx
+from ..device.ring import Ring
 from ..forward.config import WARP_ROWS
 from .config import SpreadConfig
+
+
+WEIGH_BARRIER = 1
+"""Of the warps that weigh."""
+
+
+@dataclass(frozen=True)
+class Rings:
+    """v: tiles of V; s, p: slots of scores and of P, counted on by as many as a tile has."""
+
+    v: Ring
+    s: Ring
+    p: Ring
+
+
+class Shared(NamedTuple):
+    """Shared memory of a block of `Spread`.
+
+    Attributes:
+        v: tiles of V, 32 columns of them.
+        scores: slots as the workspace has them, rows of 16 rows behind one another.
+        p: (4, lane, 8, slot), words as a thread multiplies them.
+        numbers: (4, lane, slot), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
+        rises: (slot,), 0 if all rows are multiplied by 1.
+        largest: (tile, 64), from the last tile of the segment on.
+        maxima: (2, thread), of two rows after all tiles.
+    """
+
+    v: Any
+    scores: Any
+    p: Any
+    numbers: Any
+    rises: Any
+    largest: Any
+    maxima: Any
 
 
 def begin() -> None:
@@ -23,7 +61,8 @@ def begin() -> None:
 
 @cute.jit
 def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
-    """What a sequence's only q tile is: words as `CachedMma` has them, segments, warps that have rows."""
+    """What a sequence's only q tile is: words as `CachedMma` has them, segments, warps that have rows, and the
+    power of two that is not less (1 << shift)."""
     group = numbers.group
     seqlen_q = cute.size(memory.q, mode=[1]) // group
     rows, keys = seqlen_q * group, numbers.most_pages * numbers.page_size
@@ -42,6 +81,7 @@ def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
     if kv_last < kv_first:
         kv_first, kv_last = Int32(0), Int32(-1)
     per_segment, zero = c.segment // c.tile_n, Int32(0)
+    warps = (rows + WARP_ROWS - 1) // WARP_ROWS
     words = (
         Int32(1), head, kv_first, kv_last, low, high, seqlen_k, rows, zero, group, zero, zero, sequence, zero,
         zero,
@@ -49,13 +89,12 @@ def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
     return SimpleNamespace(
         words=words, seqlen_k=seqlen_k, rows=rows, kv_first=kv_first, kv_last=kv_last,
         segment_first=kv_first // per_segment, segment_last=cutlass.max(kv_last, 0) // per_segment,
-        warps=(rows + WARP_ROWS - 1) // WARP_ROWS,
+        warps=warps, shift=cutlass.min(warps - 1, 2),
         first_tile=(sequence * numbers.kv_heads + head) * numbers.tiles,
     )  # fmt: skip
 
 
-def threads_of(c: SpreadConfig, tensor, words_per_warp: int, place, warp):
-    """(4, vectors): this lane's vectors of four words of a warp's part of a workspace."""
-    start = cutlass.Int64(place) * words_per_warp + warp * words_per_warp + cute.arch.lane_idx() * 4
-    layout = cute.make_layout((4, words_per_warp // 128), stride=(1, 128))
-    return cute.make_tensor(tensor.iterator + cute.assume(start, divby=4), layout)
+def place_in_scores(c: SpreadConfig, row, j: int):
+    """Words before this thread's two of eight columns number j of a row. Rows are moved so that threads of
+    four rows read from all banks."""
+    return row * c.tile_n + (j ^ (row & 3)) * 8 + cute.arch.lane_idx() % 4 * 2

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ....machine import L2_BYTES
-from ....schedule.constants import FORWARD_SEGMENT, FORWARD_TILE
+from ....schedule.constants import FORWARD_SEGMENT
 from ...cached import CachedProblem
 from ..cached.launch import Cached, allocate, config_of, whole_lines
-from ..forward.config import ROWS, WARP_ROWS
+from ..forward.config import ROWS
 from .arguments import Launch, Workspace
 from .config import HEAD_DIMS, SpreadConfig, spread_config
 
@@ -28,7 +28,7 @@ def spreads(problem: CachedProblem, sms: int) -> bool:
     """Whether keys are spread. It looks at what there may be, never at lengths, so a CUDA graph may keep it.
 
     Segments that have a block each must leave six of seven SMs idle (docs/experiments/spread.md),
-    and what the kernels hand on must fit half of L2. It decides no bit.
+    and scores must fit half of L2. It decides no bit.
     """
     p = problem
     if p.packed or p.head_dim != p.head_dim_v or p.head_dim not in HEAD_DIMS:
@@ -36,10 +36,8 @@ def spreads(problem: CachedProblem, sms: int) -> bool:
     rows, sequences = p.seqlen_q * p.group, p.batch * p.kv_heads
     if not 0 < rows <= ROWS or p.keys < LEAST_KEYS or max(p.batch, p.kv_heads) > MOST_GRID:
         return False
-    tiles, warps = -(-p.keys // FORWARD_TILE), -(-rows // WARP_ROWS)
-    c = spread_config(p.head_dim, "bf16", 128)
-    handed_on = 4 * sequences * tiles * warps * (c.scores_words + c.weighed_words)
-    return 7 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * handed_on <= L2_BYTES
+    scores = 4 * sequences * rows * p.keys
+    return 7 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * scores <= L2_BYTES
 
 
 class Spread(Cached):
@@ -58,9 +56,7 @@ class Spread(Cached):
         p, c = self.problem, self.config
         assert isinstance(c, SpreadConfig)
         sequences, tiles, segments = p.batch * p.kv_heads, -(-p.keys // c.tile_n), -(-p.keys // c.segment)
-        warps = -(-p.seqlen_q * p.group // WARP_ROWS)
-        of_warps = (warps * c.scores_words, warps * c.weighed_words)
-        words = [n * sequences * tiles for n in (*of_warps, 4, ROWS, 2 * 128)]
+        words = [n * sequences * tiles for n in (p.seqlen_q * p.group * c.tile_n, ROWS)]
         words.append(sequences * segments * c.partial_words * (segments > 1))
         return whole_lines(words), (p.batch, p.most_pages, tiles, segments, *p.sides)
 

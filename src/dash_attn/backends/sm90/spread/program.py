@@ -21,14 +21,12 @@ from .config import SpreadConfig
 from .fold import SpreadFold
 from .score import Score
 from .spread import Spread
-from .weigh import Weigh
 
 
 class Program:
     def __init__(self, config: SpreadConfig):
         self.config = config
-        self.score, self.weigh = Score(config), Weigh(config)
-        self.spread, self.fold = Spread(config), SpreadFold(config)
+        self.score, self.spread, self.fold = Score(config), Spread(config), SpreadFold(config)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -57,8 +55,7 @@ class Program:
         k = copy_of(fetch, as_packed(tensors.k), tile_layout(dtype, c.piece, box_of(c), 1), c.piece)
         v = copy_of(fetch, as_packed(tensors.v), self.spread.tile_of(c.piece, 1), c.piece)
         self.score(k, memory, numbers, scales, launch, stream)
-        self.weigh(memory, numbers, scales, launch, stream)
-        self.spread(v, memory, numbers, launch, stream)
+        self.spread(v, memory, numbers, scales, launch, stream)
         if launch.segments > 1:
             self.fold(memory, numbers, launch, stream)
 

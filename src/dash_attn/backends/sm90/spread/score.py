@@ -16,7 +16,7 @@ from ..forward.block import products_of
 from ..forward.config import ROWS, WARP_ROWS
 from ..softcap import Cap
 from .config import SpreadConfig
-from .item import begin, sequence_of, threads_of
+from .item import begin, place_in_scores, sequence_of
 
 
 class Score:
@@ -89,10 +89,14 @@ class Score:
         if WARP_ROWS * warp < item.rows:
             self.mma.softmax.cap(t)
             self.mma.softmax.mask(t, item.words, self.mma._item(item.words, Int32(0)), kv_tile)
-            target = threads_of(c, memory.scores, c.scores_words, place * item.warps, warp)
-            for v in cutlass.range_constexpr(c.tile_n // 8):
-                cute.autovec_copy(cute.make_tensor(t.acc_S.iterator + 4 * v, 4), target[None, v])
             largest = self.mma.softmax._largest(t)
+            of_tile = memory.scores.iterator + Int64(place) * item.rows * c.tile_n
             for half in cutlass.range_constexpr(2):
+                row = self.mma.softmax._row(t, half)
                 if tidx % 4 == 0:
-                    memory.largest[place * ROWS + self.mma.softmax._row(t, half)] = largest[half]
+                    memory.largest[place * ROWS + row] = largest[half]
+                if row < item.rows:
+                    for j in cutlass.range_constexpr(c.tile_n // 8):
+                        start = cute.assume(place_in_scores(c, row, j), divby=2)
+                        target = cute.make_tensor(of_tile + start, cute.make_layout(2))
+                        cute.autovec_copy(cute.make_tensor(t.acc_S.iterator + 4 * j + 2 * half, 2), target)

@@ -1,4 +1,4 @@
-"""The third kernel: O of some columns, from kv tile to kv tile of a segment."""
+"""The second kernel: O of some columns, from kv tile to kv tile of a segment."""
 
 from types import SimpleNamespace
 
@@ -12,26 +12,30 @@ from cutlass.utils import hopper_helpers
 from ..cached.load import CachedLoad
 from ..device import ptx
 from ..device.copies import partitions
-from ..device.operands import DTYPES, multiply, tile_layout, transposed
+from ..device.operands import DTYPES, as_operand_a, multiply, tile_layout, transposed
 from ..device.plan_view import PACKED_ROWS
 from ..device.ring import Ring, arrive
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import fma
 from ..forward.softmax import multiply_rows
-from .config import SpreadConfig
+from .config import SLOTS, WEIGH_WARPS, SpreadConfig
 from .fold import SpreadFold
-from .item import begin, sequence_of
+from .item import Rings, Shared, begin, sequence_of
+from .weigh import Weigh
 
-V_WARP, P_WARP = 4, 5  # that load
+MULTIPLY_WARPS = 4
+S_WARP = MULTIPLY_WARPS + WEIGH_WARPS  # loads scores
+V_WARP = S_WARP + 1
 
 
 class Spread:
-    """One block per part of the columns and segment, kv head, and sequence: four warps that multiply, and two
-    that load."""
+    """One block per part of the columns and segment, kv head, and sequence: four warps that multiply, four
+    that weigh, and two that load."""
 
     def __init__(self, config: SpreadConfig):
         self.config, self.dtype = config, DTYPES[config.dtype]
-        self.load, self.fold = CachedLoad(config, self.dtype), SpreadFold(config)
+        self.load, self.weigh = CachedLoad(config, self.dtype), Weigh(config, self.dtype)
+        self.fold = SpreadFold(config)
         self.parts = config.head_dim_v // config.columns
         self.pieces = config.tile_n // config.piece
 
@@ -39,55 +43,80 @@ class Spread:
         return tile_layout(self.dtype, rows, self.config.columns, stages, row_bytes=2 * self.config.columns)
 
     @cute.jit
-    def __call__(self, copy, memory, numbers, launch, stream):
+    def __call__(self, copy, memory, numbers, scales, launch, stream):
         c = self.config
         types = self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
         product = hopper_helpers.make_trivial_tiled_mma(
-            *types, Float32, (1, 1, 1), (ROWS, c.columns), warpgroup.OperandSource.SMEM
+            *types, Float32, (1, 1, 1), (ROWS, c.columns), warpgroup.OperandSource.RMEM
         )
-        layouts = tile_layout(self.dtype, ROWS, c.tile_n, c.kv_stages), self.tile_of(c.tile_n, c.kv_stages)
-        self.kernel(copy, layouts, product, memory, numbers).launch(
+        self.kernel(copy, self.tile_of(c.tile_n, c.kv_stages), product, memory, numbers, scales).launch(
             grid=(self.parts * launch.segments, numbers.kv_heads, launch.batch),
-            block=(192, 1, 1),
+            block=(32 * (V_WARP + 1), 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
+    def _shared(self, layout):
+        """Tiles of V; per 16 rows scores, and P as threads have it, with the numbers of `Weigh`."""
+        c, allocator = self.config, SmemAllocator()
+
+        def allocate(dtype, *shape, align=16):
+            return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=align)
+
+        barriers = allocator.allocate_array(Int64, 2 * (c.kv_stages + 2 * SLOTS))
+        v = allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        shared = Shared(
+            v=v,
+            scores=allocate(Float32, c.scores_words * SLOTS, align=128),
+            p=allocate(Int32, 4, 32, c.tile_n // 16, SLOTS),
+            numbers=allocate(Float32, 4, 32, SLOTS),
+            largest=allocate(Float32, c.segment // c.tile_n * ROWS),
+            maxima=allocate(Float32, 2, 128),
+            rises=allocate(Int32, SLOTS),
+        )
+        rings = []
+        for stages in (c.kv_stages, SLOTS, SLOTS):
+            rings.append(Ring(barriers, barriers + stages, stages))
+            barriers = barriers + 2 * stages
+        return shared, Rings(*rings)
+
     @cute.kernel
-    def kernel(self, copy, layouts, product, memory, numbers) -> None:
+    def kernel(self, copy, layout, product, memory, numbers, scales) -> None:
         c = self.config
         index, head, sequence = cute.arch.block_idx()
         part, segment = index % self.parts, index // self.parts
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        allocator = SmemAllocator()
-        barriers = allocator.allocate_array(Int64, 2 * c.kv_stages)
-        p, v = (
-            allocator.allocate_tensor(self.dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
-            for x in layouts
-        )
-        sums = allocator.allocate_tensor(Float32, cute.make_layout((4, 128, c.kv_stages)), byte_alignment=128)
-        ring = Ring(barriers, barriers + c.kv_stages, c.kv_stages)
+        shared, rings = self._shared(layout)
+        # Lengths, pages and V are there: what came before the kernel before is done (`begin`).
+        item = sequence_of(c, memory, numbers, sequence, head)
         if warp_idx == V_WARP:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
-                for stage in range(c.kv_stages):
-                    cute.arch.mbarrier_init(ring.full + stage, 2)
-                    cute.arch.mbarrier_init(ring.empty + stage, 4)
+                for ring, full, empty in (
+                    (rings.v, 1, MULTIPLY_WARPS), (rings.s, 1, item.warps), (rings.p, item.warps, MULTIPLY_WARPS),
+                ):  # fmt: skip
+                    for stage in range(ring.stages):
+                        cute.arch.mbarrier_init(ring.full + stage, full)
+                        cute.arch.mbarrier_init(ring.empty + stage, empty)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        begin()
-        item = sequence_of(c, memory, numbers, sequence, head)
+        if warp_idx != V_WARP:
+            begin()
         if (segment >= item.segment_first) & (segment <= item.segment_last):
             per_segment = c.segment // c.tile_n
-            first = cutlass.max(item.kv_first, segment * per_segment)
-            last = cutlass.min(item.kv_last, (segment + 1) * per_segment - 1)
+            tiles = (
+                cutlass.max(item.kv_first, segment * per_segment),
+                cutlass.min(item.kv_last, (segment + 1) * per_segment - 1),
+            )
             if warp_idx == V_WARP:
-                self._load_v(copy, memory, v, ring, numbers, item, (sequence, head, part), (first, last))
-            elif warp_idx == P_WARP:
-                self._load_p(memory, p, sums, ring, item, (first, last))
+                self._load_v(copy, memory, shared.v, rings.v, numbers, item, (sequence, head, part), tiles)
+            elif warp_idx == S_WARP:
+                self._load_scores(memory, shared.scores, rings.s, item, tiles)
+            elif warp_idx >= MULTIPLY_WARPS:
+                self.weigh.run(memory, shared, rings, scales, item, tiles)
             else:
                 where = (sequence, segment, head, part)
-                self._multiply(product, memory, (p, v, sums), ring, numbers, item, where, (first, last))
+                self._multiply(product, memory, shared, rings, numbers, item, where, tiles)
 
     @cute.jit
     def _load_v(self, copy, memory, v, ring, numbers, item, where, tiles) -> None:
@@ -118,102 +147,120 @@ class Spread:
         return self.load.piece_at(memory.pages, of_pages, sequence, cutlass.max(token, 0), item.seqlen_k)
 
     @cute.jit
-    def _load_p(self, memory, p, sums, ring, item, tiles) -> None:
-        """P and what `Weigh` left beside it, of the warps that have rows."""
+    def _load_scores(self, memory, scores, ring, item, tiles) -> None:
         c, (first, last) = self.config, tiles
         ptx.fence_proxy_async()  # the kernel before wrote without the copy engine
-        halves = cute.recast_tensor(cute.make_tensor(p.iterator.align(1024), cute.make_layout(1)), Float32)
-        half, of_sums = Int32(item.warps * c.half_words), Int32(item.warps * 128)
+        words = item.rows * c.tile_n
         for n in cutlass.range(last - first + 1, unroll=1):
-            stage = ring.stage(n)
-            start = Int64(item.first_tile + last - n) * item.warps * c.weighed_words
-            source = memory.weighed.iterator + cute.assume(start, divby=4)
-            ring.wait_empty(n)
+            u = n << item.shift
+            source = memory.scores.iterator + cute.assume(Int64(item.first_tile + last - n) * words, divby=4)
+            ring.wait_empty(u)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, 4 * (2 * half + of_sums))
-                for i in range(2):
-                    target = halves.iterator + (2 * stage + i) * 4 * c.half_words
-                    ptx.bulk_load(target, source + i * half, 4 * half, ring.full + stage)
-                target = sums[None, None, stage].iterator
-                ptx.bulk_load(target, source + 2 * half, 4 * of_sums, ring.full + stage)
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full_of(u), 4 * words)
+                target = scores.iterator + ring.stage(u) * c.scores_words
+                ptx.bulk_load(target, source, 4 * words, ring.full_of(u))
 
     @cute.jit
-    def _multiply(self, product, memory, shared, ring, numbers, item, where, tiles) -> None:
+    def _multiply(self, product, memory, shared, rings, numbers, item, where, tiles) -> None:
         """Tiles come in runs: before the first tile of a run rows are multiplied, and within it products
-        follow one another without a pause."""
-        c, (p, v, sums), (first, last) = self.config, shared, tiles
-        tidx = cute.arch.thread_idx()[0]
+        follow one another without a pause. P of a tile is read while the product before is on its way."""
+        c, (first, last) = self.config, tiles
+        tidx, count = cute.arch.thread_idx()[0], last - first + 1
+        exists = WARP_ROWS * (tidx // 32) < item.rows
         out = product.get_slice(0)
+        words = ROWS * c.tile_n // 128 // 2
         t = SimpleNamespace(
-            tidx=tidx, total=cute.make_rmem_tensor(2, Float32),
+            tidx=tidx, total=cute.make_rmem_tensor(2, Float32), numbers=cute.make_rmem_tensor(4, Float32),
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.columns)), Float32),
-            of_p=out.make_fragment_A(out.partition_A(p)),
-            of_v=out.make_fragment_B(out.partition_B(transposed(v))),
+            even=cute.make_rmem_tensor(words, Int32), odd=cute.make_rmem_tensor(words, Int32),
+            of_v=out.make_fragment_B(out.partition_B(transposed(shared.v))),
         )  # fmt: skip
         for x in (t.total, t.acc_O):
             x.fill(0.0)
-        exists = WARP_ROWS * (tidx // 32) < item.rows
-        base = last // (c.segment // c.tile_n) * (c.segment // c.tile_n)
-        rises = Int64(0)
-        if first <= last:
-            rises = self._rises(memory.rises, item, base, first, last)
-        first_of_run = last
-        while first_of_run >= first:
-            below = rises & ((Int64(1) << Int64(first_of_run - base)) - 1)
-            behind = cutlass.max(base + ptx.highest_bit_of_64(below), first - 1)
-            n = last - first_of_run
-            ring.wait_full(n)
+        for x in (t.even, t.odd):
+            x.fill(0)  # rows that do not exist
+        n = Int32(0)
+        while n < count:
+            rings.p.wait_full(n << item.shift)
+            rings.v.wait_full(n)
+            self._take(t, shared, rings, item, exists, n, t.even)
             if exists:
                 # Before the first tile by 0, and there is nothing yet.
-                of_rows = sums[None, tidx, ring.stage(n)]
-                multiply_rows(t.acc_O, (of_rows[0], of_rows[1]))
-                self._add(t, of_rows)
-            self._product(product, t, ring.stage(n))
-            for i in cutlass.range(first_of_run - behind - 1, unroll=1):
-                m = n + 1 + i
-                ring.wait_full(m)
-                self._product(product, t, ring.stage(m))
-                if exists:
-                    self._add(t, sums[None, tidx, ring.stage(m)])
-                warpgroup.wait_group(1)
-                arrive(ring.empty_of(m - 1))
+                multiply_rows(t.acc_O, (t.numbers[0], t.numbers[1]))
+            self._product(product, t, rings, n, t.even)
+            begin = n
+            n += 1
+            goes_on = self._goes_on(shared, rings, item, n, count)
+            while goes_on == 1:
+                self._next(product, t, shared, rings, item, exists, begin, n, t.odd)
+                n += 1
+                goes_on = self._goes_on(shared, rings, item, n, count)
+                if goes_on == 1:
+                    self._next(product, t, shared, rings, item, exists, begin, n, t.even)
+                    n += 1
+                    goes_on = self._goes_on(shared, rings, item, n, count)
             warpgroup.wait_group(0)
-            arrive(ring.empty_of(last - behind - 1))
-            first_of_run = behind
+            if n - 2 >= begin:
+                arrive(rings.v.empty_of(n - 2))
+            arrive(rings.v.empty_of(n - 1))
         if exists:
-            self._leave(t, memory, numbers, item, where, tiles)
-
-    def _product(self, product, t, stage) -> None:
-        multiply(product, t.acc_O, t.of_p[None, None, None, stage], t.of_v[None, None, None, stage], True)
-
-    def _rises(self, rises, item, base: Int32, first: Int32, last: Int32) -> Int64:
-        """Before which tiles of a segment, counted from its first, some row is multiplied."""
-        both = []
-        for half in range(2):
-            tile, any_warp = base + 32 * half + cute.arch.lane_idx(), cutlass.Boolean(False)
-            place = (item.first_tile + cutlass.min(cutlass.max(tile, first), last)) * 4
-            for warp in range(4):
-                any_warp = any_warp | (rises[place + cutlass.min(warp, item.warps - 1)] != Float32(0.0))
-            seen = (tile >= first) & (tile <= last)
-            both.append(Int64(cutlass.Uint32(cute.arch.vote_ballot_sync(any_warp & seen))))
-        return both[0] | (both[1] << Int64(32))
-
-    def _add(self, t, sums) -> None:
-        for half in range(2):
-            t.total[half] = fma(t.total[half], sums[half], sums[2 + half])
+            self._leave(t, memory, shared, numbers, item, where, count)
 
     @cute.jit
-    def _leave(self, t, memory, numbers, item, where, tiles) -> None:
+    def _goes_on(self, shared, rings, item, n: Int32, count: Int32) -> Int32:
+        """1 if there is a tile n, and no row is multiplied before it."""
+        goes_on = Int32(0)
+        if n < count:
+            u = n << item.shift
+            rings.p.wait_full(u)
+            own = cutlass.min(cute.arch.lane_idx(), item.warps - 1)
+            rises = shared.rises[rings.p.stage(u) + own] != 0
+            goes_on = Int32(~cute.arch.vote_any_sync(rises))
+        return goes_on
+
+    @cute.jit
+    def _next(
+        self, product, t, shared, rings, item, exists, begin: Int32, n: Int32, p
+    ) -> None:
+        """The product of a tile within a run, behind the one that is on its way."""
+        rings.v.wait_full(n)
+        warpgroup.wait_group(1)
+        if n - 2 >= begin:
+            arrive(rings.v.empty_of(n - 2))
+        self._take(t, shared, rings, item, exists, n, p)
+        self._product(product, t, rings, n, p)
+
+    @cute.jit
+    def _take(self, t, shared, rings, item, exists, n: Int32, p) -> None:
+        """P of tile n into registers, and its sums to those of the rows."""
+        u = n << item.shift
+        if exists:
+            stage, lane = rings.p.stage(u) + t.tidx // 32, t.tidx % 32
+            for v in cutlass.range_constexpr(cute.size(p) // 4):
+                target = cute.make_tensor(p.iterator + 4 * v, 4)
+                cute.autovec_copy(shared.p[None, lane, v, stage], target)
+            cute.autovec_copy(shared.numbers[None, lane, stage], t.numbers)
+            self._add(t.total, t.numbers)
+        arrive(rings.p.empty_of(u))
+
+    def _add(self, total, numbers) -> None:
+        for half in range(2):
+            total[half] = fma(total[half], numbers[half], numbers[2 + half])
+
+    def _product(self, product, t, rings, n, p) -> None:
+        of_p = as_operand_a(cute.recast_tensor(p, self.dtype), self.dtype)
+        multiply(product, t.acc_O, of_p, t.of_v[None, None, None, rings.v.stage(n)], True)
+
+    @cute.jit
+    def _leave(self, t, memory, shared, numbers, item, where, count: Int32) -> None:
         """Leave columns as `MmaRole._leave` does, maxima and sums beside the first ones. Or write them, if
         sequences have one segment."""
-        c, (sequence, segment, head, part), (first, last) = self.config, where, tiles
-        maxima, of_rows = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(4, Float32)
-        maxima.fill(-Float32.inf)
-        if first <= last:
-            at = cute.assume(Int64((item.first_tile + first) * 128 + t.tidx) * 2, divby=2)
-            cute.autovec_copy(cute.make_tensor(memory.maxima.iterator + at, cute.make_layout(2)), maxima)
+        c, (sequence, segment, head, part) = self.config, where
+        of_rows = cute.make_rmem_tensor(4, Float32)
         for half in cutlass.range_constexpr(2):
-            of_rows[half], of_rows[2 + half] = maxima[half], t.total[half]
+            of_rows[half], of_rows[2 + half] = -Float32.inf, t.total[half]
+            if count > 0:
+                of_rows[half] = shared.maxima[half, t.tidx]
         vectors = c.columns // 8
         if numbers.segments == 1:
             values = cute.make_tensor(t.acc_O.iterator, cute.make_layout((4, vectors)))
