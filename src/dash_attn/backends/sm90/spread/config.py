@@ -11,8 +11,8 @@ from ..forward.config import ROWS, WARP_ROWS
 
 HEAD_DIMS = (64, 128)
 WEIGH_WARPS = 4
-SLOTS = 8
-"""Of scores and of P in shared memory. A slot has those of 16 rows, and a tile 1, 2 or 4 slots."""
+SCORE_SLOTS, P_SLOTS = 8, 16
+"""In shared memory. A slot has 16 rows of scores or of P, and a tile 1, 2 or 4 slots."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class SpreadConfig(CachedConfig):
     @property
     def shared_bytes(self) -> int:
         """Of a block of ``Spread``: V, slots of scores and of P, the largest scores, and what is little."""
-        slot = 4 * self.scores_words + 2 * self.scores_words + 32 * 4 * 4
+        scores, p = SCORE_SLOTS * 4 * self.scores_words, P_SLOTS * (2 * self.scores_words + 32 * 4 * 4)
         largest = self.segment // self.tile_n * ROWS * 4
-        return 1024 + 2 * self.kv_stages * self.tile_n * self.columns + SLOTS * slot + largest + 2048
+        return 1024 + 2 * self.kv_stages * self.tile_n * self.columns + scores + p + largest + 2048
 
     @property
     def scores_words(self) -> int:
@@ -55,4 +55,4 @@ def spread_config(head_dim: int, dtype: str, piece: int) -> SpreadConfig:
     """What a head dim runs with."""
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"no keys are spread at head dim {head_dim}; known: 64, 128")
-    return SpreadConfig(head_dim, dtype, warpgroups=1, overlap="softmax", kv_stages=12, piece=piece)
+    return SpreadConfig(head_dim, dtype, warpgroups=1, overlap="softmax", kv_stages=8, piece=piece)

@@ -18,6 +18,16 @@ WEIGH_BARRIER = 1
 """Of the warps that weigh."""
 
 
+class PowerRing(Ring):
+    """A power of two of stages: half of the instructions, where their latency counts."""
+
+    def stage(self, n):
+        return n & self.stages - 1
+
+    def phase(self, n):
+        return n >> self.stages.bit_length() - 1 & 1
+
+
 @dataclass(frozen=True)
 class Rings:
     """v: tiles of V; s, p: slots of scores and of P, counted on by as many as a tile has."""

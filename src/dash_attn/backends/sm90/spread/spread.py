@@ -14,16 +14,17 @@ from ..device import ptx
 from ..device.copies import partitions
 from ..device.operands import DTYPES, as_operand_a, multiply, tile_layout, transposed
 from ..device.plan_view import PACKED_ROWS
-from ..device.ring import Ring, arrive
+from ..device.ring import arrive
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import fma
 from ..forward.softmax import multiply_rows
-from .config import SLOTS, WEIGH_WARPS, SpreadConfig
+from .config import P_SLOTS, SCORE_SLOTS, WEIGH_WARPS, SpreadConfig
 from .fold import SpreadFold
-from .item import Rings, Shared, begin, sequence_of
+from .item import PowerRing, Rings, Shared, begin, sequence_of
 from .weigh import Weigh
 
 MULTIPLY_WARPS = 4
+AT_ONCE = 3
 S_WARP = MULTIPLY_WARPS + WEIGH_WARPS  # loads scores
 V_WARP = S_WARP + 1
 
@@ -63,20 +64,20 @@ class Spread:
         def allocate(dtype, *shape, align=16):
             return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=align)
 
-        barriers = allocator.allocate_array(Int64, 2 * (c.kv_stages + 2 * SLOTS))
+        barriers = allocator.allocate_array(Int64, 2 * (c.kv_stages + SCORE_SLOTS + P_SLOTS))
         v = allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         shared = Shared(
             v=v,
-            scores=allocate(Float32, c.scores_words * SLOTS, align=128),
-            p=allocate(Int32, 4, 32, c.tile_n // 16, SLOTS),
-            numbers=allocate(Float32, 4, 32, SLOTS),
+            scores=allocate(Float32, c.scores_words * SCORE_SLOTS, align=128),
+            p=allocate(Int32, 4, 32, c.tile_n // 16, P_SLOTS),
+            numbers=allocate(Float32, 4, 32, P_SLOTS),
             largest=allocate(Float32, c.segment // c.tile_n * ROWS),
             maxima=allocate(Float32, 2, 128),
-            rises=allocate(Int32, SLOTS),
+            rises=allocate(Int32, P_SLOTS),
         )
         rings = []
-        for stages in (c.kv_stages, SLOTS, SLOTS):
-            rings.append(Ring(barriers, barriers + stages, stages))
+        for stages in (c.kv_stages, SCORE_SLOTS, P_SLOTS):
+            rings.append(PowerRing(barriers, barriers + stages, stages))
             barriers = barriers + 2 * stages
         return shared, Rings(*rings)
 
@@ -162,8 +163,9 @@ class Spread:
 
     @cute.jit
     def _multiply(self, product, memory, shared, rings, numbers, item, where, tiles) -> None:
-        """Tiles come in runs: before the first tile of a run rows are multiplied, and within it products
-        follow one another without a pause. P of a tile is read while the product before is on its way."""
+        """Three tiles at a time where no row is multiplied before any of them: who waits for some, or reads their
+        P, does so beside the products of others. ptxas keeps products on their way only where nothing else
+        writes their sums, so there is a loop of its own for them."""
         c, (first, last) = self.config, tiles
         tidx, count = cute.arch.thread_idx()[0], last - first + 1
         exists = WARP_ROWS * (tidx // 32) < item.rows
@@ -172,63 +174,68 @@ class Spread:
         t = SimpleNamespace(
             tidx=tidx, total=cute.make_rmem_tensor(2, Float32), numbers=cute.make_rmem_tensor(4, Float32),
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.columns)), Float32),
-            even=cute.make_rmem_tensor(words, Int32), odd=cute.make_rmem_tensor(words, Int32),
             of_v=out.make_fragment_B(out.partition_B(transposed(shared.v))),
         )  # fmt: skip
+        p = tuple(cute.make_rmem_tensor(words, Int32) for _ in range(AT_ONCE))
         for x in (t.total, t.acc_O):
             x.fill(0.0)
-        for x in (t.even, t.odd):
+        for x in p:
             x.fill(0)  # rows that do not exist
-        n = Int32(0)
+        n, held = Int32(0), Int32(0)  # tiles from `held` on have not been let go
         while n < count:
-            rings.p.wait_full(n << item.shift)
-            rings.v.wait_full(n)
-            self._take(t, shared, rings, item, exists, n, t.even)
-            if exists:
-                # Before the first tile by 0, and there is nothing yet.
-                multiply_rows(t.acc_O, (t.numbers[0], t.numbers[1]))
-            self._product(product, t, rings, n, t.even)
-            begin = n
-            n += 1
-            goes_on = self._goes_on(shared, rings, item, n, count)
-            while goes_on == 1:
-                self._next(product, t, shared, rings, item, exists, begin, n, t.odd)
-                n += 1
-                goes_on = self._goes_on(shared, rings, item, n, count)
-                if goes_on == 1:
-                    self._next(product, t, shared, rings, item, exists, begin, n, t.even)
-                    n += 1
-                    goes_on = self._goes_on(shared, rings, item, n, count)
+            go_on = self._go_on(shared, rings, item, n, count)
+            while go_on == 1:
+                warpgroup.wait_group(1)
+                for i in cutlass.range_constexpr(AT_ONCE - 1):
+                    self._take(t, shared, rings, item, exists, n + i, p[i])
+                self._product(product, t, rings, n, p[0])
+                warpgroup.wait_group(1)
+                self._let_go(rings.v, held, n)
+                self._take(t, shared, rings, item, exists, n + AT_ONCE - 1, p[AT_ONCE - 1])
+                for i in cutlass.range_constexpr(1, AT_ONCE - 1):
+                    self._product(product, t, rings, n + i, p[i])
+                go_on = self._go_on(shared, rings, item, n + AT_ONCE, count)
+                self._product(product, t, rings, n + AT_ONCE - 1, p[AT_ONCE - 1])
+                held = n
+                n += AT_ONCE
             warpgroup.wait_group(0)
-            if n - 2 >= begin:
-                arrive(rings.v.empty_of(n - 2))
-            arrive(rings.v.empty_of(n - 1))
+            if n < count:
+                rings.p.wait_full(n << item.shift)
+                rings.v.wait_full(n)
+                self._take(t, shared, rings, item, exists, n, p[0])
+                if exists:
+                    multiply_rows(t.acc_O, (t.numbers[0], t.numbers[1]))
+                self._product(product, t, rings, n, p[0])
+                warpgroup.wait_group(0)
+                n += 1
+            self._let_go(rings.v, held, n)
+            held = n
         if exists:
             self._leave(t, memory, shared, numbers, item, where, count)
 
     @cute.jit
-    def _goes_on(self, shared, rings, item, n: Int32, count: Int32) -> Int32:
-        """1 if there is a tile n, and no row is multiplied before it."""
-        goes_on = Int32(0)
-        if n < count:
-            u = n << item.shift
-            rings.p.wait_full(u)
-            own = cutlass.min(cute.arch.lane_idx(), item.warps - 1)
-            rises = shared.rises[rings.p.stage(u) + own] != 0
-            goes_on = Int32(~cute.arch.vote_any_sync(rises))
-        return goes_on
+    def _go_on(self, shared, rings, item, n: Int32, count: Int32) -> Int32:
+        """Wait for three tiles. 1 if there are so many, and no row is multiplied before any of them."""
+        go_on = Int32(0)
+        if n + AT_ONCE <= count:
+            known = Int32(1)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                known = known & rings.p.is_full(n + i << item.shift) & rings.v.is_full(n + i)
+            if known == 0:
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    rings.p.wait_full(n + i << item.shift)
+                    rings.v.wait_full(n + i)
+            slot = cutlass.min(cute.arch.lane_idx(), (AT_ONCE << item.shift) - 1)
+            if slot & (1 << item.shift) - 1 >= item.warps:
+                slot = Int32(0)
+            rises = shared.rises[rings.p.stage((n << item.shift) + slot)] != 0
+            go_on = Int32(~cute.arch.vote_any_sync(rises))
+        return go_on
 
     @cute.jit
-    def _next(
-        self, product, t, shared, rings, item, exists, begin: Int32, n: Int32, p
-    ) -> None:
-        """The product of a tile within a run, behind the one that is on its way."""
-        rings.v.wait_full(n)
-        warpgroup.wait_group(1)
-        if n - 2 >= begin:
-            arrive(rings.v.empty_of(n - 2))
-        self._take(t, shared, rings, item, exists, n, p)
-        self._product(product, t, rings, n, p)
+    def _let_go(self, ring, begin: Int32, end: Int32) -> None:
+        for i in cutlass.range(end - begin, unroll=1):
+            arrive(ring.empty_of(begin + i))
 
     @cute.jit
     def _take(self, t, shared, rings, item, exists, n: Int32, p) -> None:

@@ -43,8 +43,7 @@ class Weigh:
         seen, n = Int32(0), warp >> item.shift
         if own < item.warps:
             while n < count:
-                for i in cutlass.range(n - seen, unroll=1):
-                    self._follow(t, shared.largest, item, last, seen + i)
+                self._follow(t, shared.largest, item, last, seen, n, WEIGH_WARPS - 1)
                 self._weigh(t, shared, rings, item, last, n, own)
                 if n == count - 1:
                     cute.autovec_copy(t.maximum, shared.maxima[None, t.tidx])
@@ -64,8 +63,24 @@ class Weigh:
         cute.arch.barrier(barrier_id=WEIGH_BARRIER, number_of_threads=32 * WEIGH_WARPS)
 
     @cute.jit
-    def _follow(self, t, largest, item, last: Int32, n: Int32) -> None:
-        """A row's maximum after tile n, counted from the last one of the segment."""
+    def _follow(
+        self, t, largest, item, last: Int32, begin: Int32, end: Int32, most: cutlass.Constexpr[int]
+    ) -> None:
+        """Maxima before tile `end`, from those before tile `begin`, counted from the last one of the segment.
+        There are at most so many in between, but for the first ones."""
+        fresh = cutlass.Boolean(False)
+        for half in cutlass.range_constexpr(2):
+            fresh = fresh | ((t.maximum[half] == -Float32.inf) & (self.softmax._row(t, half) < item.rows))
+        if cute.arch.vote_any_sync(fresh):
+            for i in cutlass.range(end - begin, unroll=1):
+                self._step(t, largest, item, last, begin + i)
+        else:
+            for i in cutlass.range_constexpr(most):
+                self._step_behind(t, largest, begin, end - most + i)
+
+    @cute.jit
+    def _step(self, t, largest, item, last: Int32, n: Int32) -> None:
+        """A row's maximum after tile n."""
         for half in cutlass.range_constexpr(2):
             old, of_tile = t.maximum[half], largest[n * ROWS + self.softmax._row(t, half)]
             rises = (n == 0) | (fma(of_tile, t.scale_log2, -old) > self.config.keep)
@@ -74,12 +89,19 @@ class Weigh:
                 room = self.softmax._room(t, (item.words, last - n), half)
             t.maximum[half] = cutlass.select_(rises, fma(of_tile, t.scale_log2, room), old)
 
+    def _step_behind(self, t, largest, begin: Int32, n: Int32) -> None:
+        """The same where every row has seen keys, and for tiles from `begin` on only."""
+        for half in range(2):
+            old, of_tile = t.maximum[half], largest[cutlass.max(n, 0) * ROWS + self.softmax._row(t, half)]
+            rises = (n >= begin) & (fma(of_tile, t.scale_log2, -old) > self.config.keep)
+            t.maximum[half] = cutlass.select_(rises, fma(of_tile, t.scale_log2, Float32(0.0)), old)
+
     @cute.jit
     def _weigh(self, t, shared, rings, item, last: Int32, n: Int32, own: Int32) -> None:
         """P of tile n, what O is multiplied by before it, and whether that is 1 for all rows of the warp."""
         c, values, before = self.config, cute.size(t.acc_S), cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(t.maximum, before)
-        self._follow(t, shared.largest, item, last, n)
+        self._follow(t, shared.largest, item, last, n, n + 1, 1)
         u, lane = n << item.shift, t.tidx % 32
         rings.s.wait_full(u)
         scores = shared.scores.iterator + rings.s.stage(u) * c.scores_words
@@ -111,5 +133,6 @@ class Weigh:
             source = cute.make_tensor(p.iterator + 4 * v, 4)
             cute.autovec_copy(source, shared.p[None, lane, v, stage])
         cute.autovec_copy(numbers, shared.numbers[None, lane, stage])
-        rises = (numbers[0] != Float32(1.0)) | (numbers[1] != Float32(1.0))
+        # Before the first tile there is nothing to multiply.
+        rises = (n > 0) & ((numbers[0] != Float32(1.0)) | (numbers[1] != Float32(1.0)))
         shared.rises[stage] = Int32(cute.arch.vote_any_sync(rises))
