@@ -11,8 +11,11 @@ from ..forward.config import ROWS, WARP_ROWS
 
 HEAD_DIMS = (64, 128)
 WEIGH_WARPS = 4
-SCORE_SLOTS, P_SLOTS = 8, 16
-"""In shared memory. A slot has 16 rows of scores or of P, and a tile 1, 2 or 4 slots."""
+GROUP_TILES = 3
+V_STAGES_LOG2, P_STAGES_LOG2, SCORES_LOG2 = 2, 2, 13
+"""Of shared memory: groups of V, groups of P of 16 rows, and words of scores."""
+LEAST_ROWS_LOG2 = 2
+"""Of a slot of scores."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,11 @@ class SpreadConfig(CachedConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block of ``Spread``: V, slots of scores and of P, the largest scores, and what is little."""
-        scores, p = SCORE_SLOTS * 4 * self.scores_words, P_SLOTS * (2 * self.scores_words + 32 * 4 * 4)
+        """Of a block of ``Spread``: V, P, scores, the largest ones, and what is little."""
+        v = 2 * self.tile_n * self.columns * GROUP_TILES << V_STAGES_LOG2
+        p = (2 * WARP_ROWS * self.tile_n + 32 * 4 * 4) * GROUP_TILES << P_STAGES_LOG2
         largest = self.segment // self.tile_n * ROWS * 4
-        return 1024 + 2 * self.kv_stages * self.tile_n * self.columns + scores + p + largest + 2048
-
-    @property
-    def scores_words(self) -> int:
-        """fp32 words of the scores of one kv tile, per 16 rows."""
-        return WARP_ROWS * self.tile_n
+        return 1024 + v + p + (4 << SCORES_LOG2) + largest + 2048
 
 
 @cache

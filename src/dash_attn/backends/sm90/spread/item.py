@@ -11,7 +11,7 @@ from cutlass import Int32
 from ..device import plan_view, ptx
 from ..device.ring import Ring
 from ..forward.config import WARP_ROWS
-from .config import SpreadConfig
+from .config import GROUP_TILES, SpreadConfig
 
 
 WEIGH_BARRIER = 1
@@ -19,33 +19,33 @@ WEIGH_BARRIER = 1
 
 
 class PowerRing(Ring):
-    """A power of two of stages: half of the instructions, where their latency counts."""
+    """2^k stages, and k may be an Int32: half of the instructions, where their latency counts."""
 
     def stage(self, n):
-        return n & self.stages - 1
+        return n & (1 << self.stages) - 1
 
     def phase(self, n):
-        return n >> self.stages.bit_length() - 1 & 1
+        return n >> self.stages & 1
 
 
 @dataclass(frozen=True)
 class Rings:
-    """v: tiles of V; s, p: slots of scores and of P, counted on by as many as a tile has."""
+    """v, p: V and P of groups of three tiles; s: scores of tiles."""
 
-    v: Ring
-    s: Ring
-    p: Ring
+    v: PowerRing
+    s: PowerRing
+    p: PowerRing
 
 
 class Shared(NamedTuple):
-    """Shared memory of a block of `Spread`.
+    """Shared memory of a block of `Spread`. Units are 16 rows of a tile; a group has those of three tiles.
 
     Attributes:
         v: tiles of V, 32 columns of them.
-        scores: slots as the workspace has them, rows of 16 rows behind one another.
-        p: (4, lane, 8, slot), words as a thread multiplies them.
-        numbers: (4, lane, slot), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
-        rises: (slot,), 0 if all rows are multiplied by 1.
+        scores: as the workspace has them, in as many slots as there is room for tiles.
+        p: (4, lane, 8, unit), words as a thread multiplies them.
+        numbers: (4, lane, unit), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
+        rises: (unit,), 0 if all rows are multiplied by 1.
         largest: (tile, 64), from the last tile of the segment on.
         maxima: (2, thread), of two rows after all tiles.
     """
@@ -71,8 +71,8 @@ def begin() -> None:
 
 @cute.jit
 def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
-    """What a sequence's only q tile is: words as `CachedMma` has them, segments, warps that have rows, and the
-    power of two that is not less (1 << shift)."""
+    """What a sequence's only q tile is: words as `CachedMma` has them, segments, warps that have rows. Of
+    these and of the rows: the power of two that is not less (`shift`, `rows_log2`)."""
     group = numbers.group
     seqlen_q = cute.size(memory.q, mode=[1]) // group
     rows, keys = seqlen_q * group, numbers.most_pages * numbers.page_size
@@ -99,9 +99,19 @@ def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
     return SimpleNamespace(
         words=words, seqlen_k=seqlen_k, rows=rows, kv_first=kv_first, kv_last=kv_last,
         segment_first=kv_first // per_segment, segment_last=cutlass.max(kv_last, 0) // per_segment,
-        warps=warps, shift=cutlass.min(warps - 1, 2),
+        warps=warps, shift=cutlass.min(warps - 1, 2), rows_log2=ptx.highest_bit(rows - 1) + 1,
         first_tile=(sequence * numbers.kv_heads + head) * numbers.tiles,
     )  # fmt: skip
+
+
+def groups_of(tiles):
+    """How many groups so many tiles are."""
+    return (tiles + GROUP_TILES - 1) // GROUP_TILES
+
+
+def unit_of(ring: PowerRing, item, group, tile):
+    """The first unit of a tile of a group."""
+    return (ring.stage(group) * GROUP_TILES + tile) << item.shift
 
 
 def place_in_scores(c: SpreadConfig, row, j: int):

@@ -18,13 +18,20 @@ from ..device.ring import arrive
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import fma
 from ..forward.softmax import multiply_rows
-from .config import P_SLOTS, SCORE_SLOTS, WEIGH_WARPS, SpreadConfig
+from .config import (
+    GROUP_TILES,
+    LEAST_ROWS_LOG2,
+    P_STAGES_LOG2,
+    SCORES_LOG2,
+    V_STAGES_LOG2,
+    WEIGH_WARPS,
+    SpreadConfig,
+)
 from .fold import SpreadFold
-from .item import PowerRing, Rings, Shared, begin, sequence_of
+from .item import PowerRing, Rings, Shared, begin, sequence_of, unit_of
 from .weigh import Weigh
 
 MULTIPLY_WARPS = 4
-AT_ONCE = 3
 S_WARP = MULTIPLY_WARPS + WEIGH_WARPS  # loads scores
 V_WARP = S_WARP + 1
 
@@ -50,35 +57,46 @@ class Spread:
         product = hopper_helpers.make_trivial_tiled_mma(
             *types, Float32, (1, 1, 1), (ROWS, c.columns), warpgroup.OperandSource.RMEM
         )
-        self.kernel(copy, self.tile_of(c.tile_n, c.kv_stages), product, memory, numbers, scales).launch(
+        tiles = GROUP_TILES << V_STAGES_LOG2
+        self.kernel(copy, self.tile_of(c.tile_n, tiles), product, memory, numbers, scales).launch(
             grid=(self.parts * launch.segments, numbers.kv_heads, launch.batch),
             block=(32 * (V_WARP + 1), 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
-    def _shared(self, layout):
+    def _shared(self, layout, item):
         """Tiles of V; per 16 rows scores, and P as threads have it, with the numbers of `Weigh`."""
         c, allocator = self.config, SmemAllocator()
 
         def allocate(dtype, *shape, align=16):
             return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=align)
 
-        barriers = allocator.allocate_array(Int64, 2 * (c.kv_stages + SCORE_SLOTS + P_SLOTS))
+        units = GROUP_TILES << P_STAGES_LOG2
+        slots = SCORES_LOG2 - LEAST_ROWS_LOG2 - (c.tile_n.bit_length() - 1)
+        stages = V_STAGES_LOG2, slots, P_STAGES_LOG2
+        barriers = allocator.allocate_array(Int64, sum(2 << n for n in stages))
         v = allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
         shared = Shared(
             v=v,
-            scores=allocate(Float32, c.scores_words * SCORE_SLOTS, align=128),
-            p=allocate(Int32, 4, 32, c.tile_n // 16, P_SLOTS),
-            numbers=allocate(Float32, 4, 32, P_SLOTS),
+            scores=allocate(Float32, 1 << SCORES_LOG2, align=128),
+            p=allocate(Int32, 4, 32, c.tile_n // 16, units),
+            numbers=allocate(Float32, 4, 32, units),
             largest=allocate(Float32, c.segment // c.tile_n * ROWS),
             maxima=allocate(Float32, 2, 128),
-            rises=allocate(Int32, P_SLOTS),
+            rises=allocate(Int32, units),
         )
         rings = []
-        for stages in (c.kv_stages, SCORE_SLOTS, P_SLOTS):
-            rings.append(PowerRing(barriers, barriers + stages, stages))
-            barriers = barriers + 2 * stages
+        for most, used in zip(
+            stages,
+            (
+                V_STAGES_LOG2,
+                slots + LEAST_ROWS_LOG2 - cutlass.max(item.rows_log2, LEAST_ROWS_LOG2),
+                P_STAGES_LOG2 - item.shift,
+            ),
+        ):
+            rings.append(PowerRing(barriers, barriers + (1 << most), used))
+            barriers = barriers + (2 << most)
         return shared, Rings(*rings)
 
     @cute.kernel
@@ -87,16 +105,18 @@ class Spread:
         index, head, sequence = cute.arch.block_idx()
         part, segment = index % self.parts, index // self.parts
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        shared, rings = self._shared(layout)
         # Lengths, pages and V are there: what came before the kernel before is done (`begin`).
         item = sequence_of(c, memory, numbers, sequence, head)
+        shared, rings = self._shared(layout, item)
         if warp_idx == V_WARP:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
-                for ring, full, empty in (
-                    (rings.v, 1, MULTIPLY_WARPS), (rings.s, 1, item.warps), (rings.p, item.warps, MULTIPLY_WARPS),
-                ):  # fmt: skip
-                    for stage in range(ring.stages):
+                for ring, most, full, empty in (
+                    (rings.v, V_STAGES_LOG2, 1, MULTIPLY_WARPS),
+                    (rings.s, SCORES_LOG2 - LEAST_ROWS_LOG2 - 7, 1, item.warps),
+                    (rings.p, P_STAGES_LOG2, GROUP_TILES * item.warps, MULTIPLY_WARPS),
+                ):
+                    for stage in range(1 << most):
                         cute.arch.mbarrier_init(ring.full + stage, full)
                         cute.arch.mbarrier_init(ring.empty + stage, empty)
             cute.arch.mbarrier_init_fence()
@@ -124,20 +144,25 @@ class Spread:
         c, (sequence, head, part), (first, last) = self.config, where, tiles
         # A look-up takes longer than a product, so there is one for all tiles of which lanes have a piece.
         row, page, used = self._where(memory, numbers, item, sequence, last)
-        for n in cutlass.range(last - first + 1, unroll=1):
-            stage, lane = ring.stage(n), n * self.pieces % 32
+        count = last - first + 1
+        for n in cutlass.range(count, unroll=1):
+            group, lane = n // GROUP_TILES, n * self.pieces % 32
+            full, of_group = ring.full_of(group), n - group * GROUP_TILES
             if (n > 0) & (lane == 0):
                 row, page, used = self._where(memory, numbers, item, sequence, last - n)
-            ring.wait_empty(n)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, 2 * c.tile_n * c.columns)
-            pieces = cute.flat_divide(v[None, None, stage], (c.piece, c.columns))
+            if of_group == 0:
+                ring.wait_empty(group)
+                loaded = cutlass.min(count - n, GROUP_TILES) * (2 * c.tile_n * c.columns)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, loaded)
+            place = ring.stage(group) * GROUP_TILES + of_group
+            pieces = cute.flat_divide(v[None, None, place], (c.piece, c.columns))
             shift = page * numbers.v_rows + used
             for i in cutlass.range_constexpr(self.pieces):
                 of_row, of_page = (cute.arch.shuffle_sync(x, lane + i) for x in (row, shift))
                 place = (of_row, Int32(PACKED_ROWS), of_page)
                 target, source = partitions(copy, pieces[None, None, i, 0], place, head, part)
-                cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=ring.full + stage)
+                cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=full)
 
     def _where(self, memory, numbers, item, sequence: Int32, kv_tile: Int32):
         """What `CachedLoad.piece_at` says of the pieces of a kv tile, and of those before it: in the next
@@ -153,19 +178,18 @@ class Spread:
         ptx.fence_proxy_async()  # the kernel before wrote without the copy engine
         words = item.rows * c.tile_n
         for n in cutlass.range(last - first + 1, unroll=1):
-            u = n << item.shift
             source = memory.scores.iterator + cute.assume(Int64(item.first_tile + last - n) * words, divby=4)
-            ring.wait_empty(u)
+            ring.wait_empty(n)
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full_of(u), 4 * words)
-                target = scores.iterator + ring.stage(u) * c.scores_words
-                ptx.bulk_load(target, source, 4 * words, ring.full_of(u))
+                cute.arch.mbarrier_arrive_and_expect_tx(ring.full_of(n), 4 * words)
+                target = scores.iterator + (ring.stage(n) << SCORES_LOG2 - ring.stages)
+                ptx.bulk_load(target.align(128), source, 4 * words, ring.full_of(n))
 
     @cute.jit
     def _multiply(self, product, memory, shared, rings, numbers, item, where, tiles) -> None:
-        """Three tiles at a time where no row is multiplied before any of them: who waits for some, or reads their
-        P, does so beside the products of others. ptxas keeps products on their way only where nothing else
-        writes their sums, so there is a loop of its own for them."""
+        """A group of tiles at once where no row is multiplied before any of them: who waits for some, or reads
+        their P, does so beside the products of others. ptxas keeps products on their way only where nothing
+        else writes their sums, so there is a loop of its own for them."""
         c, (first, last) = self.config, tiles
         tidx, count = cute.arch.thread_idx()[0], last - first + 1
         exists = WARP_ROWS * (tidx // 32) < item.rows
@@ -176,87 +200,83 @@ class Spread:
             acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.columns)), Float32),
             of_v=out.make_fragment_B(out.partition_B(transposed(shared.v))),
         )  # fmt: skip
-        p = tuple(cute.make_rmem_tensor(words, Int32) for _ in range(AT_ONCE))
+        p = tuple(cute.make_rmem_tensor(words, Int32) for _ in range(GROUP_TILES))
         for x in (t.total, t.acc_O):
             x.fill(0.0)
         for x in p:
             x.fill(0)  # rows that do not exist
-        n, held = Int32(0), Int32(0)  # tiles from `held` on have not been let go
-        while n < count:
-            go_on = self._go_on(shared, rings, item, n, count)
+        group, held = Int32(0), Int32(0)  # held: V of the group before is still in use
+        while group * GROUP_TILES < count:
+            go_on = self._go_on(shared, rings, item, group, count)
             while go_on == 1:
+                place = rings.v.stage(group) * GROUP_TILES
                 warpgroup.wait_group(1)
-                for i in cutlass.range_constexpr(AT_ONCE - 1):
-                    self._take(t, shared, rings, item, exists, n + i, p[i])
-                self._product(product, t, rings, n, p[0])
+                for i in cutlass.range_constexpr(GROUP_TILES - 1):
+                    self._take(t, shared, rings, item, exists, group, i, p[i])
+                self._product(product, t, place, p[0])
                 warpgroup.wait_group(1)
-                self._let_go(rings.v, held, n)
-                self._take(t, shared, rings, item, exists, n + AT_ONCE - 1, p[AT_ONCE - 1])
-                for i in cutlass.range_constexpr(1, AT_ONCE - 1):
-                    self._product(product, t, rings, n + i, p[i])
-                go_on = self._go_on(shared, rings, item, n + AT_ONCE, count)
-                self._product(product, t, rings, n + AT_ONCE - 1, p[AT_ONCE - 1])
-                held = n
-                n += AT_ONCE
+                if held == 1:
+                    arrive(rings.v.empty_of(group - 1))
+                self._take(t, shared, rings, item, exists, group, GROUP_TILES - 1, p[GROUP_TILES - 1])
+                arrive(rings.p.empty_of(group))
+                for i in cutlass.range_constexpr(1, GROUP_TILES - 1):
+                    self._product(product, t, place + i, p[i])
+                go_on = self._go_on(shared, rings, item, group + 1, count)
+                self._product(product, t, place + GROUP_TILES - 1, p[GROUP_TILES - 1])
+                held = Int32(1)
+                group += 1
             warpgroup.wait_group(0)
-            if n < count:
-                rings.p.wait_full(n << item.shift)
-                rings.v.wait_full(n)
-                self._take(t, shared, rings, item, exists, n, p[0])
-                if exists:
-                    multiply_rows(t.acc_O, (t.numbers[0], t.numbers[1]))
-                self._product(product, t, rings, n, p[0])
-                warpgroup.wait_group(0)
-                n += 1
-            self._let_go(rings.v, held, n)
-            held = n
+            if held == 1:
+                arrive(rings.v.empty_of(group - 1))
+            held = Int32(0)
+            if group * GROUP_TILES < count:
+                for i in cutlass.range(cutlass.min(count - group * GROUP_TILES, GROUP_TILES), unroll=1):
+                    self._take(t, shared, rings, item, exists, group, i, p[0])
+                    if exists:
+                        multiply_rows(t.acc_O, (t.numbers[0], t.numbers[1]))
+                    self._product(product, t, rings.v.stage(group) * GROUP_TILES + i, p[0])
+                    warpgroup.wait_group(0)
+                arrive(rings.p.empty_of(group))
+                arrive(rings.v.empty_of(group))
+                group += 1
         if exists:
             self._leave(t, memory, shared, numbers, item, where, count)
 
     @cute.jit
-    def _go_on(self, shared, rings, item, n: Int32, count: Int32) -> Int32:
-        """Wait for three tiles. 1 if there are so many, and no row is multiplied before any of them."""
+    def _go_on(self, shared, rings, item, group: Int32, count: Int32) -> Int32:
+        """Wait for a group. 1 if it is whole, and no row is multiplied before any of its tiles."""
         go_on = Int32(0)
-        if n + AT_ONCE <= count:
-            known = Int32(1)
-            for i in cutlass.range_constexpr(AT_ONCE):
-                known = known & rings.p.is_full(n + i << item.shift) & rings.v.is_full(n + i)
+        if group * GROUP_TILES < count:
+            known = rings.p.is_full(group) & rings.v.is_full(group)
             if known == 0:
-                for i in cutlass.range_constexpr(AT_ONCE):
-                    rings.p.wait_full(n + i << item.shift)
-                    rings.v.wait_full(n + i)
-            slot = cutlass.min(cute.arch.lane_idx(), (AT_ONCE << item.shift) - 1)
-            if slot & (1 << item.shift) - 1 >= item.warps:
-                slot = Int32(0)
-            rises = shared.rises[rings.p.stage((n << item.shift) + slot)] != 0
-            go_on = Int32(~cute.arch.vote_any_sync(rises))
+                rings.p.wait_full(group)
+                rings.v.wait_full(group)
+            if (group + 1) * GROUP_TILES <= count:
+                unit = cutlass.min(cute.arch.lane_idx(), (GROUP_TILES << item.shift) - 1)
+                if unit & (1 << item.shift) - 1 >= item.warps:
+                    unit = Int32(0)
+                rises = shared.rises[unit_of(rings.p, item, group, 0) + unit] != 0
+                go_on = Int32(~cute.arch.vote_any_sync(rises))
         return go_on
 
     @cute.jit
-    def _let_go(self, ring, begin: Int32, end: Int32) -> None:
-        for i in cutlass.range(end - begin, unroll=1):
-            arrive(ring.empty_of(begin + i))
-
-    @cute.jit
-    def _take(self, t, shared, rings, item, exists, n: Int32, p) -> None:
-        """P of tile n into registers, and its sums to those of the rows."""
-        u = n << item.shift
+    def _take(self, t, shared, rings, item, exists, group: Int32, tile, p) -> None:
+        """P of a tile of a group into registers, and its sums to those of the rows."""
         if exists:
-            stage, lane = rings.p.stage(u) + t.tidx // 32, t.tidx % 32
+            unit, lane = unit_of(rings.p, item, group, tile) + t.tidx // 32, t.tidx % 32
             for v in cutlass.range_constexpr(cute.size(p) // 4):
                 target = cute.make_tensor(p.iterator + 4 * v, 4)
-                cute.autovec_copy(shared.p[None, lane, v, stage], target)
-            cute.autovec_copy(shared.numbers[None, lane, stage], t.numbers)
+                cute.autovec_copy(shared.p[None, lane, v, unit], target)
+            cute.autovec_copy(shared.numbers[None, lane, unit], t.numbers)
             self._add(t.total, t.numbers)
-        arrive(rings.p.empty_of(u))
 
     def _add(self, total, numbers) -> None:
         for half in range(2):
             total[half] = fma(total[half], numbers[half], numbers[2 + half])
 
-    def _product(self, product, t, rings, n, p) -> None:
+    def _product(self, product, t, place, p) -> None:
         of_p = as_operand_a(cute.recast_tensor(p, self.dtype), self.dtype)
-        multiply(product, t.acc_O, of_p, t.of_v[None, None, None, rings.v.stage(n)], True)
+        multiply(product, t.acc_O, of_p, t.of_v[None, None, None, place], True)
 
     @cute.jit
     def _leave(self, t, memory, shared, numbers, item, where, count: Int32) -> None:

@@ -12,8 +12,8 @@ from ..device.ring import arrive_together
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import finite, fma
 from ..softcap import Cap
-from .config import WEIGH_WARPS, SpreadConfig
-from .item import WEIGH_BARRIER, place_in_scores
+from .config import GROUP_TILES, SCORES_LOG2, WEIGH_WARPS, SpreadConfig
+from .item import WEIGH_BARRIER, groups_of, place_in_scores, unit_of
 
 
 class Weigh:
@@ -42,12 +42,14 @@ class Weigh:
         t.maximum.fill(-Float32.inf)
         seen, n = Int32(0), warp >> item.shift
         if own < item.warps:
-            while n < count:
-                self._follow(t, shared.largest, item, last, seen, n, WEIGH_WARPS - 1)
-                self._weigh(t, shared, rings, item, last, n, own)
-                if n == count - 1:
-                    cute.autovec_copy(t.maximum, shared.maxima[None, t.tidx])
-                arrive_together(rings.p.full_of(n << item.shift))
+            while n < groups_of(count) * GROUP_TILES:
+                group = n // GROUP_TILES
+                if n < count:
+                    self._follow(t, shared.largest, item, last, seen, n, WEIGH_WARPS - 1)
+                    self._weigh(t, shared, rings, item, last, n, own)
+                    if n == count - 1:
+                        cute.autovec_copy(t.maximum, shared.maxima[None, t.tidx])
+                arrive_together(rings.p.full_of(group))
                 seen = n + 1
                 n = n + (WEIGH_WARPS >> item.shift)
 
@@ -102,9 +104,9 @@ class Weigh:
         c, values, before = self.config, cute.size(t.acc_S), cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(t.maximum, before)
         self._follow(t, shared.largest, item, last, n, n + 1, 1)
-        u, lane = n << item.shift, t.tidx % 32
-        rings.s.wait_full(u)
-        scores = shared.scores.iterator + rings.s.stage(u) * c.scores_words
+        lane, group = t.tidx % 32, n // GROUP_TILES
+        rings.s.wait_full(n)
+        scores = shared.scores.iterator + (rings.s.stage(n) << SCORES_LOG2 - rings.s.stages)
         t.acc_S.fill(0.0)
         for half in cutlass.range_constexpr(2):
             row = self.softmax._row(t, half)
@@ -113,7 +115,7 @@ class Weigh:
                     start = cute.assume(place_in_scores(c, row, j), divby=2)
                     source = cute.make_tensor(scores + start, cute.make_layout(2))
                     cute.autovec_copy(source, cute.make_tensor(t.acc_S.iterator + 4 * j + 2 * half, 2))
-        arrive_together(rings.s.empty_of(u))
+        arrive_together(rings.s.empty_of(n))
         shifts, sums = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         numbers, p = cute.make_rmem_tensor(4, Float32), cute.make_rmem_tensor(values // 2, Int32)
         for half in cutlass.range_constexpr(2):
@@ -127,12 +129,12 @@ class Weigh:
         else:
             self.softmax._probabilities(t, shifts, sums, p, rows=1)
         numbers[2], numbers[3] = sums[0], sums[1]
-        rings.p.wait_empty(u)
-        stage = rings.p.stage(u) + own
+        rings.p.wait_empty(group)
+        unit = unit_of(rings.p, item, group, n - group * GROUP_TILES) + own
         for v in cutlass.range_constexpr(values // 8):
             source = cute.make_tensor(p.iterator + 4 * v, 4)
-            cute.autovec_copy(source, shared.p[None, lane, v, stage])
-        cute.autovec_copy(numbers, shared.numbers[None, lane, stage])
+            cute.autovec_copy(source, shared.p[None, lane, v, unit])
+        cute.autovec_copy(numbers, shared.numbers[None, lane, unit])
         # Before the first tile there is nothing to multiply.
         rises = (n > 0) & ((numbers[0] != Float32(1.0)) | (numbers[1] != Float32(1.0)))
-        shared.rises[stage] = Int32(cute.arch.vote_any_sync(rises))
+        shared.rises[unit] = Int32(cute.arch.vote_any_sync(rises))
