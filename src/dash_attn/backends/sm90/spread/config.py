@@ -10,7 +10,7 @@ from ..cached.config import CachedConfig
 from ..forward.config import ROWS, WARP_ROWS
 
 HEAD_DIMS = (64, 128)
-WEIGH_WARPS = 4
+WEIGH_WARPS = 6
 GROUP_TILES = 3
 V_STAGES_LOG2, P_STAGES_LOG2, SCORES_LOG2 = 2, 2, 13
 """Of shared memory: groups of V, groups of P of 16 rows, and words of scores."""
@@ -42,11 +42,11 @@ class SpreadConfig(CachedConfig):
 
     @property
     def shared_bytes(self) -> int:
-        """Of a block of ``Spread``: V, P, scores, the largest ones, and what is little."""
+        """Of a block of ``Spread``: V, P, scores, maxima, and what is little."""
         v = 2 * self.tile_n * self.columns * GROUP_TILES << V_STAGES_LOG2
         p = (2 * WARP_ROWS * self.tile_n + 32 * 4 * 4) * GROUP_TILES << P_STAGES_LOG2
-        largest = self.segment // self.tile_n * ROWS * 4
-        return 1024 + v + p + (4 << SCORES_LOG2) + largest + 2048
+        maxima = self.segment // self.tile_n * ROWS * 4
+        return 1024 + v + p + (4 << SCORES_LOG2) + maxima + 2048
 
 
 @cache

@@ -14,10 +14,6 @@ from ..forward.config import WARP_ROWS
 from .config import GROUP_TILES, SpreadConfig
 
 
-WEIGH_BARRIER = 1
-"""Of the warps that weigh."""
-
-
 class PowerRing(Ring):
     """2^k stages, and k may be an Int32: half of the instructions, where their latency counts."""
 
@@ -43,11 +39,10 @@ class Shared(NamedTuple):
     Attributes:
         v: tiles of V, 32 columns of them.
         scores: as the workspace has them, in as many slots as there is room for tiles.
-        p: (4, lane, 8, unit), words as a thread multiplies them.
+        p: (lane, 16, 2, unit), words of a thread's two rows.
         numbers: (4, lane, unit), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
         rises: (unit,), 0 if all rows are multiplied by 1.
-        largest: (tile, 64), from the last tile of the segment on.
-        maxima: (2, thread), of two rows after all tiles.
+        maxima: (64, tile), of rows after each tile, from the last tile of the segment on.
     """
 
     v: Any
@@ -55,7 +50,6 @@ class Shared(NamedTuple):
     p: Any
     numbers: Any
     rises: Any
-    largest: Any
     maxima: Any
 
 

@@ -10,7 +10,6 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils import hopper_helpers
 
 from ..cached.load import CachedLoad
-from ..device import ptx
 from ..device.copies import partitions
 from ..device.operands import DTYPES, as_operand_a, multiply, tile_layout, transposed
 from ..device.plan_view import PACKED_ROWS
@@ -29,21 +28,21 @@ from .config import (
 )
 from .fold import SpreadFold
 from .item import PowerRing, Rings, Shared, begin, sequence_of, unit_of
-from .weigh import Weigh
+from .weigh import Follow, Weigh
 
 MULTIPLY_WARPS = 4
-S_WARP = MULTIPLY_WARPS + WEIGH_WARPS  # loads scores
-V_WARP = S_WARP + 1
+FOLLOW_WARP = MULTIPLY_WARPS + WEIGH_WARPS
+V_WARP = FOLLOW_WARP + 1
 
 
 class Spread:
-    """One block per part of the columns and segment, kv head, and sequence: four warps that multiply, four
-    that weigh, and two that load."""
+    """One block per part of the columns and segment, kv head, and sequence: four warps that multiply, six that
+    make P, one that follows maxima, and one that loads V."""
 
     def __init__(self, config: SpreadConfig):
         self.config, self.dtype = config, DTYPES[config.dtype]
-        self.load, self.weigh = CachedLoad(config, self.dtype), Weigh(config, self.dtype)
-        self.fold = SpreadFold(config)
+        self.load, self.fold = CachedLoad(config, self.dtype), SpreadFold(config)
+        self.follow, self.weigh = Follow(config, self.dtype), Weigh(config, self.dtype)
         self.parts = config.head_dim_v // config.columns
         self.pieces = config.tile_n // config.piece
 
@@ -80,10 +79,9 @@ class Spread:
         shared = Shared(
             v=v,
             scores=allocate(Float32, 1 << SCORES_LOG2, align=128),
-            p=allocate(Int32, 4, 32, c.tile_n // 16, units),
+            p=allocate(Int32, 32, c.tile_n // 8, 2, units),
             numbers=allocate(Float32, 4, 32, units),
-            largest=allocate(Float32, c.segment // c.tile_n * ROWS),
-            maxima=allocate(Float32, 2, 128),
+            maxima=allocate(Float32, ROWS, c.segment // c.tile_n),
             rises=allocate(Int32, units),
         )
         rings = []
@@ -113,7 +111,7 @@ class Spread:
             with cute.arch.elect_one():
                 for ring, most, full, empty in (
                     (rings.v, V_STAGES_LOG2, 1, MULTIPLY_WARPS),
-                    (rings.s, SCORES_LOG2 - LEAST_ROWS_LOG2 - 7, 1, item.warps),
+                    (rings.s, SCORES_LOG2 - LEAST_ROWS_LOG2 - 7, 2, item.warps),
                     (rings.p, P_STAGES_LOG2, GROUP_TILES * item.warps, MULTIPLY_WARPS),
                 ):
                     for stage in range(1 << most):
@@ -131,10 +129,11 @@ class Spread:
             )
             if warp_idx == V_WARP:
                 self._load_v(copy, memory, shared.v, rings.v, numbers, item, (sequence, head, part), tiles)
-            elif warp_idx == S_WARP:
-                self._load_scores(memory, shared.scores, rings.s, item, tiles)
+            elif warp_idx == FOLLOW_WARP:
+                self.follow.run(memory, shared, rings.s, scales, item, tiles)
             elif warp_idx >= MULTIPLY_WARPS:
-                self.weigh.run(memory, shared, rings, scales, item, tiles)
+                count = tiles[1] - tiles[0] + 1
+                self.weigh.run(shared, rings, scales, item, count, warp_idx - MULTIPLY_WARPS)
             else:
                 where = (sequence, segment, head, part)
                 self._multiply(product, memory, shared, rings, numbers, item, where, tiles)
@@ -173,23 +172,10 @@ class Spread:
         return self.load.piece_at(memory.pages, of_pages, sequence, cutlass.max(token, 0), item.seqlen_k)
 
     @cute.jit
-    def _load_scores(self, memory, scores, ring, item, tiles) -> None:
-        c, (first, last) = self.config, tiles
-        ptx.fence_proxy_async()  # the kernel before wrote without the copy engine
-        words = item.rows * c.tile_n
-        for n in cutlass.range(last - first + 1, unroll=1):
-            source = memory.scores.iterator + cute.assume(Int64(item.first_tile + last - n) * words, divby=4)
-            ring.wait_empty(n)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(ring.full_of(n), 4 * words)
-                target = scores.iterator + (ring.stage(n) << SCORES_LOG2 - ring.stages)
-                ptx.bulk_load(target.align(128), source, 4 * words, ring.full_of(n))
-
-    @cute.jit
     def _multiply(self, product, memory, shared, rings, numbers, item, where, tiles) -> None:
-        """A group of tiles at once where no row is multiplied before any of them: who waits for some, or reads
-        their P, does so beside the products of others. ptxas keeps products on their way only where nothing
-        else writes their sums, so there is a loop of its own for them."""
+        """A group of tiles at once where no row is multiplied before any of them. A warp that issues products
+        waits until the tensor cores take them, so what is read is read before products that have been read.
+        ptxas keeps products on their way only where nothing else writes their sums: hence two loops."""
         c, (first, last) = self.config, tiles
         tidx, count = cute.arch.thread_idx()[0], last - first + 1
         exists = WARP_ROWS * (tidx // 32) < item.rows
@@ -206,23 +192,28 @@ class Spread:
         for x in p:
             x.fill(0)  # rows that do not exist
         group, held = Int32(0), Int32(0)  # held: V of the group before is still in use
+        go_on = self._go_on(shared, rings, item, group, count)
         while group * GROUP_TILES < count:
-            go_on = self._go_on(shared, rings, item, group, count)
+            if go_on == 1:
+                for i in cutlass.range_constexpr(2):
+                    self._take(t, shared, rings, item, group, i, p[i])
             while go_on == 1:
                 place = rings.v.stage(group) * GROUP_TILES
-                warpgroup.wait_group(1)
-                for i in cutlass.range_constexpr(GROUP_TILES - 1):
-                    self._take(t, shared, rings, item, exists, group, i, p[i])
                 self._product(product, t, place, p[0])
                 warpgroup.wait_group(1)
                 if held == 1:
                     arrive(rings.v.empty_of(group - 1))
-                self._take(t, shared, rings, item, exists, group, GROUP_TILES - 1, p[GROUP_TILES - 1])
+                self._take(t, shared, rings, item, group, 2, p[2])
                 arrive(rings.p.empty_of(group))
-                for i in cutlass.range_constexpr(1, GROUP_TILES - 1):
-                    self._product(product, t, place + i, p[i])
+                self._product(product, t, place + 1, p[1])
                 go_on = self._go_on(shared, rings, item, group + 1, count)
-                self._product(product, t, place + GROUP_TILES - 1, p[GROUP_TILES - 1])
+                warpgroup.wait_group(1)
+                if go_on == 1:
+                    self._take(t, shared, rings, item, group + 1, 0, p[0])
+                self._product(product, t, place + 2, p[2])
+                warpgroup.wait_group(1)
+                if go_on == 1:
+                    self._take(t, shared, rings, item, group + 1, 1, p[1])
                 held = Int32(1)
                 group += 1
             warpgroup.wait_group(0)
@@ -231,7 +222,7 @@ class Spread:
             held = Int32(0)
             if group * GROUP_TILES < count:
                 for i in cutlass.range(cutlass.min(count - group * GROUP_TILES, GROUP_TILES), unroll=1):
-                    self._take(t, shared, rings, item, exists, group, i, p[0])
+                    self._take(t, shared, rings, item, group, i, p[0])
                     if exists:
                         multiply_rows(t.acc_O, (t.numbers[0], t.numbers[1]))
                     self._product(product, t, rings.v.stage(group) * GROUP_TILES + i, p[0])
@@ -239,6 +230,7 @@ class Spread:
                 arrive(rings.p.empty_of(group))
                 arrive(rings.v.empty_of(group))
                 group += 1
+                go_on = self._go_on(shared, rings, item, group, count)
         if exists:
             self._leave(t, memory, shared, numbers, item, where, count)
 
@@ -260,13 +252,15 @@ class Spread:
         return go_on
 
     @cute.jit
-    def _take(self, t, shared, rings, item, exists, group: Int32, tile, p) -> None:
+    def _take(self, t, shared, rings, item, group: Int32, tile, p) -> None:
         """P of a tile of a group into registers, and its sums to those of the rows."""
-        if exists:
-            unit, lane = unit_of(rings.p, item, group, tile) + t.tidx // 32, t.tidx % 32
-            for v in cutlass.range_constexpr(cute.size(p) // 4):
-                target = cute.make_tensor(p.iterator + 4 * v, 4)
-                cute.autovec_copy(shared.p[None, lane, v, unit], target)
+        warp, lane = t.tidx // 32, t.tidx % 32
+        unit = unit_of(rings.p, item, group, tile) + warp
+        for half in cutlass.range_constexpr(2):
+            if WARP_ROWS * warp + lane // 4 + 8 * half < item.rows:
+                for j in cutlass.range_constexpr(cute.size(p) // 2):
+                    p[2 * j + half] = shared.p[lane, j, half, unit]
+        if WARP_ROWS * warp < item.rows:
             cute.autovec_copy(shared.numbers[None, lane, unit], t.numbers)
             self._add(t.total, t.numbers)
 
@@ -287,7 +281,8 @@ class Spread:
         for half in cutlass.range_constexpr(2):
             of_rows[half], of_rows[2 + half] = -Float32.inf, t.total[half]
             if count > 0:
-                of_rows[half] = shared.maxima[half, t.tidx]
+                row = t.tidx // 32 * WARP_ROWS + t.tidx % 32 // 4 + 8 * half
+                of_rows[half] = shared.maxima[row, count - 1]
         vectors = c.columns // 8
         if numbers.segments == 1:
             values = cute.make_tensor(t.acc_O.iterator, cute.make_layout((4, vectors)))
