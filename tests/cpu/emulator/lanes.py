@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from . import products
 from .arithmetic import TYPES, Slot
-from .common import Act, put, together
+from .common import Act, names, put, together
 from .program import LANES, Instruction
 
 if TYPE_CHECKING:
@@ -95,6 +96,24 @@ def shuffle(i: Instruction, slot: Slot) -> Act:
         put(machine, warp, to, lanes, r[value][source][lanes])
         if inside_to >= 0:
             put(machine, warp, inside_to, lanes, inside[lanes])
+        return True
+
+    return act
+
+
+def product(i: Instruction, _slot: Slot) -> Act:
+    """mma.sync of 16 x 8 x 16: a product of what a warp has in registers."""
+    assert i.form[3:6] == ("m16n8k16", "row", "col"), i.text
+    (to, a, b, acc), dtype = map(names, i.operands), i.form[7]
+
+    def act(machine: Machine, warp: Warp, lanes: np.ndarray) -> bool:
+        if not together(warp, lanes):
+            return False
+        left = products.fragment([warp.registers[each] for each in a], dtype)
+        right = products.fragment([warp.registers[b[n // 2]] for n in range(4)], dtype)[:8]
+        sums = products.multiply(left, right, [warp.registers[each] for each in acc])
+        for register, values in zip(to, sums, strict=True):
+            put(machine, warp, register, lanes, values[lanes])
         return True
 
     return act

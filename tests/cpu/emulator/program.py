@@ -102,7 +102,8 @@ class _Parser:
     def parse(self, body: str) -> Kernel:
         lines: list[str] = []
         labels: dict[str, int] = {}
-        for line in [*body.split("\tret;\n\n}")[0].splitlines(), "ret;"]:
+        whole = body.split("\tret;\n\n}")[0].replace("\n\t\t{", " {")  # some instructions have several lines
+        for line in [*whole.splitlines(), "ret;"]:
             text = line.split("//")[0].strip()
             if label := re.match(r"(\$L\w+):", text):
                 labels[label[1]] = len(lines)

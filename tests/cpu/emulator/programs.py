@@ -170,7 +170,7 @@ class Emulated:
         tiles = (launch.tiles, kv_heads, launch.batch)
         self._launch(score, tiles, [*k, DUMMY, *named, *scalars], memory)
         blocks = (c.head_dim_v // c.columns * launch.segments, kv_heads, launch.batch)
-        self._launch(main, blocks, [*v, DUMMY, *named, *scalars], memory)
+        self._launch(main, blocks, [*v, *named, *scalars], memory)
         if launch.segments > 1:
             self._launch(fold, (kv_heads, launch.batch), named, memory)
 

@@ -11,7 +11,7 @@ _MAKERS: dict[str, Make] = {
     "ld": accesses.load, "st": accesses.store, "atom": accesses.atomic, "red": accesses.reduction,
     "stmatrix": accesses.store_matrix, "ldmatrix": accesses.load_matrix,
     "mov": lanes.split, "elect": lanes.elect, "vote": lanes.vote, "redux": lanes.reduce,
-    "shfl": lanes.shuffle,
+    "shfl": lanes.shuffle, "mma": lanes.product,
     "bar": barriers.named, "barrier": barriers.named, "mbarrier": barriers.of_memory, "fence": barriers.fence,
     "wgmma": engines.product, "cp": engines.copy,
 }  # fmt: skip

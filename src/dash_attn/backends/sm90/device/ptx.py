@@ -164,6 +164,16 @@ def bulk_load(
 
 
 @dsl_user_op
+def load_transposed(pointer: cute.Pointer, *, loc=None, ip=None) -> list[Int32]:
+    """ldmatrix.x4.trans: of four matrices of 8 x 8 values of 16 bits, whose rows lanes 0 to 7, 8 to 15 and so
+    on point to, this lane's two values each."""
+    four = llvm.StructType.get_literal([T.i32()] * 4)
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
+    found = _asm(four, [_address(pointer, loc, ip)], text, "=r,=r,=r,=r,r,~{memory}", loc, ip)
+    return [Int32(llvm.extractvalue(T.i32(), found, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
+@dsl_user_op
 def fence_proxy_async(*, loc=None, ip=None) -> None:
     """fence.proxy.async of global memory: over all state spaces it would also wait like a membar."""
     _asm(None, [], "fence.proxy.async.global;", "~{memory}", loc, ip)

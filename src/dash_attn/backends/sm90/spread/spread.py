@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
-from cutlass.utils import hopper_helpers
 
 from ..cached.load import CachedLoad
+from ..device import ptx
 from ..device.copies import partitions
-from ..device.operands import DTYPES, as_operand_a, multiply, tile_layout, transposed
+from ..device.operands import DTYPES, tile_layout
 from ..device.plan_view import PACKED_ROWS
 from ..device.ring import arrive
 from ..forward.config import ROWS, WARP_ROWS
@@ -27,7 +27,7 @@ from .config import (
     SpreadConfig,
 )
 from .fold import SpreadFold
-from .item import PowerRing, Rings, Shared, begin, sequence_of, unit_of
+from .item import PowerRing, Rings, Shared, begin, groups_of, sequence_of, unit_of
 from .weigh import Follow, Weigh
 
 MULTIPLY_WARPS = 4
@@ -52,12 +52,8 @@ class Spread:
     @cute.jit
     def __call__(self, copy, memory, numbers, scales, launch, stream):
         c = self.config
-        types = self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN
-        product = hopper_helpers.make_trivial_tiled_mma(
-            *types, Float32, (1, 1, 1), (ROWS, c.columns), warpgroup.OperandSource.RMEM
-        )
         tiles = GROUP_TILES << V_STAGES_LOG2
-        self.kernel(copy, self.tile_of(c.tile_n, tiles), product, memory, numbers, scales).launch(
+        self.kernel(copy, self.tile_of(c.tile_n, tiles), memory, numbers, scales).launch(
             grid=(self.parts * launch.segments, numbers.kv_heads, launch.batch),
             block=(32 * (V_WARP + 1), 1, 1),
             stream=stream,
@@ -98,7 +94,7 @@ class Spread:
         return shared, Rings(*rings)
 
     @cute.kernel
-    def kernel(self, copy, layout, product, memory, numbers, scales) -> None:
+    def kernel(self, copy, layout, memory, numbers, scales) -> None:
         c = self.config
         index, head, sequence = cute.arch.block_idx()
         part, segment = index % self.parts, index // self.parts
@@ -110,9 +106,9 @@ class Spread:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
                 for ring, most, full, empty in (
-                    (rings.v, V_STAGES_LOG2, 1, MULTIPLY_WARPS),
+                    (rings.v, V_STAGES_LOG2, 1, item.warps),
                     (rings.s, SCORES_LOG2 - LEAST_ROWS_LOG2 - 7, 2, item.warps),
-                    (rings.p, P_STAGES_LOG2, GROUP_TILES * item.warps, MULTIPLY_WARPS),
+                    (rings.p, P_STAGES_LOG2, GROUP_TILES * item.warps, item.warps),
                 ):
                     for stage in range(1 << most):
                         cute.arch.mbarrier_init(ring.full + stage, full)
@@ -134,9 +130,9 @@ class Spread:
             elif warp_idx >= MULTIPLY_WARPS:
                 count = tiles[1] - tiles[0] + 1
                 self.weigh.run(shared, rings, scales, item, count, warp_idx - MULTIPLY_WARPS)
-            else:
+            elif warp_idx < item.warps:
                 where = (sequence, segment, head, part)
-                self._multiply(product, memory, shared, rings, numbers, item, where, tiles)
+                self._multiply(memory, shared, rings, numbers, item, where, tiles)
 
     @cute.jit
     def _load_v(self, copy, memory, v, ring, numbers, item, where, tiles) -> None:
@@ -172,105 +168,82 @@ class Spread:
         return self.load.piece_at(memory.pages, of_pages, sequence, cutlass.max(token, 0), item.seqlen_k)
 
     @cute.jit
-    def _multiply(self, product, memory, shared, rings, numbers, item, where, tiles) -> None:
-        """A group of tiles at once where no row is multiplied before any of them. A warp that issues products
-        waits until the tensor cores take them, so what is read is read before products that have been read.
-        ptxas keeps products on their way only where nothing else writes their sums: hence two loops."""
+    def _multiply(self, memory, shared, rings, numbers, item, where, tiles) -> None:
+        """One warp per 16 rows, by products of a warp: a sum waits for the one before it, so the 16 rows that
+        a warp's product has are as fast as 64, and need no other warp."""
         c, (first, last) = self.config, tiles
         tidx, count = cute.arch.thread_idx()[0], last - first + 1
-        exists = WARP_ROWS * (tidx // 32) < item.rows
-        out = product.get_slice(0)
-        words = ROWS * c.tile_n // 128 // 2
         t = SimpleNamespace(
-            tidx=tidx, total=cute.make_rmem_tensor(2, Float32), numbers=cute.make_rmem_tensor(4, Float32),
-            acc_O=cute.make_rmem_tensor(out.partition_shape_C((ROWS, c.columns)), Float32),
-            of_v=out.make_fragment_B(out.partition_B(transposed(shared.v))),
+            tidx=tidx, total=cute.make_rmem_tensor(2, Float32),
+            acc_O=cute.make_rmem_tensor((4, c.columns // 8), Float32),
         )  # fmt: skip
-        p = tuple(cute.make_rmem_tensor(words, Int32) for _ in range(GROUP_TILES))
         for x in (t.total, t.acc_O):
             x.fill(0.0)
-        for x in p:
-            x.fill(0)  # rows that do not exist
-        group, held = Int32(0), Int32(0)  # held: V of the group before is still in use
-        go_on = self._go_on(shared, rings, item, group, count)
-        while group * GROUP_TILES < count:
-            if go_on == 1:
-                for i in cutlass.range_constexpr(2):
-                    self._take(t, shared, rings, item, group, i, p[i])
-            while go_on == 1:
-                place = rings.v.stage(group) * GROUP_TILES
-                self._product(product, t, place, p[0])
-                warpgroup.wait_group(1)
-                if held == 1:
-                    arrive(rings.v.empty_of(group - 1))
-                self._take(t, shared, rings, item, group, 2, p[2])
-                arrive(rings.p.empty_of(group))
-                self._product(product, t, place + 1, p[1])
-                go_on = self._go_on(shared, rings, item, group + 1, count)
-                warpgroup.wait_group(1)
-                if go_on == 1:
-                    self._take(t, shared, rings, item, group + 1, 0, p[0])
-                self._product(product, t, place + 2, p[2])
-                warpgroup.wait_group(1)
-                if go_on == 1:
-                    self._take(t, shared, rings, item, group + 1, 1, p[1])
-                held = Int32(1)
-                group += 1
-            warpgroup.wait_group(0)
-            if held == 1:
-                arrive(rings.v.empty_of(group - 1))
-            held = Int32(0)
-            if group * GROUP_TILES < count:
-                for i in cutlass.range(cutlass.min(count - group * GROUP_TILES, GROUP_TILES), unroll=1):
-                    self._take(t, shared, rings, item, group, i, p[0])
-                    if exists:
-                        multiply_rows(t.acc_O, (t.numbers[0], t.numbers[1]))
-                    self._product(product, t, rings.v.stage(group) * GROUP_TILES + i, p[0])
-                    warpgroup.wait_group(0)
-                arrive(rings.p.empty_of(group))
-                arrive(rings.v.empty_of(group))
-                group += 1
-                go_on = self._go_on(shared, rings, item, group, count)
-        if exists:
-            self._leave(t, memory, shared, numbers, item, where, count)
+        both = WARP_ROWS * (tidx // 32) + WARP_ROWS // 2 < item.rows
+        for group in cutlass.range(groups_of(count), unroll=1):
+            rings.p.wait_full(group)
+            rings.v.wait_full(group)
+            left = count - group * GROUP_TILES
+            if self._goes_on(shared, rings, item, group, left):
+                if both:
+                    self._multiply_group(t, shared, rings, item, group, 2)
+                else:
+                    self._multiply_group(t, shared, rings, item, group, 1)
+            else:
+                for i in cutlass.range(cutlass.min(left, GROUP_TILES), unroll=1):
+                    self._multiply_tile(t, shared, rings, item, group, i, 2, True)
+            cute.arch.sync_warp()
+            for ring in (rings.p, rings.v):
+                arrive(ring.empty_of(group))
+        self._leave(t, memory, shared, numbers, item, where, count)
 
     @cute.jit
-    def _go_on(self, shared, rings, item, group: Int32, count: Int32) -> Int32:
-        """Wait for a group. 1 if it is whole, and no row is multiplied before any of its tiles."""
-        go_on = Int32(0)
-        if group * GROUP_TILES < count:
-            known = rings.p.is_full(group) & rings.v.is_full(group)
-            if known == 0:
-                rings.p.wait_full(group)
-                rings.v.wait_full(group)
-            if (group + 1) * GROUP_TILES <= count:
-                unit = cutlass.min(cute.arch.lane_idx(), (GROUP_TILES << item.shift) - 1)
-                if unit & (1 << item.shift) - 1 >= item.warps:
-                    unit = Int32(0)
-                rises = shared.rises[unit_of(rings.p, item, group, 0) + unit] != 0
-                go_on = Int32(~cute.arch.vote_any_sync(rises))
-        return go_on
+    def _goes_on(self, shared, rings, item, group: Int32, left: Int32):
+        """Whether a group is whole, and none of this warp's rows is multiplied before any of its tiles."""
+        tile = cutlass.min(cutlass.min(cute.arch.lane_idx(), GROUP_TILES - 1), left - 1)
+        unit = unit_of(rings.p, item, group, tile) + cute.arch.thread_idx()[0] // 32
+        return (left >= GROUP_TILES) & ~cute.arch.vote_any_sync(shared.rises[unit] != 0)
+
+    def _multiply_group(self, t, shared, rings, item, group: Int32, halves: int) -> None:
+        for i in range(GROUP_TILES):
+            self._multiply_tile(t, shared, rings, item, group, i, halves, False)
 
     @cute.jit
-    def _take(self, t, shared, rings, item, group: Int32, tile, p) -> None:
-        """P of a tile of a group into registers, and its sums to those of the rows."""
-        warp, lane = t.tidx // 32, t.tidx % 32
-        unit = unit_of(rings.p, item, group, tile) + warp
+    def _multiply_tile(
+        self, t, shared, rings, item, group: Int32, tile, halves: cutlass.Constexpr[int],
+        rises: cutlass.Constexpr[bool],
+    ) -> None:  # fmt: skip
+        """O += P V of a tile, and its sums of P. halves: 1 if only the first 8 of the 16 rows exist. rises: rows
+        are multiplied before."""
+        c, lane = self.config, t.tidx % 32
+        unit = unit_of(rings.p, item, group, tile) + t.tidx // 32
+        numbers = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(shared.numbers[None, lane, unit], numbers)
+        if cutlass.const_expr(rises):
+            multiply_rows(t.acc_O, (numbers[0], numbers[1]))
         for half in cutlass.range_constexpr(2):
-            if WARP_ROWS * warp + lane // 4 + 8 * half < item.rows:
-                for j in cutlass.range_constexpr(cute.size(p) // 2):
-                    p[2 * j + half] = shared.p[lane, j, half, unit]
-        if WARP_ROWS * warp < item.rows:
-            cute.autovec_copy(shared.numbers[None, lane, unit], t.numbers)
-            self._add(t.total, t.numbers)
-
-    def _add(self, total, numbers) -> None:
-        for half in range(2):
-            total[half] = fma(total[half], numbers[half], numbers[2 + half])
-
-    def _product(self, product, t, place, p) -> None:
-        of_p = as_operand_a(cute.recast_tensor(p, self.dtype), self.dtype)
-        multiply(product, t.acc_O, of_p, t.of_v[None, None, None, place], True)
+            t.total[half] = fma(t.total[half], numbers[half], numbers[2 + half])
+        # 16 bytes of a row of 64 are moved by the row, as the copy engine does: `PACKED` by 64 bytes.
+        row, place = lane % 16, (rings.v.stage(group) * GROUP_TILES + tile) * c.tile_n
+        chunk = (lane // 16) ^ (row // 2 % 4)
+        rows = cute.recast_ptr(shared.v.iterator, dtype=self.dtype) + (place + row) * c.columns
+        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, Float32, (WARP_ROWS, 8, 16)))
+        blocks = c.columns // 8
+        of_a, of_b = cute.make_layout(((2, 2, 2), 1)), cute.make_layout(((2, 2), blocks))
+        acc = cute.make_tensor(t.acc_O.iterator, cute.make_layout(((2, 2), 1, blocks)))
+        for k in cutlass.range_constexpr(c.tile_n // 16):
+            p, v = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor((2, c.columns // 8), Int32)
+            p.fill(0)
+            for e in cutlass.range_constexpr(2):
+                for half in cutlass.range_constexpr(halves):
+                    p[2 * e + half] = shared.p[lane, 2 * k + e, half, unit]
+            for pair in cutlass.range_constexpr(c.columns // 16):
+                four = ptx.load_transposed(rows + (16 * k * c.columns + (chunk ^ 2 * pair) * 8))
+                for i in cutlass.range_constexpr(4):
+                    v[i % 2, 2 * pair + i // 2] = four[i]
+            of_p = cute.make_tensor(cute.recast_tensor(p, self.dtype).iterator, of_a)
+            of_v = cute.make_tensor(cute.recast_tensor(v, self.dtype).iterator, of_b)
+            cute.gemm(atom, acc, of_p, of_v, acc)
 
     @cute.jit
     def _leave(self, t, memory, shared, numbers, item, where, count: Int32) -> None:

@@ -155,7 +155,7 @@ class Weigh:
             self.softmax._probabilities(t, shifts, sums, p, rows=1)
         numbers[2], numbers[3] = sums[0], sums[1]
         for half in cutlass.range_constexpr(2):
-            if rows[half] < item.rows:
+            if WARP_ROWS * own + WARP_ROWS // 2 * half < item.rows:
                 for j in cutlass.range_constexpr(c.tile_n // 8):
                     shared.p[lane, j, half, place] = p[2 * j + half]
         cute.autovec_copy(numbers, shared.numbers[None, lane, place])
