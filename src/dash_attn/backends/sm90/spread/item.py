@@ -39,7 +39,7 @@ class Shared(NamedTuple):
     Attributes:
         v: tiles of V, 32 columns of them.
         scores: as the workspace has them, in as many slots as there is room for tiles.
-        p: (lane, 16, 2, unit), words of a thread's two rows.
+        p: (4, lane, 8, unit), words as a thread multiplies them.
         numbers: (4, lane, unit), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
         rises: (unit,), 0 if all rows are multiplied by 1.
         maxima: (64, tile), of rows after each tile, from the last tile of the segment on.

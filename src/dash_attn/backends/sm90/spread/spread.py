@@ -31,8 +31,8 @@ from .item import PowerRing, Rings, Shared, begin, groups_of, sequence_of, unit_
 from .weigh import Follow, Weigh
 
 MULTIPLY_WARPS = 4
-FOLLOW_WARP = MULTIPLY_WARPS + WEIGH_WARPS
-V_WARP = FOLLOW_WARP + 1
+FOLLOW_WARP, V_WARP = 4, 8
+"""The sums of few rows are warp 0's, and a warp has its scheduler with every fourth one: none of these weighs."""
 
 
 class Spread:
@@ -55,7 +55,7 @@ class Spread:
         tiles = GROUP_TILES << V_STAGES_LOG2
         self.kernel(copy, self.tile_of(c.tile_n, tiles), memory, numbers, scales).launch(
             grid=(self.parts * launch.segments, numbers.kv_heads, launch.batch),
-            block=(32 * (V_WARP + 1), 1, 1),
+            block=(32 * (MULTIPLY_WARPS + WEIGH_WARPS + 2), 1, 1),
             stream=stream,
             use_pdl=True,
         )
@@ -75,7 +75,7 @@ class Spread:
         shared = Shared(
             v=v,
             scores=allocate(Float32, 1 << SCORES_LOG2, align=128),
-            p=allocate(Int32, 32, c.tile_n // 8, 2, units),
+            p=allocate(Int32, 4, 32, c.tile_n // 16, units),
             numbers=allocate(Float32, 4, 32, units),
             maxima=allocate(Float32, ROWS, c.segment // c.tile_n),
             rises=allocate(Int32, units),
@@ -129,7 +129,8 @@ class Spread:
                 self.follow.run(memory, shared, rings.s, scales, item, tiles)
             elif warp_idx >= MULTIPLY_WARPS:
                 count = tiles[1] - tiles[0] + 1
-                self.weigh.run(shared, rings, scales, item, count, warp_idx - MULTIPLY_WARPS)
+                weigher = warp_idx - FOLLOW_WARP - 1 - Int32(warp_idx > V_WARP)
+                self.weigh.run(shared, rings, scales, item, count, weigher)
             elif warp_idx < item.warps:
                 where = (sequence, segment, head, part)
                 self._multiply(memory, shared, rings, numbers, item, where, tiles)
@@ -179,19 +180,16 @@ class Spread:
         )  # fmt: skip
         for x in (t.total, t.acc_O):
             x.fill(0.0)
-        both = WARP_ROWS * (tidx // 32) + WARP_ROWS // 2 < item.rows
         for group in cutlass.range(groups_of(count), unroll=1):
             rings.p.wait_full(group)
             rings.v.wait_full(group)
             left = count - group * GROUP_TILES
             if self._goes_on(shared, rings, item, group, left):
-                if both:
-                    self._multiply_group(t, shared, rings, item, group, 2)
-                else:
-                    self._multiply_group(t, shared, rings, item, group, 1)
+                for i in cutlass.range_constexpr(GROUP_TILES):
+                    self._multiply_tile(t, shared, rings, item, group, i, False)
             else:
                 for i in cutlass.range(cutlass.min(left, GROUP_TILES), unroll=1):
-                    self._multiply_tile(t, shared, rings, item, group, i, 2, True)
+                    self._multiply_tile(t, shared, rings, item, group, i, True)
             cute.arch.sync_warp()
             for ring in (rings.p, rings.v):
                 arrive(ring.empty_of(group))
@@ -204,17 +202,11 @@ class Spread:
         unit = unit_of(rings.p, item, group, tile) + cute.arch.thread_idx()[0] // 32
         return (left >= GROUP_TILES) & ~cute.arch.vote_any_sync(shared.rises[unit] != 0)
 
-    def _multiply_group(self, t, shared, rings, item, group: Int32, halves: int) -> None:
-        for i in range(GROUP_TILES):
-            self._multiply_tile(t, shared, rings, item, group, i, halves, False)
-
     @cute.jit
     def _multiply_tile(
-        self, t, shared, rings, item, group: Int32, tile, halves: cutlass.Constexpr[int],
-        rises: cutlass.Constexpr[bool],
-    ) -> None:  # fmt: skip
-        """O += P V of a tile, and its sums of P. halves: 1 if only the first 8 of the 16 rows exist. rises: rows
-        are multiplied before."""
+        self, t, shared, rings, item, group: Int32, tile, rises: cutlass.Constexpr[bool]
+    ) -> None:
+        """O += P V of a tile, and its sums of P. rises: rows are multiplied before."""
         c, lane = self.config, t.tidx % 32
         unit = unit_of(rings.p, item, group, tile) + t.tidx // 32
         numbers = cute.make_rmem_tensor(4, Float32)
@@ -233,10 +225,7 @@ class Spread:
         acc = cute.make_tensor(t.acc_O.iterator, cute.make_layout(((2, 2), 1, blocks)))
         for k in cutlass.range_constexpr(c.tile_n // 16):
             p, v = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor((2, c.columns // 8), Int32)
-            p.fill(0)
-            for e in cutlass.range_constexpr(2):
-                for half in cutlass.range_constexpr(halves):
-                    p[2 * e + half] = shared.p[lane, 2 * k + e, half, unit]
+            cute.autovec_copy(shared.p[None, lane, k, unit], p)
             for pair in cutlass.range_constexpr(c.columns // 16):
                 four = ptx.load_transposed(rows + (16 * k * c.columns + (chunk ^ 2 * pair) * 8))
                 for i in cutlass.range_constexpr(4):

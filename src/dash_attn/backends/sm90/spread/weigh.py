@@ -105,6 +105,7 @@ class Weigh:
 
     @cute.jit
     def run(self, shared, rings, scales, item, count: Int32, warp: Int32) -> None:
+        """warp: from 0 on."""
         cap = Cap(*scales) if self.config.softcap else Cap(None, scales[0] * math.log2(math.e))
         units, warps = groups_of(count) * GROUP_TILES << item.shift, Int32(WEIGH_WARPS)
         if warps > item.warps << rings.s.stages:
@@ -154,10 +155,8 @@ class Weigh:
         else:
             self.softmax._probabilities(t, shifts, sums, p, rows=1)
         numbers[2], numbers[3] = sums[0], sums[1]
-        for half in cutlass.range_constexpr(2):
-            if WARP_ROWS * own + WARP_ROWS // 2 * half < item.rows:
-                for j in cutlass.range_constexpr(c.tile_n // 8):
-                    shared.p[lane, j, half, place] = p[2 * j + half]
+        for k in cutlass.range_constexpr(c.tile_n // 16):
+            cute.autovec_copy(cute.make_tensor(p.iterator + 4 * k, 4), shared.p[None, lane, k, place])
         cute.autovec_copy(numbers, shared.numbers[None, lane, place])
         # Before the first tile there is nothing to multiply.
         rises = (n > 0) & ((numbers[0] != Float32(1.0)) | (numbers[1] != Float32(1.0)))
