@@ -108,6 +108,7 @@ class Case(NamedTuple):
     softcap: float = 0.0
     dtype: torch.dtype = torch.bfloat16
     keys: int = 700
+    segment: int = SEGMENT
 
 
 CASES = (
@@ -127,6 +128,10 @@ CASES = (
     Case("window", (600, 100), sides=(200, 0), rows=8, growth=8.0, sink=True),
     Case("sides", (500, 9), sides=(90, 30), rows=12, heads=(2, 1)),
     Case("softcap", (600,), softcap=5.0, growth=8.0, rows=2),
+    Case("many tiles", (5000,), heads=(2, 1), growth=4.0, keys=5120, segment=4096),
+    Case("many tiles of 12 rows", (2600,), heads=(4, 1), rows=3, growth=4.0, keys=3072, segment=4096),
+    Case("many tiles of 30 rows", (2700,), heads=(2, 1), rows=15, growth=8.0, keys=3072, segment=4096),
+    Case("many tiles of 64 rows", (1900,), heads=(4, 1), rows=16, keys=2048, segment=2048),
 )
 
 
@@ -165,8 +170,8 @@ def given(case: Case, seed: int = 0) -> Given:
 Result = tuple[torch.Tensor, torch.Tensor]
 
 
-def whole(x: Given) -> Result:
-    config = replace(config_of(x.problem), segment=SEGMENT)
+def whole(x: Given, segment: int = SEGMENT) -> Result:
+    config = replace(config_of(x.problem), segment=segment)
     with emulated(blocks=3):
         return Cached(x.problem, CPU, config=config).forward(x.tensors, x.scores, x.aux)
 
@@ -183,7 +188,9 @@ def spread(x: Given, seed: int = 0, races: bool = False, late: bool = True, **ot
 def test_the_same_bytes(number: int) -> None:
     """Behind the used keys lies NaN."""
     x = given(CASES[number], number)
-    wanted, found = whole(x), spread(x, seed=number, races=number % 2 == 0, late=number % 3 > 0)
+    segment = CASES[number].segment
+    found = spread(x, seed=number, races=number % 2 == 0, late=number % 3 > 0, segment=segment)
+    wanted = whole(x, segment)
     assert not wanted[0].isnan().any()
     for a, b in zip(wanted, found):
         assert_same_bytes(a, b)

@@ -180,14 +180,20 @@ class Spread:
         )  # fmt: skip
         for x in (t.total, t.acc_O):
             x.fill(0.0)
-        for group in cutlass.range(groups_of(count), unroll=1):
-            rings.p.wait_full(group)
-            rings.v.wait_full(group)
+        groups, go_on = groups_of(count), Int32(-1)  # -1: it is not known
+        for group in cutlass.range(groups, unroll=1):
             left = count - group * GROUP_TILES
-            if self._goes_on(shared, rings, item, group, left):
-                for i in cutlass.range_constexpr(GROUP_TILES):
+            if go_on < 0:
+                rings.p.wait_full(group)
+                rings.v.wait_full(group)
+                go_on = self._goes_on(shared, rings, item, group, left)
+            if go_on == 1:
+                for i in cutlass.range_constexpr(GROUP_TILES - 1):
                     self._multiply_tile(t, shared, rings, item, group, i, False)
+                go_on = self._look_ahead(shared, rings, item, group + 1, left - GROUP_TILES)
+                self._multiply_tile(t, shared, rings, item, group, GROUP_TILES - 1, False)
             else:
+                go_on = Int32(-1)
                 for i in cutlass.range(cutlass.min(left, GROUP_TILES), unroll=1):
                     self._multiply_tile(t, shared, rings, item, group, i, True)
             cute.arch.sync_warp()
@@ -196,11 +202,19 @@ class Spread:
         self._leave(t, memory, shared, numbers, item, where, count)
 
     @cute.jit
-    def _goes_on(self, shared, rings, item, group: Int32, left: Int32):
-        """Whether a group is whole, and none of this warp's rows is multiplied before any of its tiles."""
+    def _look_ahead(self, shared, rings, item, group: Int32, left: Int32) -> Int32:
+        """`_goes_on` of a group, beside products; -1 if it is not there yet."""
+        go_on = Int32(-1)
+        if left > 0:
+            if rings.p.is_full(group) & rings.v.is_full(group) == 1:
+                go_on = self._goes_on(shared, rings, item, group, left)
+        return go_on
+
+    def _goes_on(self, shared, rings, item, group: Int32, left: Int32) -> Int32:
+        """1 if a group is whole, and none of this warp's rows is multiplied before any of its tiles."""
         tile = cutlass.min(cutlass.min(cute.arch.lane_idx(), GROUP_TILES - 1), left - 1)
         unit = unit_of(rings.p, item, group, tile) + cute.arch.thread_idx()[0] // 32
-        return (left >= GROUP_TILES) & ~cute.arch.vote_any_sync(shared.rises[unit] != 0)
+        return Int32((left >= GROUP_TILES) & ~cute.arch.vote_any_sync(shared.rises[unit] != 0))
 
     @cute.jit
     def _multiply_tile(

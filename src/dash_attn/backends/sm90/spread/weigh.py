@@ -116,8 +116,8 @@ class Weigh:
             n, own = unit >> item.shift, unit & (1 << item.shift) - 1
             if own < item.warps:
                 group = n // GROUP_TILES
+                rings.p.wait_empty(group)
                 if n < count:
-                    rings.p.wait_empty(group)
                     place = unit_of(rings.p, item, group, n - group * GROUP_TILES) + own
                     self._weigh(shared, rings, item, cap.outer, n, place, own)
                 arrive_together(rings.p.full_of(group))
