@@ -17,10 +17,11 @@ from dash_attn.backends.sm90.backward.config import SEEN_WORDS
 from dash_attn.backends.sm90.cached import arguments as cached
 from dash_attn.backends.sm90.compile import Config, compiler_output
 from dash_attn.backends.sm90.forward import arguments as forward
-from dash_attn.backends.sm90.forward.config import ROWS
+from dash_attn.backends.sm90.forward.config import ROWS, WARP_ROWS
 from dash_attn.backends.sm90.places import Sizes, sizes_of
 from dash_attn.backends.sm90.sinks.kernels import SinkTotals
 from dash_attn.backends.sm90.spread import arguments as spread
+from dash_attn.backends.sm90.spread.config import COLUMNS
 from dash_attn.backends.sm90.tiles import row_bytes_of
 
 from .machine import Machine
@@ -165,12 +166,13 @@ class Emulated:
         )  # fmt: skip
         named, scalars = [*described, *map(_number, numbers)], [*map(_number, scales)]
         k = _maps([(_as_rows(tensors.k), c.piece)])
-        v = _maps([(_as_rows(tensors.v), c.piece, 2 * c.columns)])
+        v = _maps([(_as_rows(tensors.v), c.piece, 2 * COLUMNS)])
         score, main, fold = kernels(c)
         tiles = (launch.tiles, kv_heads, launch.batch)
         self._launch(score, tiles, [*k, DUMMY, *named, *scalars], memory)
-        blocks = (c.head_dim_v // c.columns * launch.segments, kv_heads, launch.batch)
-        self._launch(main, blocks, [*v, *named, *scalars], memory)
+        units = -(-tensors.q.shape[1] * group // WARP_ROWS)
+        blocks = (c.head_dim_v // COLUMNS * units * launch.segments, kv_heads, launch.batch)
+        self._launch(main, blocks, [*v, *named, *scalars, _number(units)], memory)
         if launch.segments > 1:
             self._launch(fold, (kv_heads, launch.batch), named, memory)
 

@@ -7,46 +7,41 @@ from functools import cache
 from typing import ClassVar
 
 from ..cached.config import CachedConfig
-from ..forward.config import ROWS, WARP_ROWS
+from ..forward.config import WARP_ROWS
 
 HEAD_DIMS = (64, 128)
-WEIGH_WARPS = 6
+COLUMNS = 32
+"""Of V that a block multiplies: rows of 64 bytes."""
 GROUP_TILES = 3
-V_STAGES_LOG2, P_STAGES_LOG2, SCORES_LOG2 = 2, 2, 13
-"""Of shared memory: groups of V, groups of P of 16 rows, and words of scores."""
-LEAST_ROWS_LOG2 = 2
-"""Of a slot of scores."""
+"""kv tiles whose V and P are handed on together."""
+V_GROUPS, P_GROUPS, SCORE_SLOTS = 4, 4, 8
+"""In shared memory."""
+WEIGH_WARPS = 8
+"""At most as many as slots, and a power of two: a warp that waits for a slot then saw it full the time before, and
+so does not take one round for another."""
 
 
 @dataclass(frozen=True)
 class SpreadConfig(CachedConfig):
-    """One compiled variant: at most 64 rows per kv head, one q tile per sequence.
-
-    Attributes:
-        columns: of V that a block of ``Spread`` multiplies.
-    """
+    """One compiled variant: at most 64 rows per kv head, one q tile per sequence."""
 
     direction: ClassVar[str] = "spread"
     kernels: ClassVar[tuple[str, ...]] = ("Score", "Spread", "SpreadFold")
-
-    columns: int = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.warpgroups != 1:
             raise ValueError(f"{self}: one warpgroup has all rows of a kv head")
-        if self.segment > 64 * self.tile_n:
-            raise ValueError(f"{self}: of which tiles a segment has, a warp knows 64 at a time")
-        if self.columns != 32 or self.head_dim_v % self.columns:
-            raise ValueError(f"{self}: blocks have 32 columns of V, rows of 64 bytes")
+        if self.head_dim_v % COLUMNS:
+            raise ValueError(f"{self}: blocks have 32 columns of V")
 
     @property
     def shared_bytes(self) -> int:
         """Of a block of ``Spread``: V, P, scores, maxima, and what is little."""
-        v = 2 * self.tile_n * self.columns * GROUP_TILES << V_STAGES_LOG2
-        p = (2 * WARP_ROWS * self.tile_n + 32 * 4 * 4) * GROUP_TILES << P_STAGES_LOG2
-        maxima = self.segment // self.tile_n * ROWS * 4
-        return 1024 + v + p + (4 << SCORES_LOG2) + maxima + 2048
+        v = 2 * self.tile_n * COLUMNS * GROUP_TILES * V_GROUPS
+        p = (2 * WARP_ROWS * self.tile_n + 4 * 4 * 32) * GROUP_TILES * P_GROUPS
+        scores, maxima = 4 * WARP_ROWS * self.tile_n * SCORE_SLOTS, 4 * WARP_ROWS * self.segment // self.tile_n
+        return 1024 + v + p + scores + maxima + 1024
 
 
 @cache

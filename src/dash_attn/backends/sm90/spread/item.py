@@ -10,23 +10,22 @@ from cutlass import Int32
 
 from ..device import plan_view, ptx
 from ..device.ring import Ring
-from ..forward.config import WARP_ROWS
 from .config import GROUP_TILES, SpreadConfig
 
 
 class PowerRing(Ring):
-    """2^k stages, and k may be an Int32: half of the instructions, where their latency counts."""
+    """A power of two of stages: half of the instructions, where their latency counts."""
 
     def stage(self, n):
-        return n & (1 << self.stages) - 1
+        return n & self.stages - 1
 
     def phase(self, n):
-        return n >> self.stages & 1
+        return n >> self.stages.bit_length() - 1 & 1
 
 
 @dataclass(frozen=True)
 class Rings:
-    """v, p: V and P of groups of three tiles; s: scores of tiles."""
+    """v, p: V and P of groups of tiles; s: scores of tiles."""
 
     v: PowerRing
     s: PowerRing
@@ -34,15 +33,15 @@ class Rings:
 
 
 class Shared(NamedTuple):
-    """Shared memory of a block of `Spread`. Units are 16 rows of a tile; a group has those of three tiles.
+    """Shared memory of a block of `Spread`. A place of P is that of a tile of a group.
 
     Attributes:
         v: tiles of V, 32 columns of them.
-        scores: as the workspace has them, in as many slots as there is room for tiles.
-        p: (4, lane, 8, unit), words as a thread multiplies them.
-        numbers: (4, lane, unit), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
-        rises: (unit,), 0 if all rows are multiplied by 1.
-        maxima: (64, tile), of rows after each tile, from the last tile of the segment on.
+        scores: (word, slot), rows as the workspace has them.
+        p: (4, lane, 8, place), words as a thread multiplies them.
+        numbers: (4, lane, place), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
+        rises: (place,), 0 if all rows are multiplied by 1.
+        maxima: (16, tile), of rows after each tile, from the last tile of the segment on.
     """
 
     v: Any
@@ -65,8 +64,7 @@ def begin() -> None:
 
 @cute.jit
 def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
-    """What a sequence's only q tile is: words as `CachedMma` has them, segments, warps that have rows. Of
-    these and of the rows: the power of two that is not less (`shift`, `rows_log2`)."""
+    """What a sequence's only q tile is: words as `CachedMma` has them, and segments."""
     group = numbers.group
     seqlen_q = cute.size(memory.q, mode=[1]) // group
     rows, keys = seqlen_q * group, numbers.most_pages * numbers.page_size
@@ -85,7 +83,6 @@ def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
     if kv_last < kv_first:
         kv_first, kv_last = Int32(0), Int32(-1)
     per_segment, zero = c.segment // c.tile_n, Int32(0)
-    warps = (rows + WARP_ROWS - 1) // WARP_ROWS
     words = (
         Int32(1), head, kv_first, kv_last, low, high, seqlen_k, rows, zero, group, zero, zero, sequence, zero,
         zero,
@@ -93,7 +90,6 @@ def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
     return SimpleNamespace(
         words=words, seqlen_k=seqlen_k, rows=rows, kv_first=kv_first, kv_last=kv_last,
         segment_first=kv_first // per_segment, segment_last=cutlass.max(kv_last, 0) // per_segment,
-        warps=warps, shift=cutlass.min(warps - 1, 2), rows_log2=ptx.highest_bit(rows - 1) + 1,
         first_tile=(sequence * numbers.kv_heads + head) * numbers.tiles,
     )  # fmt: skip
 
@@ -101,11 +97,6 @@ def sequence_of(c: SpreadConfig, memory, numbers, sequence: Int32, head: Int32):
 def groups_of(tiles):
     """How many groups so many tiles are."""
     return (tiles + GROUP_TILES - 1) // GROUP_TILES
-
-
-def unit_of(ring: PowerRing, item, group, tile):
-    """The first unit of a tile of a group."""
-    return (ring.stage(group) * GROUP_TILES + tile) << item.shift
 
 
 def place_in_scores(c: SpreadConfig, row, j: int):

@@ -12,9 +12,9 @@ from ....machine import L2_BYTES
 from ....schedule.constants import FORWARD_SEGMENT
 from ...cached import CachedProblem
 from ..cached.launch import Cached, allocate, config_of, whole_lines
-from ..forward.config import ROWS
+from ..forward.config import ROWS, WARP_ROWS
 from .arguments import Launch, Workspace
-from .config import HEAD_DIMS, SpreadConfig, spread_config
+from .config import COLUMNS, HEAD_DIMS, SpreadConfig, spread_config
 
 __all__ = ["LEAST_KEYS", "Spread", "spreads"]
 
@@ -27,8 +27,8 @@ MOST_GRID = 65_535
 def spreads(problem: CachedProblem, sms: int) -> bool:
     """Whether keys are spread. It looks at what there may be, never at lengths, so a CUDA graph may keep it.
 
-    Segments that have a block each must leave six of seven SMs idle (docs/experiments/spread.md),
-    and scores must fit half of L2. It decides no bit.
+    Every block of ``Spread`` must have an SM of its own (docs/experiments/spread.md), and scores must fit half
+    of L2. It decides no bit.
     """
     p = problem
     if p.packed or p.head_dim != p.head_dim_v or p.head_dim not in HEAD_DIMS:
@@ -36,8 +36,8 @@ def spreads(problem: CachedProblem, sms: int) -> bool:
     rows, sequences = p.seqlen_q * p.group, p.batch * p.kv_heads
     if not 0 < rows <= ROWS or p.keys < LEAST_KEYS or max(p.batch, p.kv_heads) > MOST_GRID:
         return False
-    scores = 4 * sequences * rows * p.keys
-    return 7 * sequences * -(-p.keys // FORWARD_SEGMENT) <= sms and 2 * scores <= L2_BYTES
+    blocks = sequences * -(-p.keys // FORWARD_SEGMENT) * -(-rows // WARP_ROWS) * (p.head_dim // COLUMNS)
+    return blocks <= sms and 2 * 4 * sequences * rows * p.keys <= L2_BYTES
 
 
 class Spread(Cached):

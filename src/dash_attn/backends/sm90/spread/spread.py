@@ -14,126 +14,109 @@ from ..device.copies import partitions
 from ..device.operands import DTYPES, tile_layout
 from ..device.plan_view import PACKED_ROWS
 from ..device.ring import arrive
-from ..forward.config import ROWS, WARP_ROWS
+from ..forward.config import WARP_ROWS
 from ..forward.exact import fma
 from ..forward.softmax import multiply_rows
-from .config import (
-    GROUP_TILES,
-    LEAST_ROWS_LOG2,
-    P_STAGES_LOG2,
-    SCORES_LOG2,
-    V_STAGES_LOG2,
-    WEIGH_WARPS,
-    SpreadConfig,
-)
+from .config import COLUMNS, GROUP_TILES, P_GROUPS, SCORE_SLOTS, V_GROUPS, WEIGH_WARPS, SpreadConfig
 from .fold import SpreadFold
-from .item import PowerRing, Rings, Shared, begin, groups_of, sequence_of, unit_of
+from .item import PowerRing, Rings, Shared, begin, groups_of, sequence_of
 from .weigh import Follow, Weigh
 
-MULTIPLY_WARPS = 4
-FOLLOW_WARP, V_WARP = 4, 8
-"""The sums of few rows are warp 0's, and a warp has its scheduler with every fourth one: none of these weighs."""
+MULTIPLY_WARP, FOLLOW_WARP, V_WARP = 0, 4, 8
+"""Every fourth warp has one scheduler. The one that multiplies shares its own with two that mostly wait."""
+WARPS = WEIGH_WARPS + 3
 
 
 class Spread:
-    """One block per part of the columns and segment, kv head, and sequence: four warps that multiply, six that
+    """One block per 32 columns, 16 rows and segment, kv head, and sequence: a warp that multiplies, eight that
     make P, one that follows maxima, and one that loads V."""
 
     def __init__(self, config: SpreadConfig):
         self.config, self.dtype = config, DTYPES[config.dtype]
         self.load, self.fold = CachedLoad(config, self.dtype), SpreadFold(config)
         self.follow, self.weigh = Follow(config, self.dtype), Weigh(config, self.dtype)
-        self.parts = config.head_dim_v // config.columns
+        self.parts = config.head_dim_v // COLUMNS
         self.pieces = config.tile_n // config.piece
 
     def tile_of(self, rows: int, stages: int):
-        return tile_layout(self.dtype, rows, self.config.columns, stages, row_bytes=2 * self.config.columns)
+        return tile_layout(self.dtype, rows, COLUMNS, stages, row_bytes=2 * COLUMNS)
 
     @cute.jit
     def __call__(self, copy, memory, numbers, scales, launch, stream):
         c = self.config
-        tiles = GROUP_TILES << V_STAGES_LOG2
-        self.kernel(copy, self.tile_of(c.tile_n, tiles), memory, numbers, scales).launch(
-            grid=(self.parts * launch.segments, numbers.kv_heads, launch.batch),
-            block=(32 * (MULTIPLY_WARPS + WEIGH_WARPS + 2), 1, 1),
+        rows = cute.size(memory.q, mode=[1])
+        units = (rows + WARP_ROWS - 1) // WARP_ROWS
+        layout = self.tile_of(c.tile_n, GROUP_TILES * V_GROUPS)
+        self.kernel(copy, layout, memory, numbers, scales, units).launch(
+            grid=(self.parts * units * launch.segments, numbers.kv_heads, launch.batch),
+            block=(32 * WARPS, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
-    def _shared(self, layout, item):
-        """Tiles of V; per 16 rows scores, and P as threads have it, with the numbers of `Weigh`."""
+    def _shared(self, layout):
         c, allocator = self.config, SmemAllocator()
 
-        def allocate(dtype, *shape, align=16):
-            return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=align)
+        def allocate(dtype, *shape):
+            return allocator.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=128)
 
-        units = GROUP_TILES << P_STAGES_LOG2
-        slots = SCORES_LOG2 - LEAST_ROWS_LOG2 - (c.tile_n.bit_length() - 1)
-        stages = V_STAGES_LOG2, slots, P_STAGES_LOG2
-        barriers = allocator.allocate_array(Int64, sum(2 << n for n in stages))
+        stages = V_GROUPS, SCORE_SLOTS, P_GROUPS
+        barriers, rings = allocator.allocate_array(Int64, 2 * sum(stages)), []
+        for number in stages:
+            rings.append(PowerRing(barriers, barriers + number, number))
+            barriers = barriers + 2 * number
         v = allocator.allocate_tensor(self.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+        places = GROUP_TILES * P_GROUPS
         shared = Shared(
             v=v,
-            scores=allocate(Float32, 1 << SCORES_LOG2, align=128),
-            p=allocate(Int32, 4, 32, c.tile_n // 16, units),
-            numbers=allocate(Float32, 4, 32, units),
-            maxima=allocate(Float32, ROWS, c.segment // c.tile_n),
-            rises=allocate(Int32, units),
+            scores=allocate(Float32, WARP_ROWS * c.tile_n, SCORE_SLOTS),
+            p=allocate(Int32, 4, 32, c.tile_n // 16, places),
+            numbers=allocate(Float32, 4, 32, places),
+            rises=allocate(Int32, places),
+            maxima=allocate(Float32, WARP_ROWS, c.segment // c.tile_n),
         )
-        rings = []
-        for most, used in zip(
-            stages,
-            (
-                V_STAGES_LOG2,
-                slots + LEAST_ROWS_LOG2 - cutlass.max(item.rows_log2, LEAST_ROWS_LOG2),
-                P_STAGES_LOG2 - item.shift,
-            ),
-        ):
-            rings.append(PowerRing(barriers, barriers + (1 << most), used))
-            barriers = barriers + (2 << most)
         return shared, Rings(*rings)
 
     @cute.kernel
-    def kernel(self, copy, layout, memory, numbers, scales) -> None:
+    def kernel(self, copy, layout, memory, numbers, scales, units) -> None:
         c = self.config
         index, head, sequence = cute.arch.block_idx()
-        part, segment = index % self.parts, index // self.parts
+        part, index = index % self.parts, index // self.parts
+        top, segment = index % units * WARP_ROWS, index // units
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        # Lengths, pages and V are there: what came before the kernel before is done (`begin`).
-        item = sequence_of(c, memory, numbers, sequence, head)
-        shared, rings = self._shared(layout, item)
+        shared, rings = self._shared(layout)
         if warp_idx == V_WARP:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
-                for ring, most, full, empty in (
-                    (rings.v, V_STAGES_LOG2, 1, item.warps),
-                    (rings.s, SCORES_LOG2 - LEAST_ROWS_LOG2 - 7, 2, item.warps),
-                    (rings.p, P_STAGES_LOG2, GROUP_TILES * item.warps, item.warps),
-                ):
-                    for stage in range(1 << most):
+                for ring, full in ((rings.v, 1), (rings.s, 2), (rings.p, GROUP_TILES)):
+                    for stage in range(ring.stages):
                         cute.arch.mbarrier_init(ring.full + stage, full)
-                        cute.arch.mbarrier_init(ring.empty + stage, empty)
+                        cute.arch.mbarrier_init(ring.empty + stage, 1)
             cute.arch.mbarrier_init_fence()
+        # Lengths, pages and V are there: what came before the kernel before is done (`begin`).
+        item = sequence_of(c, memory, numbers, sequence, head)
         cute.arch.sync_threads()
         if warp_idx != V_WARP:
             begin()
         if (segment >= item.segment_first) & (segment <= item.segment_last):
             per_segment = c.segment // c.tile_n
+            rows = (top, cutlass.min(item.rows - top, WARP_ROWS))
             tiles = (
                 cutlass.max(item.kv_first, segment * per_segment),
                 cutlass.min(item.kv_last, (segment + 1) * per_segment - 1),
             )
+            count = tiles[1] - tiles[0] + 1
             if warp_idx == V_WARP:
                 self._load_v(copy, memory, shared.v, rings.v, numbers, item, (sequence, head, part), tiles)
             elif warp_idx == FOLLOW_WARP:
-                self.follow.run(memory, shared, rings.s, scales, item, tiles)
-            elif warp_idx >= MULTIPLY_WARPS:
-                count = tiles[1] - tiles[0] + 1
-                weigher = warp_idx - FOLLOW_WARP - 1 - Int32(warp_idx > V_WARP)
-                self.weigh.run(shared, rings, scales, item, count, weigher)
-            elif warp_idx < item.warps:
+                if count > 0:
+                    self.follow.run(memory, shared, rings.s, scales, item, rows, tiles)
+            elif warp_idx == MULTIPLY_WARP:
                 where = (sequence, segment, head, part)
-                self._multiply(memory, shared, rings, numbers, item, where, tiles)
+                self._multiply(memory, shared, rings, numbers, item, rows, where, count)
+            else:
+                number = warp_idx - 1 - Int32(warp_idx > FOLLOW_WARP) - Int32(warp_idx > V_WARP)
+                self.weigh.run(shared, rings, scales, rows, count, number)
 
     @cute.jit
     def _load_v(self, copy, memory, v, ring, numbers, item, where, tiles) -> None:
@@ -148,11 +131,11 @@ class Spread:
                 row, page, used = self._where(memory, numbers, item, sequence, last - n)
             if of_group == 0:
                 ring.wait_empty(group)
-                loaded = cutlass.min(count - n, GROUP_TILES) * (2 * c.tile_n * c.columns)
+                loaded = cutlass.min(count - n, GROUP_TILES) * (2 * c.tile_n * COLUMNS)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, loaded)
             place = ring.stage(group) * GROUP_TILES + of_group
-            pieces = cute.flat_divide(v[None, None, place], (c.piece, c.columns))
+            pieces = cute.flat_divide(v[None, None, place], (c.piece, COLUMNS))
             shift = page * numbers.v_rows + used
             for i in cutlass.range_constexpr(self.pieces):
                 of_row, of_page = (cute.arch.shuffle_sync(x, lane + i) for x in (row, shift))
@@ -169,105 +152,102 @@ class Spread:
         return self.load.piece_at(memory.pages, of_pages, sequence, cutlass.max(token, 0), item.seqlen_k)
 
     @cute.jit
-    def _multiply(self, memory, shared, rings, numbers, item, where, tiles) -> None:
-        """One warp per 16 rows, by products of a warp: a sum waits for the one before it, so the 16 rows that
-        a warp's product has are as fast as 64, and need no other warp."""
-        c, (first, last) = self.config, tiles
-        tidx, count = cute.arch.thread_idx()[0], last - first + 1
+    def _multiply(self, memory, shared, rings, numbers, item, rows, where, count: Int32) -> None:
+        """A sum waits for the one before it. So a warp's products of 16 rows are as fast as a warpgroup's of 64,
+        and a warp waits for no other one."""
+        c, (top, exist), lane = self.config, rows, cute.arch.lane_idx()
         t = SimpleNamespace(
-            tidx=tidx, total=cute.make_rmem_tensor(2, Float32),
-            acc_O=cute.make_rmem_tensor((4, c.columns // 8), Float32),
+            lane=lane, total=cute.make_rmem_tensor(2, Float32),
+            acc_O=cute.make_rmem_tensor((4, COLUMNS // 8), Float32),
         )  # fmt: skip
         for x in (t.total, t.acc_O):
             x.fill(0.0)
-        groups, go_on = groups_of(count), Int32(-1)  # -1: it is not known
-        for group in cutlass.range(groups, unroll=1):
+        go_on = Int32(-1)  # not known yet
+        for group in cutlass.range(groups_of(count), unroll=1):
             left = count - group * GROUP_TILES
             if go_on < 0:
                 rings.p.wait_full(group)
                 rings.v.wait_full(group)
-                go_on = self._goes_on(shared, rings, item, group, left)
+                go_on = self._goes_on(shared, rings, group, left)
             if go_on == 1:
                 for i in cutlass.range_constexpr(GROUP_TILES - 1):
-                    self._multiply_tile(t, shared, rings, item, group, i, False)
-                go_on = self._look_ahead(shared, rings, item, group + 1, left - GROUP_TILES)
-                self._multiply_tile(t, shared, rings, item, group, GROUP_TILES - 1, False)
+                    self._multiply_tile(t, shared, rings, group, i, False)
+                go_on = self._look_ahead(shared, rings, group + 1, left - GROUP_TILES)
+                self._multiply_tile(t, shared, rings, group, GROUP_TILES - 1, False)
             else:
                 go_on = Int32(-1)
                 for i in cutlass.range(cutlass.min(left, GROUP_TILES), unroll=1):
-                    self._multiply_tile(t, shared, rings, item, group, i, True)
+                    self._multiply_tile(t, shared, rings, group, i, True)
             cute.arch.sync_warp()
             for ring in (rings.p, rings.v):
                 arrive(ring.empty_of(group))
-        self._leave(t, memory, shared, numbers, item, where, count)
-
-    @cute.jit
-    def _look_ahead(self, shared, rings, item, group: Int32, left: Int32) -> Int32:
-        """`_goes_on` of a group, beside products; -1 if it is not there yet."""
-        go_on = Int32(-1)
-        if left > 0:
-            if rings.p.is_full(group) & rings.v.is_full(group) == 1:
-                go_on = self._goes_on(shared, rings, item, group, left)
-        return go_on
-
-    def _goes_on(self, shared, rings, item, group: Int32, left: Int32) -> Int32:
-        """1 if a group is whole, and none of this warp's rows is multiplied before any of its tiles."""
-        tile = cutlass.min(cutlass.min(cute.arch.lane_idx(), GROUP_TILES - 1), left - 1)
-        unit = unit_of(rings.p, item, group, tile) + cute.arch.thread_idx()[0] // 32
-        return Int32((left >= GROUP_TILES) & ~cute.arch.vote_any_sync(shared.rises[unit] != 0))
-
-    @cute.jit
-    def _multiply_tile(
-        self, t, shared, rings, item, group: Int32, tile, rises: cutlass.Constexpr[bool]
-    ) -> None:
-        """O += P V of a tile, and its sums of P. rises: rows are multiplied before."""
-        c, lane = self.config, t.tidx % 32
-        unit = unit_of(rings.p, item, group, tile) + t.tidx // 32
-        numbers = cute.make_rmem_tensor(4, Float32)
-        cute.autovec_copy(shared.numbers[None, lane, unit], numbers)
-        if cutlass.const_expr(rises):
-            multiply_rows(t.acc_O, (numbers[0], numbers[1]))
-        for half in cutlass.range_constexpr(2):
-            t.total[half] = fma(t.total[half], numbers[half], numbers[2 + half])
-        # 16 bytes of a row of 64 are moved by the row, as the copy engine does: `PACKED` by 64 bytes.
-        row, place = lane % 16, (rings.v.stage(group) * GROUP_TILES + tile) * c.tile_n
-        chunk = (lane // 16) ^ (row // 2 % 4)
-        rows = cute.recast_ptr(shared.v.iterator, dtype=self.dtype) + (place + row) * c.columns
-        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, Float32, (WARP_ROWS, 8, 16)))
-        blocks = c.columns // 8
-        of_a, of_b = cute.make_layout(((2, 2, 2), 1)), cute.make_layout(((2, 2), blocks))
-        acc = cute.make_tensor(t.acc_O.iterator, cute.make_layout(((2, 2), 1, blocks)))
-        for k in cutlass.range_constexpr(c.tile_n // 16):
-            p, v = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor((2, c.columns // 8), Int32)
-            cute.autovec_copy(shared.p[None, lane, k, unit], p)
-            for pair in cutlass.range_constexpr(c.columns // 16):
-                four = ptx.load_transposed(rows + (16 * k * c.columns + (chunk ^ 2 * pair) * 8))
-                for i in cutlass.range_constexpr(4):
-                    v[i % 2, 2 * pair + i // 2] = four[i]
-            of_p = cute.make_tensor(cute.recast_tensor(p, self.dtype).iterator, of_a)
-            of_v = cute.make_tensor(cute.recast_tensor(v, self.dtype).iterator, of_b)
-            cute.gemm(atom, acc, of_p, of_v, acc)
-
-    @cute.jit
-    def _leave(self, t, memory, shared, numbers, item, where, count: Int32) -> None:
-        """Leave columns as `MmaRole._leave` does, maxima and sums beside the first ones. Or write them, if
-        sequences have one segment."""
-        c, (sequence, segment, head, part) = self.config, where
         of_rows = cute.make_rmem_tensor(4, Float32)
         for half in cutlass.range_constexpr(2):
             of_rows[half], of_rows[2 + half] = -Float32.inf, t.total[half]
             if count > 0:
-                row = t.tidx // 32 * WARP_ROWS + t.tidx % 32 // 4 + 8 * half
-                of_rows[half] = shared.maxima[row, count - 1]
-        vectors = c.columns // 8
+                of_rows[half] = shared.maxima[cutlass.min(lane // 4 + 8 * half, exist - 1), count - 1]
+        self._leave(t, memory, numbers, item, of_rows, 2 * top + lane, where)
+
+    @cute.jit
+    def _look_ahead(self, shared, rings, group: Int32, left: Int32) -> Int32:
+        """`_goes_on` of a group, beside products; -1 if it is not there yet."""
+        go_on = Int32(-1)
+        if left > 0:
+            if rings.p.is_full(group) & rings.v.is_full(group) == 1:
+                go_on = self._goes_on(shared, rings, group, left)
+        return go_on
+
+    def _goes_on(self, shared, rings, group: Int32, left: Int32) -> Int32:
+        """1 if a group is whole, and no row is multiplied before any of its tiles."""
+        tile = cutlass.min(cutlass.min(cute.arch.lane_idx(), GROUP_TILES - 1), left - 1)
+        rises = shared.rises[rings.p.stage(group) * GROUP_TILES + tile] != 0
+        return Int32((left >= GROUP_TILES) & ~cute.arch.vote_any_sync(rises))
+
+    @cute.jit
+    def _multiply_tile(
+        self, t, shared, rings, group: Int32, tile, rises: cutlass.Constexpr[bool]
+    ) -> None:
+        """O += P V of a tile, and its sums of P. rises: rows are multiplied before."""
+        c, place = self.config, rings.p.stage(group) * GROUP_TILES + tile
+        numbers = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(shared.numbers[None, t.lane, place], numbers)
+        if cutlass.const_expr(rises):
+            multiply_rows(t.acc_O, (numbers[0], numbers[1]))
+        for half in cutlass.range_constexpr(2):
+            t.total[half] = fma(t.total[half], numbers[half], numbers[2 + half])
+        # V has rows of 64 bytes, of which the copy engine has moved each 16 bytes by bits of the row's number.
+        key, blocks = t.lane % 16, COLUMNS // 8
+        chunk = (t.lane // 16) ^ (key // 2 % 4)
+        keys = cute.recast_ptr(shared.v.iterator, dtype=self.dtype)
+        keys = keys + ((rings.v.stage(group) * GROUP_TILES + tile) * c.tile_n + key) * COLUMNS
+        atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, Float32, (WARP_ROWS, 8, 16)))
+        acc = cute.make_tensor(t.acc_O.iterator, cute.make_layout(((2, 2), 1, blocks)))
+        for k in cutlass.range_constexpr(c.tile_n // 16):
+            p, v = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor((2, blocks), Int32)
+            cute.autovec_copy(shared.p[None, t.lane, k, place], p)
+            for pair in cutlass.range_constexpr(blocks // 2):
+                four = ptx.load_transposed(keys + (16 * k * COLUMNS + (chunk ^ 2 * pair) * 8))
+                for i in cutlass.range_constexpr(4):
+                    v[i % 2, 2 * pair + i // 2] = four[i]
+            of_p, of_v = (cute.recast_tensor(x, self.dtype).iterator for x in (p, v))
+            of_p = cute.make_tensor(of_p, cute.make_layout(((2, 2, 2), 1)))
+            of_v = cute.make_tensor(of_v, cute.make_layout(((2, 2), blocks)))
+            cute.gemm(atom, acc, of_p, of_v, acc)
+
+    @cute.jit
+    def _leave(self, t, memory, numbers, item, of_rows, thread: Int32, where) -> None:
+        """Leave columns as a thread of `MmaRole._leave` does, maxima and sums beside the first ones. Or write
+        them, if sequences have one segment."""
+        c, (sequence, segment, head, part) = self.config, where
+        vectors = COLUMNS // 8
         if numbers.segments == 1:
             values = cute.make_tensor(t.acc_O.iterator, cute.make_layout((4, vectors)))
             place = (sequence, Int32(0), item.rows, Int32(0), head)
             tensors = (memory.out, memory.lse, memory.sink)
-            self.fold.finish(tensors, of_rows, values, Int32(0), t.tidx, place, part)
+            self.fold.finish(tensors, of_rows, values, Int32(0), thread, place, part)
         else:
             of_segment = (sequence * numbers.segments + segment) * numbers.kv_heads + head
-            start = Int64(of_segment) * c.partial_words + t.tidx * 4
+            start = Int64(of_segment) * c.partial_words + thread * 4
             layout = cute.make_layout((4, c.head_dim_v // 8 + 1), stride=(1, 512))
             target = cute.make_tensor(memory.partial.iterator + cute.assume(start, divby=4), layout)
             for i in cutlass.range_constexpr(vectors):
