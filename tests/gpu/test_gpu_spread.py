@@ -124,8 +124,8 @@ def test_the_same_bytes(
 )
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_masks_and_rows(monkeypatch: pytest.MonkeyPatch, rows: int, how: dict[str, object]) -> None:
-    k, v, table = cache(9216, 3, 2, 128, 128, 6.0, BF16)
-    q = draw(3, rows, 8, 128)
+    k, v, table = cache(9216, 3, 1, 128, 128, 6.0, BF16)
+    q = draw(3, rows, 4, 128)
     both(monkeypatch, q, k, v, int32(9000, 700, 8200), page_table=table, **how)
 
 

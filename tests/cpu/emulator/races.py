@@ -77,7 +77,7 @@ class Races:
         agents: names of the warps; what works beside them gets names when it first does.
     """
 
-    MOST = 512
+    MOST = 1024
 
     def __init__(self, warps: list[str]):
         self.names = list(warps)
