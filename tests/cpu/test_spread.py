@@ -57,7 +57,14 @@ def test_few_sequences_of_many_keys_are_spread(more: dict[str, int]) -> None:
         {"batch": 5, "total_q": 5},
         {"page_size": 9 * 8192, "head_dim": 64, "head_dim_v": 64},
         {"seqlen_q": 5, "total_q": 5, "longest_q": 5, "page_size": 3 * 8192},
-        {"seqlen_q": 4, "total_q": 4, "longest_q": 4, "page_size": 8 * 8192, "head_dim": 64, "head_dim_v": 64},
+        {
+            "seqlen_q": 4,
+            "total_q": 4,
+            "longest_q": 4,
+            "page_size": 8 * 8192,
+            "head_dim": 64,
+            "head_dim_v": 64,
+        },
     ],
 )
 def test_what_others_do_as_well_is_left_to_them(more: dict[str, int]) -> None:

@@ -271,6 +271,13 @@ def _prmt(i: Instruction, slot: Slot) -> Compute:
     return compute
 
 
+def _funnel(i: Instruction, slot: Slot) -> Compute:
+    """The upper half of two words, shifted to the left."""
+    assert i.form[1:3] == ("l", "wrap"), i.text
+    low, high, by = (slot(operand, np.uint32) for operand in i.operands[1:4])
+    return lambda r: (((r[high].astype(np.uint64) << 32 | r[low]) << (r[by] & 31)) >> 32).astype(np.uint32)
+
+
 _MAKERS: dict[str, Callable[[Instruction, Slot], Compute | None]] = {
     "add": _binary(np.add), "sub": _binary(np.subtract), "mul": _mul, "mad": _mad, "fma": _fma,
     "div": _divide(True), "rem": _divide(False),
@@ -278,7 +285,7 @@ _MAKERS: dict[str, Callable[[Instruction, Slot], Compute | None]] = {
     "not": _unary(np.invert), "neg": _unary(np.negative), "abs": _unary(np.abs),
     "copysign": _binary(lambda sign, size: np.copysign(size, sign)),
     "max": _limits(np.maximum, np.fmax), "min": _limits(np.minimum, np.fmin),
-    "shl": _shift(np.left_shift), "shr": _shift(np.right_shift),
+    "shl": _shift(np.left_shift), "shr": _shift(np.right_shift), "shf": _funnel,
     "setp": _setp, "selp": _selp, "mov": _mov, "cvt": _cvt, "cvta": _mov, "prmt": _prmt,
     "bfind": _of_bits(lambda x: x.bit_length() - 1), "popc": _of_bits(int.bit_count),
     "ex2": _approximate(np.exp2), "lg2": _approximate(np.log2), "tanh": _approximate(np.tanh),

@@ -113,7 +113,7 @@ class Fold:
                 registers.store_rows(converted, line, lane, row < seqlen_q, mOut.shape[3])
             else:
                 line = cute.local_tile(line, (8 * vectors,), (part,))
-                registers.store_rows(converted, line, lane, row < seqlen_q, 8 * vectors)
+                registers.store_rows(converted, line, lane, row < seqlen_q)
 
     def _sink_of(self, sink, q_head: Int32, top: Int32, tidx: Int32, half):
         """The sink of one of a thread's two rows."""

@@ -17,8 +17,8 @@ GROUP_TILES = 3
 V_GROUPS, P_GROUPS, SCORE_SLOTS = 4, 4, 8
 """In shared memory."""
 WEIGH_WARPS = 8
-"""At most as many as slots, and a power of two: a warp that waits for a slot then saw it full the time before, and
-so does not take one round for another."""
+"""At most as many as slots, and a power of two: a warp that waits for a slot has then seen it full the time
+before, and does not take one round for another."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class SpreadConfig(CachedConfig):
         """Of a block of ``Spread``: V, P, scores, maxima, and what is little."""
         v = 2 * self.tile_n * COLUMNS * GROUP_TILES * V_GROUPS
         p = (2 * WARP_ROWS * self.tile_n + 4 * 4 * 32) * GROUP_TILES * P_GROUPS
-        scores, maxima = 4 * WARP_ROWS * self.tile_n * SCORE_SLOTS, 4 * WARP_ROWS * self.segment // self.tile_n
+        scores, maxima = (
+            4 * WARP_ROWS * self.tile_n * SCORE_SLOTS,
+            4 * WARP_ROWS * self.segment // self.tile_n,
+        )
         return 1024 + v + p + scores + maxima + 1024
 
 
@@ -49,4 +52,4 @@ def spread_config(head_dim: int, dtype: str, piece: int) -> SpreadConfig:
     """What a head dim runs with."""
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"no keys are spread at head dim {head_dim}; known: 64, 128")
-    return SpreadConfig(head_dim, dtype, warpgroups=1, overlap="softmax", kv_stages=8, piece=piece)
+    return SpreadConfig(head_dim, dtype, warpgroups=1, overlap="softmax", piece=piece)

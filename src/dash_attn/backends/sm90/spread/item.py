@@ -39,7 +39,7 @@ class Shared(NamedTuple):
         v: tiles of V, 32 columns of them.
         scores: (word, slot), rows as the workspace has them.
         p: (4, lane, 8, place), words as a thread multiplies them.
-        numbers: (4, lane, place), of a thread's two rows: what O is multiplied by before the tile, and sums of P.
+        numbers: (4, lane, place), of a thread's two rows: what O is multiplied by before, and sums of P.
         rises: (place,), 0 if all rows are multiplied by 1.
         maxima: (16, tile), of rows after each tile, from the last tile of the segment on.
     """

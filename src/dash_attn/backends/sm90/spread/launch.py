@@ -27,8 +27,8 @@ MOST_GRID = 65_535
 def spreads(problem: CachedProblem, sms: int) -> bool:
     """Whether keys are spread. It looks at what there may be, never at lengths, so a CUDA graph may keep it.
 
-    Every block of ``Spread`` must have an SM of its own (docs/experiments/spread.md), and scores must fit half
-    of L2. It decides no bit.
+    Every block of ``Spread`` must have an SM of its own (docs/experiments/spread.md), and scores must fit
+    half of L2. It decides no bit.
     """
     p = problem
     if p.packed or p.head_dim != p.head_dim_v or p.head_dim not in HEAD_DIMS:

@@ -22,15 +22,13 @@ from .fold import SpreadFold
 from .item import PowerRing, Rings, Shared, begin, groups_of, sequence_of
 from .weigh import Follow, Weigh
 
-MULTIPLY_WARPS, FOLLOW_WARP, V_WARPS, WARPS = 2, 4, (5, 8), 16
-"""Every fourth warp has one scheduler. Those that multiply, 0 and 1, share theirs with warps that mostly wait, or do
-nothing (9, 12 and 13). The others weigh."""
-OWN_COLUMNS = COLUMNS // MULTIPLY_WARPS
+MULTIPLY_WARP, FOLLOW_WARP, V_WARPS, WARPS = 0, 4, (8, 12), 13
+"""Every fourth warp has one scheduler. The one that multiplies shares its own with those that mostly wait."""
 
 
 class Spread:
-    """One block per 32 columns, 16 rows and segment, kv head, and sequence: two warps that multiply, eight that
-    make P, one that follows maxima, and two that load V."""
+    """One block per 32 columns, 16 rows and segment, kv head, and sequence: a warp that multiplies, eight
+    that make P, one that follows maxima, and two that load V."""
 
     def __init__(self, config: SpreadConfig):
         self.config, self.dtype = config, DTYPES[config.dtype]
@@ -89,49 +87,43 @@ class Spread:
         if warp_idx == V_WARPS[0]:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
-                for ring, full, empty in (
-                    (rings.v, len(V_WARPS), MULTIPLY_WARPS),
-                    (rings.s, 2, 1),
-                    (rings.p, GROUP_TILES, MULTIPLY_WARPS),
-                ):
+                for ring, full in ((rings.v, len(V_WARPS)), (rings.s, 2), (rings.p, GROUP_TILES)):
                     for stage in range(ring.stages):
                         cute.arch.mbarrier_init(ring.full + stage, full)
-                        cute.arch.mbarrier_init(ring.empty + stage, empty)
+                        cute.arch.mbarrier_init(ring.empty + stage, 1)
             cute.arch.mbarrier_init_fence()
         # Lengths, pages and V are there: what came before the kernel before is done (`begin`).
         item = sequence_of(c, memory, numbers, sequence, head)
         cute.arch.sync_threads()
+        weigher = warp_idx - 1 - warp_idx // 4
         loads_v = (warp_idx == V_WARPS[0]) | (warp_idx == V_WARPS[1])
         if ~loads_v:
             begin()
         if (segment >= item.segment_first) & (segment <= item.segment_last):
             per_segment = c.segment // c.tile_n
-            rows = (top, cutlass.min(item.rows - top, WARP_ROWS))
-            tiles = (
-                cutlass.max(item.kv_first, segment * per_segment),
-                cutlass.min(item.kv_last, (segment + 1) * per_segment - 1),
-            )
-            count = tiles[1] - tiles[0] + 1
+            first = cutlass.max(item.kv_first, segment * per_segment)
+            last = cutlass.min(item.kv_last, (segment + 1) * per_segment - 1)
+            work = SimpleNamespace(
+                sequence=sequence, head=head, segment=segment, part=part, item=item, last=last,
+                count=last - first + 1, top=top, rows=cutlass.min(item.rows - top, WARP_ROWS),
+            )  # fmt: skip
             if loads_v:
-                where = (sequence, head, part)
                 own = Int32(warp_idx == V_WARPS[1])
-                self._load_v(copy, memory, shared.v, rings.v, numbers, item, where, tiles, own)
+                self._load_v(copy, memory, shared.v, rings.v, numbers, work, own)
             elif warp_idx == FOLLOW_WARP:
-                if count > 0:
-                    self.follow.run(memory, shared, rings.s, scales, item, rows, tiles)
-            elif warp_idx < MULTIPLY_WARPS:
-                where = (sequence, segment, head, part * MULTIPLY_WARPS + warp_idx)
-                self._multiply(memory, shared, rings, numbers, item, rows, where, count, warp_idx)
-            elif warp_idx % 4 >= 2:
-                self.weigh.run(shared, rings, scales, rows, count, warp_idx // 4 * 2 + warp_idx % 2)
+                if work.count > 0:
+                    self.follow.run(memory, shared, rings.s, scales, work)
+            elif warp_idx == MULTIPLY_WARP:
+                self._multiply(memory, shared, rings, numbers, work)
+            elif weigher < WEIGH_WARPS:
+                self.weigh.run(shared, rings, scales, work, weigher)
 
     @cute.jit
-    def _load_v(self, copy, memory, v, ring, numbers, item, where, tiles, own: Int32) -> None:
+    def _load_v(self, copy, memory, v, ring, numbers, work, own: Int32) -> None:
         """One of the two warps loads every second tile."""
-        c, (sequence, head, part), (first, last) = self.config, where, tiles
-        count = last - first + 1
+        c, count = self.config, work.count
         # A look-up takes longer than a product, so there is one for all tiles of which lanes have a piece.
-        row, page, used = self._where(memory, numbers, item, sequence, last - own)
+        row, page, used = self._where(memory, numbers, work, work.last - own)
         n = own
         for group in cutlass.range(groups_of(count), unroll=1):
             full, end = ring.full_of(group), cutlass.min((group + 1) * GROUP_TILES, count)
@@ -142,33 +134,35 @@ class Spread:
             while n < end:
                 lane = n // 2 * self.pieces % 32
                 if (n >= 2) & (lane == 0):
-                    row, page, used = self._where(memory, numbers, item, sequence, last - n)
+                    row, page, used = self._where(memory, numbers, work, work.last - n)
                 place = ring.stage(group) * GROUP_TILES + n - group * GROUP_TILES
                 pieces = cute.flat_divide(v[None, None, place], (c.piece, COLUMNS))
                 shift = page * numbers.v_rows + used
                 for i in cutlass.range_constexpr(self.pieces):
                     of_row, of_page = (cute.arch.shuffle_sync(x, lane + i) for x in (row, shift))
                     place = (of_row, Int32(PACKED_ROWS), of_page)
-                    target, source = partitions(copy, pieces[None, None, i, 0], place, head, part)
+                    target, source = partitions(copy, pieces[None, None, i, 0], place, work.head, work.part)
                     cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=full)
                 n += 2
 
-    def _where(self, memory, numbers, item, sequence: Int32, kv_tile: Int32):
-        """What `CachedLoad.piece_at` says of the pieces of a kv tile, and of every second one before it: in the
-        next lanes."""
+    def _where(self, memory, numbers, work, kv_tile: Int32):
+        """What `CachedLoad.piece_at` says of the pieces of a kv tile, and of every second one before it, in
+        the next lanes."""
         c, lane = self.config, cute.arch.lane_idx()
         token = (kv_tile - lane // self.pieces * 2) * c.tile_n + lane % self.pieces * c.piece
         of_pages = (numbers.pages, numbers.page_size, numbers.most_pages)
-        return self.load.piece_at(memory.pages, of_pages, sequence, cutlass.max(token, 0), item.seqlen_k)
+        return self.load.piece_at(
+            memory.pages, of_pages, work.sequence, cutlass.max(token, 0), work.item.seqlen_k
+        )
 
     @cute.jit
-    def _multiply(self, memory, shared, rings, numbers, item, rows, where, count: Int32, own: Int32) -> None:
-        """Each warp has half of the columns. A sum waits for the one before it, so a warp's products of 16 rows
-        are as fast as a warpgroup's of 64, and a warp waits for no other one."""
-        c, (top, exist), lane = self.config, rows, cute.arch.lane_idx()
+    def _multiply(self, memory, shared, rings, numbers, work) -> None:
+        """A sum waits for the one before it. So products of a warp, 16 rows, are as fast as a warpgroup's of
+        64, and the warp waits for no other one."""
+        count, lane = work.count, cute.arch.lane_idx()
         t = SimpleNamespace(
-            lane=lane, own=own, total=cute.make_rmem_tensor(2, Float32),
-            acc_O=cute.make_rmem_tensor((4, OWN_COLUMNS // 8), Float32),
+            lane=lane, total=cute.make_rmem_tensor(2, Float32),
+            acc_O=cute.make_rmem_tensor((4, COLUMNS // 8), Float32),
         )  # fmt: skip
         for x in (t.total, t.acc_O):
             x.fill(0.0)
@@ -195,8 +189,8 @@ class Spread:
         for half in cutlass.range_constexpr(2):
             of_rows[half], of_rows[2 + half] = -Float32.inf, t.total[half]
             if count > 0:
-                of_rows[half] = shared.maxima[cutlass.min(lane // 4 + 8 * half, exist - 1), count - 1]
-        self._leave(t, memory, numbers, item, of_rows, 2 * top + lane, where)
+                of_rows[half] = shared.maxima[cutlass.min(lane // 4 + 8 * half, work.rows - 1), count - 1]
+        self._leave(t, memory, numbers, work, of_rows)
 
     @cute.jit
     def _look_ahead(self, shared, rings, group: Int32, left: Int32) -> Int32:
@@ -214,9 +208,7 @@ class Spread:
         return Int32((left >= GROUP_TILES) & ~cute.arch.vote_any_sync(rises))
 
     @cute.jit
-    def _multiply_tile(
-        self, t, shared, rings, group: Int32, tile, rises: cutlass.Constexpr[bool]
-    ) -> None:
+    def _multiply_tile(self, t, shared, rings, group: Int32, tile, rises: cutlass.Constexpr[bool]) -> None:
         """O += P V of a tile, and its sums of P. rises: rows are multiplied before."""
         c, place = self.config, rings.p.stage(group) * GROUP_TILES + tile
         numbers = cute.make_rmem_tensor(4, Float32)
@@ -225,9 +217,9 @@ class Spread:
             multiply_rows(t.acc_O, (numbers[0], numbers[1]))
         for half in cutlass.range_constexpr(2):
             t.total[half] = fma(t.total[half], numbers[half], numbers[2 + half])
-        # V has rows of 64 bytes, of which the copy engine has moved each 16 bytes by bits of the row's number.
-        key, blocks = t.lane % 16, OWN_COLUMNS // 8
-        chunk = (2 * t.own + t.lane // 16) ^ (key // 2 % 4)
+        # V has rows of 64 bytes. The copy engine has moved each 16 of them by bits of the row's number.
+        key, blocks = t.lane % 16, COLUMNS // 8
+        chunk = (t.lane // 16) ^ (key // 2 % 4)
         keys = cute.recast_ptr(shared.v.iterator, dtype=self.dtype)
         keys = keys + ((rings.v.stage(group) * GROUP_TILES + tile) * c.tile_n + key) * COLUMNS
         atom = cute.make_mma_atom(warp.MmaF16BF16Op(self.dtype, Float32, (WARP_ROWS, 8, 16)))
@@ -235,31 +227,32 @@ class Spread:
         for k in cutlass.range_constexpr(c.tile_n // 16):
             p, v = cute.make_rmem_tensor(4, Int32), cute.make_rmem_tensor((2, blocks), Int32)
             cute.autovec_copy(shared.p[None, t.lane, k, place], p)
-            for i, two in enumerate(ptx.load_transposed(keys + (16 * k * COLUMNS + chunk * 8))):
-                v[i % 2, i // 2] = two
+            for pair in cutlass.range_constexpr(blocks // 2):
+                four = ptx.load_transposed(keys + (16 * k * COLUMNS + (chunk ^ 2 * pair) * 8))
+                for i in cutlass.range_constexpr(4):
+                    v[i % 2, 2 * pair + i // 2] = four[i]
             of_p, of_v = (cute.recast_tensor(x, self.dtype).iterator for x in (p, v))
             of_p = cute.make_tensor(of_p, cute.make_layout(((2, 2, 2), 1)))
             of_v = cute.make_tensor(of_v, cute.make_layout(((2, 2), blocks)))
             cute.gemm(atom, acc, of_p, of_v, acc)
 
     @cute.jit
-    def _leave(self, t, memory, numbers, item, of_rows, thread: Int32, where) -> None:
+    def _leave(self, t, memory, numbers, work, of_rows) -> None:
         """Leave columns as a thread of `MmaRole._leave` does, maxima and sums beside the first ones. Or write
         them, if sequences have one segment."""
-        c, (sequence, segment, head, part) = self.config, where
-        vectors = OWN_COLUMNS // 8
+        c, vectors, thread = self.config, COLUMNS // 8, 2 * work.top + t.lane
         if numbers.segments == 1:
             values = cute.make_tensor(t.acc_O.iterator, cute.make_layout((4, vectors)))
-            place = (sequence, Int32(0), item.rows, Int32(0), head)
+            place = (work.sequence, Int32(0), work.item.rows, Int32(0), work.head)
             tensors = (memory.out, memory.lse, memory.sink)
-            self.fold.finish(tensors, of_rows, values, Int32(0), thread, place, part)
+            self.fold.finish(tensors, of_rows, values, Int32(0), thread, place, work.part)
         else:
-            of_segment = (sequence * numbers.segments + segment) * numbers.kv_heads + head
+            of_segment = (work.sequence * numbers.segments + work.segment) * numbers.kv_heads + work.head
             start = Int64(of_segment) * c.partial_words + thread * 4
             layout = cute.make_layout((4, c.head_dim_v // 8 + 1), stride=(1, 512))
             target = cute.make_tensor(memory.partial.iterator + cute.assume(start, divby=4), layout)
             for i in cutlass.range_constexpr(vectors):
                 source = cute.make_tensor(t.acc_O.iterator + 4 * i, 4)
-                cute.autovec_copy(source, target[None, part * vectors + i])
-            if part == 0:
+                cute.autovec_copy(source, target[None, work.part * vectors + i])
+            if work.part == 0:
                 cute.autovec_copy(of_rows, target[None, c.head_dim_v // 8])

@@ -36,50 +36,51 @@ class Follow:
         self.config, self.softmax = config, RowSoftmax(config, dtype)
 
     @cute.jit
-    def run(self, memory, shared, ring, scales, item, rows, tiles) -> None:
-        """Load the scores of every tile, and leave maxima after it. Lanes have a row each, as far as there are."""
-        c, (top, exist), (first, last) = self.config, rows, tiles
+    def run(self, memory, shared, ring, scales, work) -> None:
+        """Load the scores of every tile, and leave the maxima after it. A lane has a row."""
+        c = self.config
         cap = Cap(*scales) if c.softcap else Cap(None, scales[0] * math.log2(math.e))
-        count, row = last - first + 1, cutlass.min(cute.arch.lane_idx(), exist - 1)
-        t = SimpleNamespace(group=Int32(0), row=top + row, scale_log2=cap.outer)
+        lane = cute.arch.lane_idx()
+        row = cutlass.min(lane, work.rows - 1)
+        t = SimpleNamespace(group=Int32(0), row=work.top + row, scale_log2=cap.outer)
         ptx.fence_proxy_async()  # the kernel before wrote without the copy engine
         largest, following = (cute.make_rmem_tensor(AHEAD, Float32) for _ in range(2))
-        self._read(memory.largest, largest, t.row, item, last, Int32(0), count)
+        self._read(memory.largest, largest, t.row, work, Int32(0))
         maximum = -Float32.inf
-        for begin in cutlass.range(0, count, AHEAD, unroll=1):
-            self._read(memory.largest, following, t.row, item, last, begin + AHEAD, count)
+        for begin in cutlass.range(0, work.count, AHEAD, unroll=1):
+            self._read(memory.largest, following, t.row, work, begin + AHEAD)
             for i in cutlass.range_constexpr(AHEAD):
                 n = begin + i
-                if n < count:
-                    place = (item.first_tile + last - n) * item.rows + top
-                    self._load(memory, shared.scores, ring, n, place, exist)
-                    maximum = self._after(t, maximum, largest[i], item, last, n)
-                    if cute.arch.lane_idx() < exist:
+                if n < work.count:
+                    self._load(memory.scores, shared.scores, ring, work, n)
+                    maximum = self._after(t, maximum, largest[i], work, n)
+                    if lane < work.rows:
                         shared.maxima[row, n] = maximum
                     arrive_together(ring.full_of(n))
             largest.store(following.load())
 
-    def _read(self, largest, values, row, item, last: Int32, begin: Int32, count: Int32) -> None:
+    def _read(self, largest, values, row, work, begin: Int32) -> None:
         for i in range(AHEAD):
-            tile = item.first_tile + last - cutlass.min(begin + i, count - 1)
+            tile = work.item.first_tile + work.last - cutlass.min(begin + i, work.count - 1)
             values[i] = largest[tile * ROWS + row]
 
     @cute.jit
-    def _load(self, memory, scores, ring, n: Int32, row: Int32, exist: Int32) -> None:
-        words = self.config.tile_n
-        source = memory.scores.iterator + cute.assume(Int64(row) * words, divby=4)
+    def _load(self, scores, slots, ring, work, n: Int32) -> None:
+        words, item = self.config.tile_n, work.item
+        row = (item.first_tile + work.last - n) * item.rows + work.top
+        source = scores.iterator + cute.assume(Int64(row) * words, divby=4)
         ring.wait_empty(n)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full_of(n), 4 * words * exist)
-            target = scores[None, ring.stage(n)].iterator
-            ptx.bulk_load(target, source, 4 * words * exist, ring.full_of(n))
+            cute.arch.mbarrier_arrive_and_expect_tx(ring.full_of(n), 4 * words * work.rows)
+            target = slots[None, ring.stage(n)].iterator
+            ptx.bulk_load(target, source, 4 * words * work.rows, ring.full_of(n))
 
     @cute.jit
-    def _after(self, t, old, largest, item, last: Int32, n: Int32):
+    def _after(self, t, old, largest, work, n: Int32):
         """A row's maximum after tile n, counted from the last one of the segment."""
         first, room = cutlass.Boolean(False), Float32(0.0)
         if cute.arch.vote_any_sync(old == -Float32.inf):
-            first, room = n == 0, self.softmax._room(t, (item.words, last - n), 0)
+            first, room = n == 0, self.softmax._room(t, (work.item.words, work.last - n), 0)
             room = cutlass.select_(old == -Float32.inf, room, Float32(0.0))
         rises = first | (fma(largest, t.scale_log2, -old) > self.config.keep)
         return cutlass.select_(rises, fma(largest, t.scale_log2, room), old)
@@ -92,22 +93,22 @@ class Weigh:
         self.config, self.softmax = config, CachedSoftmax(config, dtype)
 
     @cute.jit
-    def run(self, shared, rings, scales, rows, count: Int32, warp: Int32) -> None:
+    def run(self, shared, rings, scales, work, warp: Int32) -> None:
         cap = Cap(*scales) if self.config.softcap else Cap(None, scales[0] * math.log2(math.e))
         n = warp
-        while n < groups_of(count) * GROUP_TILES:
+        while n < groups_of(work.count) * GROUP_TILES:
             group = n // GROUP_TILES
             rings.p.wait_empty(group)
-            if n < count:
+            if n < work.count:
                 place = rings.p.stage(group) * GROUP_TILES + n - group * GROUP_TILES
-                self._weigh(shared, rings.s, cap.outer, rows, n, place)
+                self._weigh(shared, rings.s, cap.outer, work.rows, n, place)
             arrive_together(rings.p.full_of(group))
             n += WEIGH_WARPS
 
     @cute.jit
-    def _weigh(self, shared, ring, scale_log2, rows, n: Int32, place: Int32) -> None:
+    def _weigh(self, shared, ring, scale_log2, rows: Int32, n: Int32, place: Int32) -> None:
         """P of tile n, what O is multiplied by before it, and whether that is 1 for all rows."""
-        c, lane, (_, exist) = self.config, cute.arch.lane_idx(), rows
+        c, lane = self.config, cute.arch.lane_idx()
         t = SimpleNamespace(
             scale_log2=scale_log2, acc_S=cute.make_rmem_tensor(WARP_ROWS * c.tile_n // 32, Float32)
         )
@@ -117,12 +118,12 @@ class Weigh:
         shifts, sums, numbers = (cute.make_rmem_tensor(k, Float32) for k in (2, 2, 4))
         for half in cutlass.range_constexpr(2):
             row = lane // 4 + 8 * half
-            of_row = shared.maxima[cutlass.min(row, exist - 1), None]
+            of_row = shared.maxima[cutlass.min(row, rows - 1), None]
             shift = finite(of_row[n])
             shifts[half] = -shift
             before = cutlass.select_(n == 0, -Float32.inf, of_row[cutlass.max(n - 1, 0)])
             numbers[half] = cute.math.exp2(before - shift, fastmath=True)
-            if row < exist:
+            if row < rows:
                 for j in cutlass.range_constexpr(c.tile_n // 8):
                     start = cute.assume(place_in_scores(c, row, j), divby=2)
                     source = cute.make_tensor(scores + start, cute.make_layout(2))
@@ -131,7 +132,7 @@ class Weigh:
         p = cute.make_rmem_tensor(c.tile_n // 4, Int32)
         for x in (sums, p):
             x.fill(0)
-        if exist > WARP_ROWS // 2:
+        if rows > WARP_ROWS // 2:
             self.softmax._probabilities(t, shifts, sums, p)
         else:
             self.softmax._probabilities(t, shifts, sums, p, rows=1)
