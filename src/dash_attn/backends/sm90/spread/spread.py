@@ -87,7 +87,8 @@ class Spread:
         if warp_idx == V_WARPS[0]:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
-                for ring, full in ((rings.v, len(V_WARPS)), (rings.s, 2), (rings.p, GROUP_TILES)):
+                # Who has written arrives, every lane for itself, and the copy engine for its bytes.
+                for ring, full in ((rings.v, len(V_WARPS)), (rings.s, 32 + 1), (rings.p, 32 * GROUP_TILES)):
                     for stage in range(ring.stages):
                         cute.arch.mbarrier_init(ring.full + stage, full)
                         cute.arch.mbarrier_init(ring.empty + stage, 1)

@@ -56,7 +56,7 @@ class Follow:
                     maximum = self._after(t, maximum, largest[i], work, n)
                     if lane < work.rows:
                         shared.maxima[row, n] = maximum
-                    arrive_together(ring.full_of(n))
+                    cute.arch.mbarrier_arrive(ring.full_of(n))
             largest.store(following.load())
 
     def _read(self, largest, values, row, work, begin: Int32) -> None:
@@ -102,7 +102,7 @@ class Weigh:
             if n < work.count:
                 place = rings.p.stage(group) * GROUP_TILES + n - group * GROUP_TILES
                 self._weigh(shared, rings.s, cap.outer, work.rows, n, place)
-            arrive_together(rings.p.full_of(group))
+            cute.arch.mbarrier_arrive(rings.p.full_of(group))
             n += WEIGH_WARPS
 
     @cute.jit
