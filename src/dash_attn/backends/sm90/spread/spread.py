@@ -167,20 +167,14 @@ class Spread:
         )  # fmt: skip
         for x in (t.total, t.acc_O):
             x.fill(0.0)
-        go_on = Int32(-1)  # not known yet
         for group in cutlass.range(groups_of(count), unroll=1):
             left = count - group * GROUP_TILES
-            if go_on < 0:
-                rings.p.wait_full(group)
-                rings.v.wait_full(group)
-                go_on = self._goes_on(shared, rings, group, left)
-            if go_on == 1:
-                for i in cutlass.range_constexpr(GROUP_TILES - 1):
+            rings.p.wait_full(group)
+            rings.v.wait_full(group)
+            if self._goes_on(shared, rings, group, left):
+                for i in cutlass.range_constexpr(GROUP_TILES):
                     self._multiply_tile(t, shared, rings, group, i, False)
-                go_on = self._look_ahead(shared, rings, group + 1, left - GROUP_TILES)
-                self._multiply_tile(t, shared, rings, group, GROUP_TILES - 1, False)
             else:
-                go_on = Int32(-1)
                 for i in cutlass.range(cutlass.min(left, GROUP_TILES), unroll=1):
                     self._multiply_tile(t, shared, rings, group, i, True)
             cute.arch.sync_warp()
@@ -193,20 +187,11 @@ class Spread:
                 of_rows[half] = shared.maxima[cutlass.min(lane // 4 + 8 * half, work.rows - 1), count - 1]
         self._leave(t, memory, numbers, work, of_rows)
 
-    @cute.jit
-    def _look_ahead(self, shared, rings, group: Int32, left: Int32) -> Int32:
-        """`_goes_on` of a group, beside products; -1 if it is not there yet."""
-        go_on = Int32(-1)
-        if left > 0:
-            if rings.p.is_full(group) & rings.v.is_full(group) == 1:
-                go_on = self._goes_on(shared, rings, group, left)
-        return go_on
-
-    def _goes_on(self, shared, rings, group: Int32, left: Int32) -> Int32:
-        """1 if a group is whole, and no row is multiplied before any of its tiles."""
+    def _goes_on(self, shared, rings, group: Int32, left: Int32):
+        """Whether a group is whole, and no row is multiplied before any of its tiles."""
         tile = cutlass.min(cutlass.min(cute.arch.lane_idx(), GROUP_TILES - 1), left - 1)
         rises = shared.rises[rings.p.stage(group) * GROUP_TILES + tile] != 0
-        return Int32((left >= GROUP_TILES) & ~cute.arch.vote_any_sync(rises))
+        return (left >= GROUP_TILES) & ~cute.arch.vote_any_sync(rises)
 
     @cute.jit
     def _multiply_tile(self, t, shared, rings, group: Int32, tile, rises: cutlass.Constexpr[bool]) -> None:
