@@ -13,7 +13,7 @@ from ..device import ptx
 from ..device.copies import partitions
 from ..device.operands import DTYPES, tile_layout
 from ..device.plan_view import PACKED_ROWS
-from ..device.ring import arrive
+from ..device.ring import arrive_together
 from ..forward.config import WARP_ROWS
 from ..forward.exact import fma
 from ..forward.softmax import multiply_rows
@@ -87,11 +87,15 @@ class Spread:
         if warp_idx == V_WARPS[0]:
             cpasync.prefetch_descriptor(copy.atom)
             with cute.arch.elect_one():
-                # Who has written arrives, every lane for itself, and the copy engine for its bytes.
-                for ring, full in ((rings.v, len(V_WARPS)), (rings.s, 32 + 1), (rings.p, 32 * GROUP_TILES)):
+                # Of maxima and P every lane arrives for what it has written, and of P for what it has read.
+                for ring, full, empty in (
+                    (rings.v, len(V_WARPS), 1),
+                    (rings.s, 32 + 1, 1),
+                    (rings.p, 32 * GROUP_TILES, 32),
+                ):
                     for stage in range(ring.stages):
                         cute.arch.mbarrier_init(ring.full + stage, full)
-                        cute.arch.mbarrier_init(ring.empty + stage, 1)
+                        cute.arch.mbarrier_init(ring.empty + stage, empty)
             cute.arch.mbarrier_init_fence()
         # Lengths, pages and V are there: what came before the kernel before is done (`begin`).
         item = sequence_of(c, memory, numbers, sequence, head)
@@ -177,9 +181,8 @@ class Spread:
             else:
                 for i in cutlass.range(cutlass.min(left, GROUP_TILES), unroll=1):
                     self._multiply_tile(t, shared, rings, group, i, True)
-            cute.arch.sync_warp()
-            for ring in (rings.p, rings.v):
-                arrive(ring.empty_of(group))
+            cute.arch.mbarrier_arrive(rings.p.empty_of(group))
+            arrive_together(rings.v.empty_of(group))
         of_rows = cute.make_rmem_tensor(4, Float32)
         for half in cutlass.range_constexpr(2):
             of_rows[half], of_rows[2 + half] = -Float32.inf, t.total[half]
