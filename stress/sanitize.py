@@ -65,10 +65,10 @@ RACE_WRITERS = {"Backward": 7, "Forward": 7, "Cached": 5, "Spread": 8}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
 bounds. Of the forward and of ``Cached``: the stores of an item's words, and of the word behind the last item.
-Both are one store more in variants with intervals of rows. Of ``Spread``: the bulk load of scores, in a
-loop that is unrolled. racecheck counts plain arrivals of
-the thread that wrote, on the barrier for which the reader waits. Here the writer's arrival is
-arrive.expect_tx. Over a cache others arrive: the warps that copy Q, which meet the writer at a named barrier.
+Both are one store more in variants with intervals of rows. Of ``Spread``: the bulk load of scores, unrolled
+eight times. racecheck counts plain arrivals of the thread that wrote, on the barrier for which the reader
+waits. Here the writer's arrival is arrive.expect_tx. Over a cache others arrive: the warps that copy Q, which
+meet the writer at a named barrier.
 For more, see docs/reliability.md.
 
 ``Deal`` has bar.sync and atomics, ``CachedFold`` no shared memory: nothing of them is excused."""
