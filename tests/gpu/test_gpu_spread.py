@@ -1,7 +1,7 @@
 """Keys of a cache that are spread over many blocks: the bytes of the kernels that do not, on a GPU.
 
-The emulator cannot show that a product of fewer columns has
-the same bits on a GPU, nor what one kernel does beside the next one.
+The emulator cannot show that a warp's product of fewer rows and columns (mma.sync) has the bits of a
+warpgroup's (wgmma) on a GPU, nor what one kernel does beside the next one.
 """
 
 from __future__ import annotations
