@@ -97,13 +97,10 @@ class Spread:
                         cute.arch.mbarrier_init(ring.full + stage, full)
                         cute.arch.mbarrier_init(ring.empty + stage, empty)
             cute.arch.mbarrier_init_fence()
-        # Lengths, pages and V are there: what came before the kernel before is done (`begin`).
-        item = sequence_of(c, memory, numbers, sequence, head)
         cute.arch.sync_threads()
+        begin()
+        item = sequence_of(c, memory, numbers, sequence, head)
         weigher = warp_idx - 1 - warp_idx // 4
-        loads_v = (warp_idx == V_WARPS[0]) | (warp_idx == V_WARPS[1])
-        if ~loads_v:
-            begin()
         if (segment >= item.segment_first) & (segment <= item.segment_last):
             per_segment = c.segment // c.tile_n
             first = cutlass.max(item.kv_first, segment * per_segment)
@@ -112,7 +109,7 @@ class Spread:
                 sequence=sequence, head=head, segment=segment, part=part, item=item, last=last,
                 count=last - first + 1, top=top, rows=cutlass.min(item.rows - top, WARP_ROWS),
             )  # fmt: skip
-            if loads_v:
+            if (warp_idx == V_WARPS[0]) | (warp_idx == V_WARPS[1]):
                 own = Int32(warp_idx == V_WARPS[1])
                 self._load_v(copy, memory, shared.v, rings.v, numbers, work, own)
             elif warp_idx == FOLLOW_WARP:
