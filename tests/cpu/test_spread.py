@@ -92,9 +92,9 @@ def test_what_a_call_runs_with(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(BACKEND.prepare_cached(PLAIN._replace(page_size=256), CPU)) is Cached
 
 
-@pytest.mark.parametrize("wrong", [{"warpgroups": 2}, {"head_dim": 80}])
+@pytest.mark.parametrize("wrong", [{"warpgroups": 2}, {"head_dim": 80}, {"segment": 16384}])
 def test_configurations_that_do_not_exist(wrong: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=r"one warpgroup|32 columns"):
+    with pytest.raises(ValueError, match=r"one warpgroup|32 columns|64 tiles"):
         replace(spread_config(64, "bf16", 128), **{"head_dim_v": wrong.get("head_dim", 64), **wrong})
 
 

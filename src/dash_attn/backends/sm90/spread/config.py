@@ -32,6 +32,8 @@ class SpreadConfig(CachedConfig):
         super().__post_init__()
         if self.warpgroups != 1:
             raise ValueError(f"{self}: one warpgroup has all rows of a kv head")
+        if self.segment > 64 * self.tile_n:
+            raise ValueError(f"{self}: a block keeps the maxima of 64 tiles at most")
         if self.head_dim_v % COLUMNS:
             raise ValueError(f"{self}: blocks have 32 columns of V")
 
