@@ -6,6 +6,7 @@ here, too, and what nothing orders is found whether or not it does harm.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from emulator import backend as emulator_backend
 from emulator.backend import emulated
 from emulator.mutants import unnoticed
+from emulator.program import kernels_of as parsed
 from emulator.races import RaceError
 from torch import Tensor
 
@@ -199,7 +201,10 @@ OF_96 = [
     Case("window-96-fp16", ((260, 330),), (1, 1), 96, mask=WINDOW, dtype=torch.float16),
     Case("head-groups-96", ((200, 200),), (8, 1), 96),
     Case("head-groups-88", ((150, 150),), (8, 1), 88, mask=WINDOW),
+    Case("head-groups-80", ((200, 200),), (8, 1), 80),
+    Case("head-groups-72", ((150, 150),), (8, 1), 72, mask=WINDOW),
     Case("v-of-40-columns", ((200, 200),), (2, 2), 96, 40),
+    Case("v-of-72-columns", ((200, 200),), (2, 2), 80, 72),
     Case("v-of-96-columns", ((200, 200),), (2, 2), 24, 96),
     Case("sink-96-packed", PACKED, (2, 1), 96, sink=True),
     Case("softcap-96", ((200, 200),), (2, 1), 96, how=(("softcap", 15.0),)),
@@ -208,6 +213,8 @@ OF_96 = [
     ),
     Case("segments-96", ((300, 300),), (2, 1), 96, how=(("q_segment", 128),)),
     Case("segments-80-softcap", ((200, 290),), (1, 1), 80, how=(("q_segment", 128), ("softcap", 15.0))),
+    Case("segments-80", ((300, 300),), (2, 1), 80, how=(("q_segment", 128),)),
+    Case("rings-80", ((300, 300),), (2, 2), 80, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
     Case("rings-96", ((300, 300),), (2, 2), 96, mask=Mask.full(), how=(("policy", "shift(ring=3)"),)),
 ]
 
@@ -215,21 +222,23 @@ OF_96 = [
 @slow
 @pytest.mark.parametrize("case", OF_96, ids=lambda case: case.name)
 def test_kernels_of_96_columns_make_the_bytes_of_128(case: Case) -> None:
-    """Columns that are left out are zeros, which add exactly nothing. Forwards have kernels of 80 columns,
-    too, and where 16 does not divide both head dims, tiles of K and V in two parts."""
+    """Columns that are left out are zeros, which add exactly nothing. Up to 80 columns have kernels of 80.
+    Where 16 does not divide both head dims, forwards have tiles of K and V in two parts."""
     kept = emulator_backend.Emulated
     with mock.patch.object(emulator_backend, "Emulated", side_effect=kept) as ran:
         with emulated(blocks=4, seed=1, races=True):
             found = case.run()
-        assert head_dims_of(ran, "backward") == {96}
         both = case.head_dim, case.head_dim_v
         columns = 80 if max(both) <= 80 else 96
-        assert head_dims_of(ran, "forward") == {columns}
+        assert head_dims_of(ran, "backward") == head_dims_of(ran, "forward") == {columns}
         forwards = {c.args[0] for c in ran.call_args_list if c.args[0].direction == "forward"}
         assert {config.rest for config in forwards} == {columns - 64 if any(x % 16 for x in both) else 0}
         # A gradient of two sinks is too few elements for a bound on errors. Its bytes are compared below.
         assert_near(case, {name: x for name, x in found.items() if name != "dsink"})
-        for head_dim, how in ((96, {"blocks": 6, "seed": 2, "late": False}), (128, {"blocks": 3, "seed": 3})):
+        for head_dim, how in (
+            (columns, {"blocks": 6, "seed": 2, "late": False}),
+            (128, {"blocks": 3, "seed": 3}),
+        ):
             ran.reset_mock()
             with kernels_of(head_dim), emulated(**how):
                 for name, x in case.run().items():
@@ -242,7 +251,7 @@ def kernels_of(head_dim: int) -> Iterator[None]:
     """Head dims from 72 to 96 run on kernels of 128, or as they always do."""
     with mock.patch.dict(TILES):
         if head_dim == 128:
-            del TILES[96, 96]
+            del TILES[80, 80], TILES[96, 96]
         yield
 
 
@@ -393,3 +402,18 @@ def test_every_fence_acquire_and_release_of_the_backward_is_missed(head_dim: int
     places, missed = unnoticed(variants()[f"backward-d{head_dim}-bf16"], case.run)
     assert missed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS
     assert places >= 12
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("add.s32 %r1, %r2,\n\t%r3;", "expected a statement that ends in its line, got 'add.s32 %r1, %r2,'"),
+        (".reg .f64 x;", "a statement of an unknown kind: '.reg .f64 x'"),
+    ],
+)
+def test_statements_that_the_emulator_does_not_know_are_refused(statement: str, message: str) -> None:
+    text = ".visible .entry k()\n.reqntid 32\n{{\n\t.reg .b32 \t%r<4>;\n\t{}\n\tret;\n\n}}"
+    (kernel,) = parsed(text.format("add.s32 %r1, %r2, %r3;"))
+    assert [each.operation for each in kernel.instructions] == ["add.s32", "ret"]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parsed(text.format(statement))

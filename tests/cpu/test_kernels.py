@@ -135,18 +135,20 @@ def test_hashes_of_two_compilers_are_not_one_record() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("head_dim", ["64", "96", "128", "192v128", "256"])
-def test_shared_memory_is_what_the_kernel_allocates(head_dim: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["64-bf16", "80-bf16-padded", "96-bf16", "128-bf16", "192v128-bf16", "256-bf16"]
+)
+def test_shared_memory_is_what_the_kernel_allocates(name: str) -> None:
     from dash_attn.backends.sm90.backward.kernel import Backward
 
-    config = variants()[f"backward-d{head_dim}-bf16"]
+    config = variants()[f"backward-d{name}"]
     assert Backward(config)._storage().size_in_bytes() == config.shared_bytes <= SHARED
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"head_dim": 80}, r"head_dim 80 is not supported; supported: 64, 96, 128, 192 \(V: 128\)"),
+        ({"head_dim": 72}, r"head_dim 72 is not supported; supported: 64, 80, 96, 128, 192 \(V: 128\)"),
         ({"dtype": "fp32"}, "dtype must be 'bf16' or 'fp16', got 'fp32'"),
         ({"q_stages": 5}, "bytes of shared memory, limit 232448"),
         ({"do_stages": 1}, "has one stage of Q or dO"),

@@ -150,10 +150,11 @@ def test_with_fewer_columns_it_ends_and_adds_in_the_plans_order(name: str, head_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["packed, some empty", "head groups"])
-@pytest.mark.parametrize("head_dim", [96, 72])
-def test_kernels_of_96_columns_end_and_add_in_the_plans_order(name: str, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [96, 88, 80, 72])
+def test_kernels_of_80_and_96_columns_end_and_add_in_the_plans_order(name: str, head_dim: int) -> None:
     plan = case(name, head_dim)
-    variant = "backward-d96-bf16" if head_dim == 96 else "backward-d96-bf16-padded"
+    kernel = kernel_of(head_dim, head_dim)
+    variant = f"backward-d{kernel.head_dim}-bf16" + "-padded" * kernel.padded
     for seed, blocks in enumerate((plan.min_workers, len(plan.items) + 1)):
         assert_complete(ran(variant, plan, blocks, seed))
 

@@ -16,12 +16,12 @@ ROWS = 16
 """Rows that a warp has of the 64 of its warpgroup."""
 
 
-SWIZZLES = {1: 128, 2: 64, 3: 32}
-"""Bytes of a swizzled row, by the code in a descriptor."""
+SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}
+"""Bytes of a row, by the code in a descriptor; rows of 16 are not swizzled."""
 
 
 def _descriptor(value: int) -> tuple[int, int, int, int]:
-    """Start, leading and stride offsets of a matrix in shared memory, and its swizzled rows, in bytes."""
+    """Start, leading and stride offsets of a matrix in shared memory, and its rows, in bytes."""
     assert value >> 49 & 7 == 0, "no base offset"
     offsets = ((value >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
     return *offsets, SWIZZLES[value >> 62]
@@ -31,6 +31,9 @@ def places(descriptor: int, rows: np.ndarray, transposed: bool) -> np.ndarray:
     """(rows, 16) addresses of a matrix in shared memory: K is contiguous, or rows are if ``transposed``."""
     start, leading, stride, size = _descriptor(descriptor)
     row, depth = rows[:, None], np.arange(DEPTH)[None, :]
+    if size == 16:  # pieces of eight rows of 16 bytes
+        across, along = (row, depth) if transposed else (depth, row)
+        return start + across % 8 * 2 + along % 8 * 16 + row // 8 * stride + depth // 8 * leading
     if transposed:
         wide = size // 2
         at = start + row % wide * 2 + row // wide * leading + depth % 8 * size + depth // 8 * stride

@@ -92,6 +92,8 @@ def kernels_of(ptx: str) -> list[Kernel]:
 
 
 _KINDS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64, "f": np.float32}
+_LEFT_OUT = re.compile(r"\.pragma |\.reg \.(pred|b\d+) %\w+<\d+>$|(@\w+ )?bra(\.uni)?\s+\w+$")
+"""Statements that do nothing here. Branches to a label without $L belong to the wait before them."""
 _OPERAND = re.compile(r"\[[^\]]*\]|\{[^}]*\}|[^,\s]+")
 
 
@@ -107,13 +109,17 @@ class _Parser:
             text = line.split("//")[0].strip()
             if label := re.match(r"(\$L\w+):", text):
                 labels[label[1]] = len(lines)
-            for each in re.sub(r"^\{\s", "", text).split(";")[:-1]:
+            *statements, rest = re.sub(r"^\{\s", "", text).split(";")
+            if not re.fullmatch(r"[{}]?|\$?\w+:", rest.strip()):
+                raise ValueError(f"expected a statement that ends in its line, got {rest!r}")
+            for each in statements:
                 if declared := re.match(r"\s*\.reg \.(pred|f32)\s+([\w, ]+)$", each):
                     kind = np.bool_ if declared[1] == "pred" else np.uint32
                     self.declared |= dict.fromkeys(re.findall(r"\w+", declared[2]), kind)
-                # Branches without such a label belong to the wait before them.
                 elif re.match(r"\s*[@a-z]", each) and ("bra" not in each or "$L" in each):
                     lines.append(each.strip())
+                elif not _LEFT_OUT.match(" ".join(each.split())):
+                    raise ValueError(f"a statement of an unknown kind: {each.strip()!r}")
         self.kernel.instructions = [self._instruction(line, labels) for line in lines]
         return self.kernel
 

@@ -23,7 +23,7 @@ from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
 from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
-from .tiles import FORWARD, TILES, has_intervals, has_softcap
+from .tiles import CACHED, FORWARD, TILES, has_intervals, has_softcap, kernel_of
 
 __all__ = [
     "ARCH",
@@ -75,10 +75,13 @@ def variants() -> dict[str, Config]:
 
 def backward_variants() -> dict[str, BackwardConfig]:
     """Those of the backward: product, of segments of queries, unordered, and debug; each also for tensors of
-    fewer columns, and with a softcap. With intervals of rows there is one for any number of columns."""
+    fewer columns (80 columns for these only), and with a softcap. With intervals of rows there is one for any
+    number of columns."""
     found = {}
     for softcap, padded in product((False, True), repeat=2):
         for name, (head_dim, head_dim_v), dtype in _kinds("backward", softcap):
+            if kernel_of(head_dim, head_dim_v).padded > padded:
+                continue
             base = BackwardConfig(head_dim, dtype, padded, softcap=softcap, head_dim_v=head_dim_v)
             name += "-padded" * padded + "-softcap" * softcap
             found[name] = base
@@ -145,7 +148,7 @@ def spread_variants() -> dict[str, SpreadConfig]:
 
 def _kinds(direction: str, softcap: bool = False) -> Iterator[tuple[str, tuple[int, int], str]]:
     """A name, head dims of Q and V, and a dtype. ``softcap``: those that have variants with one."""
-    for head_dims, dtype in product(TILES, DTYPES):
+    for head_dims, dtype in product(CACHED if direction == "cached" else TILES, DTYPES):
         if has_softcap(*head_dims) or not softcap:
             yield _name(direction, *head_dims, dtype), head_dims, dtype
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "CACHED",
     "FORWARD",
     "HEAD_DIMS",
     "TILES",
@@ -56,8 +57,10 @@ _REGISTERS = Registers(mma=240, other=24)
 TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
     (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
-    # The buffers of 128. Shared memory has room for more, but no GPU has said whether more are faster.
-    (96, 96): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
+    # K comes in ten copies of 16 bytes per row, for which 24 registers are too few with intervals.
+    (80, 80): Tiles(64, 128, q_stages=4, do_stages=2, ds_stages=2, dq_stages=2, registers=Registers(232, 40)),
+    # Room for a third tile of dO is left, here and at 80 columns: it gains nothing.
+    (96, 96): Tiles(64, 128, q_stages=4, do_stages=2, ds_stages=2, dq_stages=2, registers=_REGISTERS),
     (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
     # All of shared memory but 1 KB.
     (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
@@ -66,6 +69,10 @@ TILES = {
     (256, 256): Tiles(64, 64, q_stages=2, do_stages=1, ds_stages=2, dq_stages=3, registers=_REGISTERS),
 }
 """By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
+
+
+CACHED = tuple(head_dims for head_dims in TILES if head_dims != (80, 80))
+"""Head dims of the forward kernels over a cache."""
 
 
 class ForwardKernel(NamedTuple):
@@ -113,7 +120,8 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
-    """The kernel for tensors, padded where some of these have fewer columns.
+    """The kernel for tensors, padded where some of these have fewer columns. That of 80 columns is always
+    padded: its variants for tensors of 80 would be no faster.
 
     Raises:
         ValueError: there is none.
@@ -123,7 +131,7 @@ def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
     """
     for kernel in TILES:
         if head_dim <= kernel[0] and head_dim_v <= kernel[1]:
-            return Kernel(*kernel, padded=(head_dim, head_dim_v) != kernel)
+            return Kernel(*kernel, padded=kernel == (80, 80) or (head_dim, head_dim_v) != kernel)
     raise ValueError(
         f"no kernel holds head_dim {name_of(head_dim, head_dim_v)}; the largest has {name_of(*kernel)}"
     )
@@ -141,21 +149,21 @@ def forward_kernel_of(head_dim: int, head_dim_v: int) -> ForwardKernel:
     >>> forward_kernel_of(80, 80), forward_kernel_of(64, 88)
     (ForwardKernel(head_dim=80, head_dim_v=80, rest=0), ForwardKernel(head_dim=96, head_dim_v=96, rest=32))
     """
-    kernel = kernel_of(head_dim, head_dim_v)
-    if kernel[:2] != (96, 96):
-        return ForwardKernel(*kernel[:2])
-    columns = 80 if max(head_dim, head_dim_v) <= 80 else 96
-    return ForwardKernel(columns, columns, columns - 64 if head_dim % 16 or head_dim_v % 16 else 0)
+    columns, of_v, _ = kernel_of(head_dim, head_dim_v)
+    in_parts = columns in (80, 96) and (head_dim % 16 or head_dim_v % 16)
+    return ForwardKernel(columns, of_v, columns - 64 if in_parts else 0)
 
 
 def cached_kernel_of(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Head dims of the forward kernel for tensors over a cache: one of `TILES`, the same bytes.
+    """Head dims of the forward kernel for tensors over a cache: one of `CACHED`, the same bytes.
 
     >>> cached_kernel_of(80, 80), cached_kernel_of(72, 72)
     ((96, 96), (128, 128))
     """
-    kernel = kernel_of(head_dim, head_dim_v)[:2]
-    return (128, 128) if kernel == (96, 96) and (head_dim % 16 or head_dim_v % 16) else kernel
+    widest = max(head_dim, head_dim_v)
+    in_parts = 64 < widest <= 96 and (head_dim % 16 or head_dim_v % 16)
+    fitting = (x for x in CACHED if head_dim <= x[0] and head_dim_v <= x[1])
+    return next(x for x in fitting if not (in_parts and x == (96, 96)))
 
 
 def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
@@ -175,13 +183,13 @@ def tiles_of(head_dim: int, head_dim_v: int | None = None) -> Tiles:
 
 
 def row_bytes_of(columns: int) -> int:
-    """Bytes of the swizzled rows in which shared memory keeps so many columns of 16 bits: the largest of 128,
-    64 and 32 that the columns fill.
+    """Bytes of the rows in which shared memory keeps so many columns of 16 bits: the largest of 128, 64, 32
+    and 16 that the columns fill. All but those of 16 are swizzled.
 
-    >>> [row_bytes_of(columns) for columns in (128, 96, 64, 48)]
-    [128, 64, 128, 32]
+    >>> [row_bytes_of(columns) for columns in (128, 96, 64, 48, 40)]
+    [128, 64, 128, 32, 16]
     """
-    return next(size for size in (128, 64, 32) if 2 * columns % size == 0)
+    return next(size for size in (128, 64, 32, 16) if 2 * columns % size == 0)
 
 
 def has_intervals(head_dim: int, head_dim_v: int) -> bool:

@@ -32,33 +32,35 @@ class RowsOf(NamedTuple):
 
 @cute.jit
 def add_up(config: cutlass.Constexpr, sums, of: GroupsOf, to: RowsOf) -> None:
-    """Add, scale, round once and store a kv tile, 32 columns at a time. For a block of 256 threads."""
+    """Add, scale, round once and store a kv tile, 32 columns at a time, or 16. For a block of 256 threads."""
     c, target = config, to.target
     tidx = cute.arch.thread_idx()[0]
     size = c.tile_n * c.head_dim
     vectors = c.tile_n * (c.head_dim, c.head_dim_v)[of.which] // 1024
     group, lane = tidx // 128, tidx % 32
     start = (Int64(of.slot) * 2 + of.which) * size + group * (512 * vectors) + tidx % 128 * 4
-    layout = cute.make_layout((4, 4), stride=(1, 512))
-    for chunk in cutlass.range(vectors // 4, unroll=1):
-        total = cute.make_rmem_tensor((4, 4), Float32)
-        added = cute.make_rmem_tensor((4, 4), Float32)
-        _load(sums, layout, start + chunk * 2048, total)
+    some = 4 if vectors % 4 == 0 else 2  # vectors of 8 columns
+    layout = cute.make_layout((4, some), stride=(1, 512))
+    for chunk in cutlass.range(vectors // some, unroll=1):
+        total = cute.make_rmem_tensor((4, some), Float32)
+        added = cute.make_rmem_tensor((4, some), Float32)
+        _load(sums, layout, start + chunk * (512 * some), total)
         for index in cutlass.range(1, of.groups, unroll=1):
-            _load(sums, layout, start + chunk * 2048 + Int64(index) * (2 * size), added)
+            _load(sums, layout, start + chunk * (512 * some) + Int64(index) * (2 * size), added)
             total.store(total.load() + added.load())
-        pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, 4)))
+        pairs = cute.make_tensor(total.iterator, cute.make_layout((2, 2, some)))
         for half in cutlass.range_constexpr(2):
-            values = cute.make_rmem_tensor((2, 4), target.element_type)
-            values.store((pairs[None, half, None].load() * of.scale).to(target.element_type))
+            scaled = pairs[None, half, None].load() * of.scale
+            values = registers.converted_rows(scaled, some, target.element_type)
             columns = chunk
             if const_expr(c.tile_n == 64):  # the warpgroups share the columns, otherwise the rows
-                columns = chunk + group * (vectors // 4)
+                columns = chunk + group * (vectors // some)
                 row = to.kv_tile * c.tile_n + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
             else:
                 row = to.kv_tile * c.tile_n + group * 64 + tidx % 128 // 32 * 16 + lane // 4 + 8 * half
-            line = cute.local_tile(target[to.batch, to.first_row + row, to.kv_head, None], (32,), (columns,))
-            there = registers.columns_from(c, target, 32 * columns)
+            line = target[to.batch, to.first_row + row, to.kv_head, None]
+            line = cute.local_tile(line, (8 * some,), (columns,))
+            there = registers.columns_from(c, target, 8 * some * columns, 8 * some)
             registers.store_rows(values, line, lane, row < to.rows, there)
 
 

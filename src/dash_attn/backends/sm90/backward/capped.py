@@ -13,6 +13,7 @@ from ..device.operands import as_operand_a, multiply, packed
 from ..device.tanh import cap, scale_and_look, tanh_near
 from ..forward.exact import fma
 from ..softcap import HUGE
+from .later import LaterMma
 from .mma import MmaRole
 from .split_columns import SplitColumns
 
@@ -77,16 +78,20 @@ class CappedMma(_Capped):
         t.first_p = cute.make_rmem_tensor(32, self.dtype)
         return t
 
-    def begin_p(self, t, stage, is_cut) -> None:
+    def begin_p(self, t, stage, is_cut, lse2=None) -> None:
         """P of the first 64 query columns."""
         self._p(t, 0, t.first_p, stage)
+
+    def begun_p(self, t):
+        """What `begin_p` has made, as an operand."""
+        return as_operand_a(t.first_p, self.dtype)
 
     def wide_ds(self, t, n_task: Int32, rings):
         """As in `MmaRole`, but dP begins when dV is done and P has left its registers. Elementwise work takes
         twice the time of all products, which run beside that of the other warpgroup."""
         q_stage, do_stage = rings.q.stage(n_task), rings.dout.stage(n_task)
         rings.dout.wait_full(n_task)
-        rP = as_operand_a(t.first_p, self.dtype)
+        rP = self.begun_p(t)
         multiply(t.grads, t.acc_dV, rP, t.tVrdO[None, None, None, do_stage], True)
         converted = cute.make_rmem_tensor(32, self.dtype)
         self._p(t, 64, converted, q_stage)
@@ -107,6 +112,10 @@ class CappedMma(_Capped):
         for half in range(2):
             self._p(t, 32 * half, cute.make_tensor(converted.iterator + 16 * half, 16), stage)
         return as_operand_a(converted, self.dtype)
+
+
+class CappedLater(CappedMma, LaterMma):
+    """P of all 64 queries is made beside dQ and dK of the task before."""
 
 
 class CappedSplitColumns(_Capped, SplitColumns):

@@ -136,7 +136,12 @@ class BackwardConfig:
 
     @property
     def delayed_dq(self) -> bool:
-        """Whether dQ is computed a task later (needs two dS buffers): q tiles of 128 rows."""
+        """Whether dQ is computed a task later: where dS has two buffers."""
+        return self.ds_stages == 2 and not self.split
+
+    @property
+    def wide(self) -> bool:
+        """Whether q tiles have 128 rows, and each warpgroup makes dQ of 64."""
         return self.tile_m == 128
 
     @property
@@ -163,9 +168,9 @@ class BackwardConfig:
 
     @property
     def k_row_bytes(self) -> int:
-        """Of the swizzled rows in which K is kept. Each warpgroup makes half the columns of dQ where it has
-        64 rows: 96 of 192, or 48 of 96, are no whole number of 128 bytes."""
-        return row_bytes_of(self.head_dim if self.delayed_dq else self.head_dim // 2)
+        """Of the swizzled rows in which K is kept. Each warpgroup makes half the columns of dQ where a q
+        tile has 64 rows: 96 of 192, or 48 of 96, are no whole number of 128 bytes."""
+        return row_bytes_of(self.head_dim if self.wide else self.head_dim // 2)
 
     @property
     def finish_stages(self) -> tuple[int, int]:
@@ -177,18 +182,18 @@ class BackwardConfig:
 
     @property
     def leaving_stages(self) -> int:
-        """Stages of the buffer that dK leaves through: of dS if dQ is computed a task later, else of dQ; K
-        where the columns are split."""
+        """Stages of the buffer that dK leaves through: of dS if q tiles are wide, else of dQ; K where the
+        columns are split."""
         if self.split:
             return 1
-        return self.ds_stages if self.delayed_dq else self.dq_stages
+        return self.ds_stages if self.wide else self.dq_stages
 
     @property
     def dk_stages(self) -> int:
         """Tiles of dK that fit one stage of the buffer that dK leaves through."""
         if self.split:
             return 1
-        stage = 2 * self.tile_m * self.tile_n if self.delayed_dq else 4 * self.dq_elements
+        stage = 2 * self.tile_m * self.tile_n if self.wide else 4 * self.dq_elements
         return stage // (2 * self.tile_n * self.head_dim)
 
     @property

@@ -276,7 +276,5 @@ def store_piece(config: cutlass.Constexpr, values, mdQ, where, piece: Int32, sca
         row = q_tile * c.tile_m + first + 8 * half
         line = mdQ[batch, first_row + row, q_head, None]
         columns = cute.local_tile(line, (8 * vectors,), (first_column // (8 * vectors),))
-        there = registers.columns_from(c, mdQ, first_column)
-        if const_expr(vectors % 4 != 0):
-            there = Int32(8 * vectors) if there is None else cutlass.min(there, 8 * vectors)
+        there = registers.columns_from(c, mdQ, first_column, 8 * vectors)
         registers.store_rows(converted, columns, lane, row < seqlen_q, there)

@@ -20,7 +20,7 @@ from ..device import plan_view
 from ..device.copies import copy_of
 from ..device.operands import DTYPES, tile_layout
 from ..device.ring import Ring
-from . import capped, finish, load, mma, reduce, seen, split_columns, tight
+from . import capped, finish, later, load, mma, reduce, seen, split_columns, tight
 from .arguments import Copies, Launch, Layouts, Memory, Numbers, Products, Shared, Tensors, Workspace
 from .config import MMA_WARPS, SLOTS, THREADS, BackwardConfig
 from .rings import Rings
@@ -47,6 +47,8 @@ class Backward:
             return capped.CappedSplitColumns if self.config.softcap else split_columns.SplitColumns
         if self.config.tight:
             return tight.TightMma
+        if self.config.delayed_dq and not self.config.wide:
+            return capped.CappedLater if self.config.softcap else later.LaterMma
         return capped.CappedMma if self.config.softcap else mma.MmaRole
 
     def _tiled_mmas(self) -> Products:
@@ -66,7 +68,7 @@ class Backward:
             return Products(scores, grads, make(major.K, major.MN, halves, c.head_dim // 2), None)
         scores = make(major.K, major.K, (2, 1, 1), c.tile_m)
         grads = make(major.K, major.MN, (2, 1, 1), c.head_dim_v, source.RMEM)
-        dq_split = (1, 2, 1) if c.tile_m == 64 else (2, 1, 1)
+        dq_split = (2, 1, 1) if c.wide else (1, 2, 1)
         dq = make(major.K, major.MN, dq_split, c.head_dim // dq_split[1])
         keys = make(major.MN, major.MN, (2, 1, 1), c.head_dim) if c.tight else None
         return Products(scores, grads, dq, keys)
@@ -194,7 +196,7 @@ class Backward:
 
     def _shared(self, storage, layouts: Layouts) -> Shared:
         c = self.config
-        leaving = storage.ds if c.delayed_dq else storage.k if c.split else storage.dq
+        leaving = storage.ds if c.wide else storage.k if c.split else storage.dq
         # Finishing needs what items no longer need, from Q on.
         complete = cute.recast_ptr(storage.q.data_ptr(), dtype=Float32)
         words = (

@@ -65,9 +65,9 @@ class MmaRole:
                 first = n_task
                 if const_expr(c.delayed_dq):
                     for _ in cutlass.range(tasks - 1, unroll=1):
-                        self.wide_task(t, n_task, first, rings, False)
+                        self.delayed_task(t, n_task, first, rings, False)
                         n_task += 1
-                    self.wide_task(t, n_task, first, rings, True)
+                    self.delayed_task(t, n_task, first, rings, True)
                     self.last_dq(t, n_task, slot, rings)
                 else:
                     for _ in cutlass.range(tasks - 1, unroll=1):
@@ -205,7 +205,7 @@ class MmaRole:
         return found
 
     @cute.jit
-    def wide_task(self, t, n_task: Int32, first: Int32, rings, is_last: cutlass.Constexpr[bool]):
+    def delayed_task(self, t, n_task: Int32, first: Int32, rings, is_last: cutlass.Constexpr[bool]):
         """One (kv tile, q tile) with 128 query rows.
 
         Expects S^T in acc_S with exp2 done for its first 64 columns, and leaves the next task's like that
@@ -217,7 +217,6 @@ class MmaRole:
         first task). Tensor-core order: dP, dV, next S, dQ of the task before, dK; one half of exp2 beside dP,
         the other, of the next task, beside dQ and dK.
         """
-        c = self.config
         q_stage, ds_stage = rings.q.stage(n_task), rings.ds.stage(n_task)
         rdS = self.wide_ds(t, n_task, rings)
         is_cut = Int32(0)
@@ -225,18 +224,31 @@ class MmaRole:
             self.start_s(t, n_task + 1, rings)
             is_cut = t.info[0, rings.q.stage(n_task + 1)]  # read long before it is asked for
         self.store_ds(t, rdS, t.acc_S.layout, ds_stage)
-
-        # Before the first task there is no dQ: the product is computed from old values, put into the buffer
-        # that the first task's own dQ will overwrite, and told to nobody. A branch around it would make ptxas
-        # serialise the products.
-        last, before = n_task - 1, n_task + c.ds_stages - 1  # the same stage, and `before` is not negative
+        last = n_task - 1
         rings.ds.wait_full_before(n_task)
-        acc_dQ = self.start_dq(t, rings.ds.stage(before))
+        acc_dQ = self.start_dq(t, self._stage_before(n_task, rings))
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
         warpgroup.wait_group(2)
         arrive(rings.dout.empty_of(n_task))
         if const_expr(not is_last):
             self.begin_p(t, rings.q.stage(n_task + 1), is_cut)
+        self.leave_dq(t, acc_dQ, (n_task, last, first), rings)
+        warpgroup.wait_group(0)
+        arrive(rings.q.empty_of(n_task))
+
+    def _stage_before(self, n_task: Int32, rings):
+        """The stage of dS that the task before has, in numbers that are not negative."""
+        return rings.ds.stage(n_task + self.config.ds_stages - 1)
+
+    @cute.jit
+    def leave_dq(self, t, acc_dQ, tasks, rings):
+        """Hand over dQ of the task before, when dK alone is still being computed, and the dS of this one.
+
+        `tasks`: this one, the one before, and the first one of the item. Before the first one there is no dQ:
+        the product is computed from old values, put into the buffer that the first task's own dQ will
+        overwrite, and told to nobody. A branch around it would make ptxas serialise the products.
+        """
+        n_task, last, first = tasks
         into = cutlass.max(last, first)
         rings.dq.wait_empty(into)
         warpgroup.wait_group(1)
@@ -245,10 +257,8 @@ class MmaRole:
         cute.arch.sync_warp()
         arrive(rings.ds.full_of(n_task))
         if last >= first:
-            arrive(rings.ds.empty_of(before))
+            arrive(rings.ds.empty + self._stage_before(n_task, rings))
             arrive(rings.dq.full_of(last))
-        warpgroup.wait_group(0)
-        arrive(rings.q.empty_of(n_task))
 
     def wide_ds(self, t, n_task: Int32, rings):
         """dV of a task, and dS as an operand; there is room in its buffer."""
@@ -306,7 +316,7 @@ class MmaRole:
         """Put dK into the buffer that the next item's first task will use, for the load warp to store."""
         c = self.config
         if plan_view.mailbox_item(slot).record.group_sum < 0:
-            ring = rings.ds if c.delayed_dq else rings.dq
+            ring = rings.ds if c.wide else rings.dq
             ring.wait_empty(following)
             self._put(t.keys, t.acc_dK, scale, t.sdK[None, None, ring.stage(following) * c.dk_stages])
         arrive(rings.dk.full)
@@ -372,10 +382,11 @@ class MmaRole:
         return as_operand_a(t.acc_S, self.dtype)
 
     @cute.jit
-    def probabilities(self, t, h: cutlass.Constexpr[int], stage, is_cut=None):
+    def probabilities(self, t, h: cutlass.Constexpr[int], stage, is_cut=None, lse2=None):
         """P = exp2(S scale - LSE) in place, for the 64 query columns h; 0 where the mask hides the score.
 
-        `is_cut`, of `info`, is given where dQ is delayed, and read here elsewhere.
+        `is_cut`, of `info`, is given where dQ is delayed, and read here elsewhere. `lse2`: `column_of_lse` of
+        all columns, where it is read before.
         The branch around the mask keeps exp2 on its side of it: at head dim 128 exp2 should begin while dP is
         being issued, at head dim 64, where half of it runs beside dQ and dK of the task before, nothing
         should keep it there.
@@ -385,10 +396,10 @@ class MmaRole:
         if const_expr(c.delayed_dq):
             self._mask_if_cut(t, acc, h, stage, is_cut, -math.inf)
         for column in cutlass.range_constexpr(8):
-            lse2 = self.column_of_lse(t, 8 * h + column, stage)
+            lse = self.column_of_lse(t, 8 * h + column, stage) if lse2 is None else lse2[column]
             for e in cutlass.range_constexpr(4):
                 i = 4 * column + e
-                acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse2[e % 2], fastmath=True)
+                acc[i] = cute.math.exp2(acc[i] * t.scale_log2 - lse[e % 2], fastmath=True)
         if const_expr(not c.delayed_dq):
             self._mask_if_cut(t, acc, h, stage, t.info[0, stage], 0.0)
 

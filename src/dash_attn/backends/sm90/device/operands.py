@@ -13,13 +13,13 @@ DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 
 
 def tile_layout(dtype, rows: int, columns: int, stages: int, row_bytes: int = 0):
-    """Shared-memory layout (rows, columns, stages), columns contiguous in swizzled atoms of `row_bytes`.
+    """Shared-memory layout (rows, columns, stages), columns contiguous in atoms of `row_bytes`.
 
-    0: as many as the columns fill.
+    0: as many as the columns fill. Those of 16 are not swizzled.
     """
     kinds = warpgroup.SmemLayoutAtomKind
-    kind = {128: kinds.K_SW128, 64: kinds.K_SW64, 32: kinds.K_SW32}[row_bytes or row_bytes_of(columns)]
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    kind = {128: kinds.K_SW128, 64: kinds.K_SW64, 32: kinds.K_SW32, 16: kinds.K_INTER}
+    atom = warpgroup.make_smem_layout_atom(kind[row_bytes or row_bytes_of(columns)], dtype)
     return cute.tile_to_shape(atom, (rows, columns, stages), order=(0, 1, 2))
 
 

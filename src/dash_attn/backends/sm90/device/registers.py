@@ -41,9 +41,13 @@ def converted_rows(values, vectors: int, dtype):
     return rows
 
 
-def columns_from(config, tensor, first) -> Int32 | None:
-    """Columns of a (B, S, H, D) tensor from column `first` on; None where it has all that the kernel has."""
-    return tensor.shape[3] - first if config.padded else None
+def columns_from(config, tensor, first, wanted: int) -> Int32 | None:
+    """How many of `wanted` columns from `first` on a (B, S, H, D) tensor has, for `store_rows`; None where it
+    has them all and these are whole fours of vectors."""
+    there = tensor.shape[3] - first if config.padded else None
+    if wanted % 32 == 0:
+        return there
+    return Int32(wanted) if there is None else cutlass.min(there, wanted)
 
 
 @cute.jit
