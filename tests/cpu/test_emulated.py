@@ -197,6 +197,7 @@ OF_96 = [
     Case("causal-96", ((300, 300),), (2, 1), 96),
     Case("full-80-fp16", ((140, 300),), (1, 1), 80, mask=Mask.full(), dtype=torch.float16),
     Case("packed-72", PACKED, (2, 1), 72),
+    Case("rows-without-keys-80", ((300, 100),), (2, 1), 80),
     Case("packed-96", PACKED, (1, 1), 96),
     Case("window-96-fp16", ((260, 330),), (1, 1), 96, mask=WINDOW, dtype=torch.float16),
     Case("head-groups-96", ((200, 200),), (8, 1), 96),

@@ -113,9 +113,12 @@ class Preprocess:
                         row = n * (THREADS // chunks) + tidx // chunks
                         self._store_zeros(mdQ, where, q_head, row, tidx % chunks)
                 else:
-                    for n in cutlass.range(c.tile_m * chunks // THREADS, unroll=1):
+                    for n in cutlass.range(-(-c.tile_m * chunks // THREADS), unroll=1):
                         index = n * THREADS + tidx
-                        self._store_zeros(mdQ, where, q_head, index // chunks, index % chunks)
+                        row = index // chunks
+                        if const_expr(c.tile_m * chunks % THREADS != 0):  # rows behind the tile are others'
+                            row = row if row < c.tile_m else Int32(1 << 30)
+                        self._store_zeros(mdQ, where, q_head, row, index % chunks)
         else:
             acc = cute.make_tensor(
                 memory.dq_acc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
