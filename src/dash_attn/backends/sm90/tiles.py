@@ -121,7 +121,7 @@ class Kernel(NamedTuple):
 
 def kernel_of(head_dim: int, head_dim_v: int) -> Kernel:
     """The kernel for tensors, padded where some of these have fewer columns. That of 80 columns is always
-    padded: its variants for tensors of 80 would be no faster.
+    padded, so that it has half as many variants.
 
     Raises:
         ValueError: there is none.

@@ -168,8 +168,8 @@ class BackwardConfig:
 
     @property
     def k_row_bytes(self) -> int:
-        """Of the swizzled rows in which K is kept. Each warpgroup makes half the columns of dQ where a q
-        tile has 64 rows: 96 of 192, or 48 of 96, are no whole number of 128 bytes."""
+        """Of the rows in which K is kept. Each warpgroup makes half the columns of dQ where a q tile has 64
+        rows: 96 of 192, 48 of 96, or 40 of 80, are no whole number of 128 bytes."""
         return row_bytes_of(self.head_dim if self.wide else self.head_dim // 2)
 
     @property
