@@ -44,6 +44,7 @@ from dash_attn.backends.sm90.places import Buffer
 from dash_attn.backends.sm90.segments import add_sums, finish_keys, run_segment
 from dash_attn.backends.sm90.sinks.config import SinkConfig
 from dash_attn.backends.sm90.softcap import cap_of
+from dash_attn.backends.sm90.tiles import kernel_of
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from dash_attn.schedule.constants import FORWARD_SEGMENT
@@ -218,18 +219,24 @@ def launch_all(chosen: dict[str, Config]) -> None:
 
 
 def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) -> dict[str, Any]:
-    """Head dims and dtype of tensors with so many columns fewer than the tiles of a variant; of those of 80
-    with a third of it: 56 columns have kernels of 64."""
-    fewer = fewer // 3 if config.head_dim == 80 else fewer
+    """Head dims and dtype of tensors with so many columns fewer than the tiles of a variant."""
     of_v = config.head_dim_v - fewer
     return {"head_dim": config.head_dim - fewer, "head_dim_v": of_v, "dtype": DTYPES[config.dtype]}
+
+
+def fewer_of(config: BackwardConfig | KeySumsConfig) -> int:
+    """How many columns less the tensors of a backward have: up to FEWER if it pads them, but never so many that
+    the next smaller kernel would run in its place."""
+    own = config.head_dim, config.head_dim_v
+    here = (n for n in range(8, FEWER + 1, 8) if kernel_of(own[0] - n, own[1] - n)[:2] == own)
+    return max(here) if config.padded else 0
 
 
 def segment_of(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> Plan:
     """The plan of a segment of q rows behind others."""
     like = {}
     if not isinstance(config, AddSumsConfig):
-        like = columns(config, FEWER * config.padded)
+        like = columns(config, fewer_of(config))
     problem = dense(CAUSAL, seqlen=None, seqlen_q=200, seqlen_k=300, **like)
     return auto_plan(problem, head_groups=2)
 
@@ -273,7 +280,7 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
     """What a variant is launched with: a dense batch with a window. The variants that users get also run with
     blocks that wait for each other at every task, packed with empty sequences, in head groups, and with items
     that take their q heads one after the other."""
-    like = columns(config, FEWER * config.padded)
+    like = columns(config, fewer_of(config))
     yield "window", auto_plan(dense(WINDOW, seqlen=300, **like))
     of_users = BackwardConfig(
         config.head_dim, config.dtype, config.padded, softcap=config.softcap, intervals=config.intervals,

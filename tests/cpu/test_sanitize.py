@@ -13,8 +13,10 @@ from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.compile import backward_variants, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
+from dash_attn.backends.sm90.key_sums.config import KeySumsConfig
 from dash_attn.backends.sm90.segments import check_sums
 from dash_attn.backends.sm90.spread.config import SpreadConfig
+from dash_attn.backends.sm90.tiles import kernel_of
 from gpu_cases import CAUSAL, auto_plan, packed
 from sanitize import (
     RACE_READERS,
@@ -232,6 +234,15 @@ def test_the_launches_cover_what_the_kernels_do_differently(monkeypatch: pytest.
             assert q.shape[:-2].numel() == rows, (name, label)
             assert lse.numel() == rows * plan.problem.heads
             assert k.shape[-2] == plan.problem.kv_heads
+
+
+def test_backwards_are_launched_with_tensors_that_they_run_on() -> None:
+    """And not a smaller kernel in their place."""
+    for name, config in variants().items():
+        if isinstance(config, BackwardConfig | KeySumsConfig):
+            problem = segment_of(config).problem
+            found = kernel_of(problem.head_dim, problem.head_dim_v)
+            assert found == (config.head_dim, config.head_dim_v, config.padded), name
 
 
 def test_dumped_places_that_nobody_contributes_are_left_out() -> None:
