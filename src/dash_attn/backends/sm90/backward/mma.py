@@ -224,7 +224,7 @@ class MmaRole:
             self.start_s(t, n_task + 1, rings)
             is_cut = t.info[0, rings.q.stage(n_task + 1)]  # read long before it is asked for
         self.store_ds(t, rdS, t.acc_S.layout, ds_stage)
-        last = n_task - 1
+        last = n_task - 1  # here, and not in `leave_dq`, for the machine code that was measured
         rings.ds.wait_full_before(n_task)
         acc_dQ = self.start_dq(t, self._stage_before(n_task, rings))
         multiply(t.grads, t.acc_dK, rdS, t.tKrQ[None, None, None, q_stage], True)
