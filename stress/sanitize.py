@@ -225,8 +225,8 @@ def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) 
 
 
 def fewer_of(config: BackwardConfig | KeySumsConfig) -> int:
-    """How many columns less the tensors of a backward have: up to FEWER if it pads them, but never so many that
-    the next smaller kernel would run in its place."""
+    """How many columns less the tensors of a backward have: up to FEWER if it pads them, but never so many
+    that the next smaller kernel would run in its place."""
     own = config.head_dim, config.head_dim_v
     here = (n for n in range(8, FEWER + 1, 8) if kernel_of(own[0] - n, own[1] - n)[:2] == own)
     return max(here) if config.padded else 0
