@@ -123,29 +123,34 @@ class Emulated:
         workspace, launch = cached.Workspace(*given[9:13]), cached.Launch(*given[13:24])
         scales = given[24:] or [launch.scale]
         deal, main, fold = kernels(c)
-        (total_q, heads), (pages, page_size, kv_heads) = tensors.q.shape[1:3], tensors.k.shape[:3]
-        group = heads // kv_heads
-        sizes = (group, kv_heads, total_q, launch.most_pages * page_size)
+        (batches, total_q, q_heads), (pages, page_size, kv_heads) = tensors.q.shape[:3], tensors.k.shape[:3]
+        of_kv = q_heads // kv_heads
+        heads, group = (q_heads, 1) if c.by_head else (kv_heads, of_kv)
+        sizes = (group, heads, total_q, launch.most_pages * page_size, *[of_kv] * c.by_head)
         named = [workspace.table, workspace.claimed, places.lengths, places.bounds]
         self._launch(deal, (1, 1), [*map(_tensor, named), *map(_number, (*launch, *sizes))], memory)
-        of_groups = [_of_groups(x, group) for x in (tensors.q, tensors.out)]
+        extent = [group] * (not c.by_head)  # the compiler knows that 1 is one
+        of_groups = [_of_groups(x, group, extent) for x in (tensors.q, tensors.out)]
         batch, row, _ = tensors.lse.stride()
-        lse = _packed(tensors.lse, (len(tensors.lse), kv_heads, group, total_q), (batch, row * group, row))
-        sink = _packed(places.sink, (kv_heads, group), (group,))
+        lse = _packed(tensors.lse, (len(tensors.lse), heads, *extent, total_q), (batch, row * group, row))
+        sink = _packed(places.sink, (heads, *extent), extent)
         described = [*of_groups, lse, sink, *map(_tensor, (places.pages, *workspace))]
         ratios = (x.stride(0) // x.stride(1) for x in (tensors.k, tensors.v))
-        numbers = (
-            *scales, launch.left, launch.right, group, kv_heads, pages, page_size, launch.most_pages,
-            *ratios, *([launch.share] if c.warpgroups == 1 else []),
-        )  # fmt: skip
+        of_pages = (pages, page_size, launch.most_pages, *ratios)
         row_bytes = row_bytes_of(gcd(c.head_dim, c.head_dim_v))
-        maps = _maps((_as_rows(x), c.piece, row_bytes) for x in (tensors.k, tensors.v))
-        self._launch(
-            main, (launch.grid, 1), [*maps, DUMMY, DUMMY, *described, *map(_number, numbers)], memory
-        )
+        maps = [(_as_rows(x), c.piece, row_bytes) for x in (tensors.k, tensors.v)]
+        if c.by_head:
+            numbers = (launch.left, launch.right, of_kv, q_heads, batches, *of_pages)
+            maps.insert(0, (tensors.q, ROWS, row_bytes_of(c.head_dim)))
+            maps.append((tensors.out, ROWS, row_bytes_of(c.head_dim_v)))
+        else:
+            numbers = (launch.left, launch.right, of_kv, kv_heads, *of_pages)
+            numbers += (launch.share,) * (c.warpgroups == 1)
+        parameters = [*_maps(maps), DUMMY, DUMMY, *described, *map(_number, (*scales, *numbers))]
+        self._launch(main, (launch.grid, 1), parameters, memory)
         if launch.folds:
             parameters = [*described, _number(launch.tiles + launch.places)]
-            self._launch(fold, (launch.folds, kv_heads), parameters, memory)
+            self._launch(fold, (launch.folds, heads), parameters, memory)
 
     def _spread(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
@@ -154,7 +159,7 @@ class Emulated:
         scales = given[19:] or [launch.scale]
         (total_q, heads), (pages, page_size, kv_heads) = tensors.q.shape[1:3], tensors.k.shape[:3]
         group = heads // kv_heads
-        of_groups = [_of_groups(x, group) for x in (tensors.q, tensors.out)]
+        of_groups = [_of_groups(x, group, [group]) for x in (tensors.q, tensors.out)]
         batch, row, _ = tensors.lse.stride()
         lse = _packed(tensors.lse, (len(tensors.lse), kv_heads, group, total_q), (batch, row * group, row))
         sink = _packed(places.sink, (kv_heads, group), (group,))
@@ -289,11 +294,12 @@ def _packed(tensor: Tensor, extents: Sequence[int], strides: Sequence[int]) -> b
     return struct.pack("<Q", tensor.data_ptr()) + padded + struct.pack(f"<{len(strides)}q", *strides)
 
 
-def _of_groups(x: Tensor, group: int) -> bytes:
-    """(B, S, H, D) as ``rows_of_groups`` of the kernel has it: (B, (group, S), H / group, D)."""
+def _of_groups(x: Tensor, group: int, extent: Sequence[int]) -> bytes:
+    """(B, S, H, D) as ``rows_of_groups`` of the kernel has it: (B, (group, S), H / group, D). ``extent``: of
+    the group, where the compiler does not know it."""
     batch, tokens, heads, columns = x.shape
     of_batch, of_token, of_head, _ = x.stride()
-    extents = (batch, group, tokens, heads // group, columns)
+    extents = (batch, *extent, tokens, heads // group, columns)
     return _packed(x, extents, (of_batch, of_head, of_token, of_head * group))
 
 

@@ -18,7 +18,7 @@ from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .add_sums.config import AddSumsConfig
 from .backward.config import Accumulation, BackwardConfig
-from .cached.config import PIECES, CachedConfig, cached_config
+from .cached.config import PIECES, CachedConfig, cached_config, chunk_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
@@ -121,14 +121,16 @@ def forward_variants() -> dict[str, ForwardConfig]:
 
 
 def cached_variants() -> dict[str, CachedConfig]:
-    """Those of the forward over a cache: for few and for many rows, by the rows of a copy; each also with a
-    softcap."""
+    """Those of the forward over a cache: for few rows, for many, and for chunks, by the rows of a copy; each
+    also with a softcap."""
     found = {}
     for name, (head_dim, head_dim_v), dtype in _kinds("cached"):
-        for few in (True, False):
+        for rows in ("few", "many", "chunk"):
             for piece in PIECES:
-                rows = "few" if few else "many"
-                base = cached_config(head_dim, dtype, few, piece, head_dim_v)
+                if rows == "chunk":
+                    base: CachedConfig = chunk_config(head_dim, dtype, piece, head_dim_v)
+                else:
+                    base = cached_config(head_dim, dtype, rows == "few", piece, head_dim_v)
                 name_of_piece = f"{name}-{rows}-{base.piece}"
                 found[name_of_piece] = base
                 if has_softcap(head_dim, head_dim_v):

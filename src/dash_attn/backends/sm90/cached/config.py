@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import ClassVar
 
@@ -20,11 +20,13 @@ class CachedConfig(ForwardConfig):
     It always has a sink, which is -inf where there is none: that adds exactly nothing.
 
     Attributes:
+        by_head: rows of a q tile are those of one q head.
         piece: rows that the copy engine takes at a time. Pages are whole numbers of them.
     """
 
     direction: ClassVar[str] = "cached"
     kernels: ClassVar[tuple[str, ...]] = ("Deal", "Cached", "CachedFold")
+    by_head: ClassVar[bool] = False
 
     sink: bool = True
     piece: int = 128
@@ -33,8 +35,10 @@ class CachedConfig(ForwardConfig):
         super().__post_init__()
         if self.tile_n % self.piece or self.piece % 8:
             raise ValueError(f"{self}: a kv tile is whole pieces, and those are multiples of 8 rows")
-        if self.trace or self.in_turns or self.rest or not self.sink:
-            raise ValueError(f"{self}: a forward over a cache has a sink, and no trace, turns or rest")
+        if self.trace or self.rest or not self.sink:
+            raise ValueError(f"{self}: a forward over a cache has a sink, and no trace or rest")
+        if self.in_turns and not self.by_head:
+            raise ValueError(f"{self}: barriers of turns are taken by those of items")
 
     @property
     def eager(self) -> int:
@@ -46,6 +50,13 @@ class CachedConfig(ForwardConfig):
     def registers(self) -> tuple[int, int]:
         """One warpgroup needs no others' registers: a block of 256 threads has 255 each."""
         return {1: (0, 0), 2: (232, 40), 3: (160, 32)}[self.warpgroups]
+
+
+class ChunkConfig(CachedConfig):
+    """One compiled variant for sequences of many rows. Rows of a q tile are those of one q head."""
+
+    kernels: ClassVar[tuple[str, ...]] = ("Deal", "Chunk", "CachedFold")
+    by_head: ClassVar[bool] = True
 
 
 @cache
@@ -72,3 +83,11 @@ def cached_config(head_dim: int, dtype: str, few: bool, piece: int, head_dim_v: 
         return common(warpgroups=1, overlap="softmax")
     early, q_stages = head_dim == 64, 1 if head_dim >= 192 else 2
     return common(warpgroups=3 if early else 2, q_stages=q_stages, early=early)
+
+
+@cache
+def chunk_config(head_dim: int, dtype: str, piece: int, head_dim_v: int = 0) -> ChunkConfig:
+    """What a head dim runs with where sequences have many rows: as in training."""
+    base = forward_config(head_dim, dtype, head_dim_v)
+    own = {field.name: getattr(base, field.name) for field in fields(base)}
+    return ChunkConfig(**own | {"sink": True, "piece": min(piece, base.tile_n)})

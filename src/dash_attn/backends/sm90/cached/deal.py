@@ -104,17 +104,21 @@ class Deal:
     @cute.jit
     def _section(self, kv_tiles: Int32, sizes) -> Int32:
         """kv heads whose K and V fit half of L2, a divisor of their number."""
-        (_, kv_heads, _, _), c = sizes, self.config
+        c, kv_heads = self.config, sizes[1]
+        if const_expr(c.by_head):
+            kv_heads //= sizes[4]
         fit = L2_BYTES // 2 // (2 * c.tile_n * (c.head_dim + c.head_dim_v))
         section = cutlass.min(cutlass.max(fit // cutlass.max(kv_tiles, 1), 1), kv_heads)
         while kv_heads % section != 0:
             section -= 1
+        if const_expr(c.by_head):
+            section *= sizes[4]
         return section
 
     @cute.jit
     def _tile(self, lengths, bounds, launch, sizes, t: Int32):
         """What tile t of all that there may be is."""
-        c, (group, _, total_q, keys) = self.config, sizes
+        c, (group, _, total_q, keys, *_) = self.config, sizes
         sequence, first, seqlen_q, before = Int32(0), Int32(0), launch.seqlen_q, Int32(0)
         if launch.seqlen_q >= 0:
             per = (launch.seqlen_q * group + c.tile_m - 1) // c.tile_m
@@ -161,7 +165,7 @@ class Deal:
     @cute.jit
     def _decide(self, table, counts, launch, sizes, t: Int32, tile, total: Int32) -> None:
         """Split a tile or not, keep that, and count its entries by their length."""
-        _, kv_heads, _, _ = sizes
+        kv_heads = sizes[1]
         first, segments = self._segments(tile)
         place = Int32(-1)
         if segments > 1:

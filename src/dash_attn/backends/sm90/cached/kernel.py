@@ -7,18 +7,17 @@ wrote, on the device. And K and V come in pages. What a row computes is the same
 
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
-from cutlass.cute.nvgpu import cpasync
 
-from ..device.copies import copy_of
-from ..device.operands import DTYPES, tile_layout
+from ..device.operands import DTYPES
 from ..forward.arguments import Layouts, Products
 from ..forward.block import LOAD_WARP, begin, layouts_of, products_of
 from .arguments import Copies, Memory
 from .config import CachedConfig
 from .few import FewMma
 from .item import Q_WARPS
-from .load import CachedLoad, box_of
+from .load import CachedLoad
 from .mma import CachedMma
+from .pages import copies_of_pages
 
 FIRST_Q_WARP, FIRST_MMA_WARP = 1, 4
 
@@ -31,15 +30,6 @@ def rows_of_groups(tensor, group: Int32):
     shape = (batch, (group, tokens), heads // group, columns)
     stride = (of_batch, (of_head, of_token), of_head * group, of_column)
     return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
-
-
-@cute.jit
-def as_packed(tensor):
-    """(pages, rows, H, D) as rows of one batch. A page begins at a row: the launcher sees to that."""
-    pages, rows, heads, columns = tensor.shape
-    _, of_row, of_head, of_column = tensor.stride
-    layout = cute.make_layout((1, pages * rows, heads, columns), stride=(of_row, of_row, of_head, of_column))
-    return cute.make_tensor(tensor.iterator, layout)
 
 
 @cute.jit
@@ -73,11 +63,7 @@ class Cached:
         """cap: the numbers of a softcap, where the variant has one."""
         c = self.config
         layouts = layouts_of(c, self.dtype)
-        piece, fetch = tile_layout(self.dtype, c.piece, box_of(c), 1), cpasync.CopyBulkTensorTileG2SOp()
-        copies = Copies(
-            k=copy_of(fetch, as_packed(tensors.k), piece, c.piece),
-            v=copy_of(fetch, as_packed(tensors.v), piece, c.piece),
-        )
+        copies = Copies(*copies_of_pages(c, self.dtype, tensors))
         kv_heads = tensors.k.shape[2]
         scales = cap if c.softcap else (launch.scale,)
         numbers = (

@@ -26,7 +26,7 @@ from ..launch import DTYPES
 from ..softcap import cap_of, why_no_cap
 from ..tiles import cached_kernel_of
 from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
-from .config import CachedConfig, cached_config
+from .config import CachedConfig, cached_config, chunk_config
 
 __all__ = ["Cached", "allocate", "config_of"]
 
@@ -47,9 +47,20 @@ def config_of(problem: CachedProblem) -> CachedConfig:
     rows = problem.longest_q
     if problem.packed and rows == problem.total_q:  # nobody said how many rows the longest one has
         rows = -(-problem.total_q // max(problem.batch, 1))
-    few = rows * problem.group <= ROWS
-    whole = problem.most_pages == 1 or problem.page_size % 128 == 0
-    return cached_config(head_dim, DTYPES[problem.dtype], few, 128 if whole else 16, head_dim_v)
+    dtype, few = DTYPES[problem.dtype], rows * problem.group <= ROWS
+    piece = 128 if problem.most_pages == 1 or problem.page_size % 128 == 0 else 16
+    chunk = chunk_config(head_dim, dtype, piece, head_dim_v)
+    if _fill_tiles(problem, chunk.tile_m):
+        return chunk
+    return cached_config(head_dim, dtype, few, piece, head_dim_v)
+
+
+def _fill_tiles(problem: CachedProblem, tile_m: int) -> bool:
+    """Whether tiles of one q head are mostly full: nine rows of ten. Packed sequences, whose lengths the host
+    does not know, must have eight tiles on the average."""
+    if problem.packed:
+        return problem.total_q >= 8 * tile_m * problem.batch
+    return 10 * problem.seqlen_q >= 9 * -(-problem.seqlen_q // tile_m) * tile_m
 
 
 class Cached(PreparedCached):
@@ -83,6 +94,8 @@ class Cached(PreparedCached):
     def _numbers(self) -> tuple[list[int], tuple[int, ...]]:
         """Words of the workspace, and what a launch is given besides the scale."""
         p, c = self.problem, self.config
+        if c.by_head:  # as if every q head had a kv head
+            p = p._replace(kv_heads=p.heads)
         blocks = multiprocessors(self.device) if self._blocks is None else self._blocks
         tiles, segments = p.q_tiles(c.tile_m), -(-p.keys // c.segment)
         share, folds, places = blocks * c.eager, 0, 0

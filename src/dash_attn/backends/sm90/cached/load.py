@@ -1,34 +1,27 @@
 """The warps that load: one claims items, and loads K and V page by page; the others copy rows of Q."""
 
-from math import gcd
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ..device import plan_view, ptx
-from ..device.copies import partitions
 from ..forward.claims import CLAIM_BEFORE, READ_BEFORE, claim
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.item import Info, segment_end
-from ..tiles import row_bytes_of
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 from .item import ITEM_BARRIER, Q_WARPS
+from .pages import Pages
 
 ROWS_LOG2 = ROWS.bit_length() - 1
 THREADS_OF_ITEM = 32 * (1 + Q_WARPS)
 
 
-def box_of(config: CachedConfig) -> int:
-    """Columns of a copy: those of a swizzled row, for K and for V."""
-    return row_bytes_of(gcd(config.head_dim, config.head_dim_v)) // 2
-
-
-class CachedLoad:
+class CachedLoad(Pages):
     def __init__(self, config: CachedConfig, dtype):
-        self.config, self.dtype = config, dtype
+        super().__init__(config)
+        self.dtype = dtype
 
     @cute.jit
     def run(self, copies, memory, shared, rings, numbers) -> None:
@@ -179,49 +172,11 @@ class CachedLoad:
             cute.autovec_copy(zeros, target)
 
     @cute.jit
-    def where_is(self, pages, of_pages, sequence: Int32, kv_tile: Int32, seqlen_k: Int32):
-        """What `piece_at` says of the pieces of a kv tile: lane i has piece i."""
-        token = cutlass.max(kv_tile, 0) * self.config.tile_n + cute.arch.lane_idx() * self.config.piece
-        return self.piece_at(pages, of_pages, sequence, token, seqlen_k)
-
-    @cute.jit
-    def piece_at(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
-        """(row of the view, page, used tokens of the page) of the piece that begins with a token. Of a page
-        that has none of the used tokens, rows are zeros, whatever its number is."""
-        number, size, most, *_ = of_pages
-        column = ptx.quotient(token, size)
-        page = pages[sequence * most + cutlass.min(column, most - 1)]
-        page = cutlass.min(cutlass.max(page, 0), number - 1)
-        used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
-        return plan_view.PACKED_ROWS - used + token - column * size, page, used
-
-    def place_of(self, where, rows_of_page: Int32):
-        """(row, shift) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences do in packed
-        tensors, and each ends where its used tokens end."""
-        row, page, used = where
-        return row, page * rows_of_page + used
-
-    @cute.jit
     def _load(self, ring, copy, tiles, place, head: Int32, n: Int32, fewer: Int32) -> None:
         """Start to load a tile of K or V, piece by piece, once its stage is empty."""
         tile, barrier = tiles[None, None, ring.stage(n)], ring.full_of(n)
         ring.wait_empty(n + fewer)
         self.start(copy, tile, place, head, barrier)
-
-    @cute.jit
-    def start(self, copy, tile, place, head: Int32, barrier) -> None:
-        """Start to load a tile of K or V into an empty stage."""
-        c, (row, shift) = self.config, place
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * c.tile_n * cute.size(tile, mode=[1]))
-        pieces = cute.flat_divide(tile, (c.piece, box_of(c)))
-        for i in cutlass.range_constexpr(c.tile_n // c.piece):
-            place = (
-                cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
-            )  # fmt: skip
-            for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // box_of(c)):
-                target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
-                cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)
 
     @cute.jit
     def _read(self, table, section: Int32, items: Int32, index: Int32):

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
@@ -12,6 +13,7 @@ from ..device.fakes import statistics, vector
 from ..device.operands import DTYPES
 from ..softcap import Cap
 from .arguments import Launch, Memory, Places, Tensors, Workspace
+from .chunk import Chunk
 from .config import CachedConfig
 from .deal import Deal
 from .fold import CachedFold
@@ -21,21 +23,25 @@ from .kernel import Cached, rows_of_groups, statistics_of_groups
 class Program:
     def __init__(self, config: CachedConfig):
         self.config = config
-        self.deal, self.cached, self.fold = Deal(config), Cached(config), CachedFold(config)
+        self.deal, self.fold = Deal(config), CachedFold(config)
+        self.main = Chunk(config) if config.by_head else Cached(config)
 
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
         tensors, places, workspace, launch = regrouped(arguments, Tensors, Places, Workspace, Launch)
         cap = arguments[len(tensors + places + workspace + launch) : -1]
-        kv_heads = tensors.k.shape[2]
-        group = tensors.q.shape[2] // kv_heads
+        heads = tensors.k.shape[2]
+        of_kv = tensors.q.shape[2] // heads
+        group, more = of_kv, ()
+        if cutlass.const_expr(self.config.by_head):
+            heads, group, more = tensors.q.shape[2], 1, (of_kv,)
         memory = Memory(
             q=rows_of_groups(tensors.q, group),
             out=rows_of_groups(tensors.out, group),
             lse=statistics_of_groups(tensors.lse, group),
             sink=cute.make_tensor(
-                places.sink.iterator, cute.make_layout((kv_heads, group), stride=(group, 1))
+                places.sink.iterator, cute.make_layout((heads, group), stride=(group, 1))
             ),
             pages=places.pages,
             table=workspace.table,
@@ -44,9 +50,9 @@ class Program:
             partial=workspace.partial,
         )
         keys = launch.most_pages * tensors.k.shape[1]
-        sizes = (group, kv_heads, tensors.q.shape[1], keys)
+        sizes = (group, heads, tensors.q.shape[1], keys, *more)
         self.deal(workspace, places, launch, sizes, stream)
-        self.cached(tensors, memory, launch, cap, stream)
+        self.main(tensors, memory, launch, cap, stream)
         if launch.folds > 0:
             self.fold(memory, launch, stream)
 

@@ -70,7 +70,7 @@ class Forward:
         )
 
     @cute.kernel
-    def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory: Memory, numbers) -> None:
+    def kernel(self, copies: Copies, layouts: Layouts, products: Products, memory, numbers) -> None:
         c = self.config
         of_scores = 2 if c.softcap else 1
         warp_idx, rings, shared = begin(c, self.dtype, copies, layouts, self._barrier_counts())

@@ -50,8 +50,7 @@ class LoadRole:
             row_first = q_first if batches == 1 else Int32(0)
             tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
             tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
-            k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, k_batches)
-            k_batch = Int32(plan_view.PACKED_ROWS) if k_batches == 1 else sequence
+            keys = self._keys(sequence, seqlen_k, k_first, k_batches)
             stage = rings.q.stage(n_item)
             rings.q.wait_empty(n_item)
             with cute.arch.elect_one():
@@ -74,7 +73,7 @@ class LoadRole:
             for g in cutlass.range_constexpr(c.warpgroups):
                 tile = shared.q[None, None, stage * c.warpgroups + g]
                 load_tile(copies.q, tile, rows, q_tile * c.warpgroups + g, q_head, rings.q.full + stage)
-            rows, kv_head = (k_row, k_batch, k_shift), q_head // group
+            kv_head = q_head // group
             per_segment = c.segment // c.tile_n
             begin, kv_tiles = kv_first, cutlass.max(kv_last - kv_first + 1, 0)
             to_load, claimed = kv_tiles, items - blocks
@@ -87,7 +86,7 @@ class LoadRole:
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = claim(memory.claimed)
-                    n_kv = self._load_kv(copies, shared, rings, (rows, end - i, kv_head), n_kv, seen)
+                    n_kv = self._load_kv(copies, shared, rings, (keys, end - i, kv_head), n_kv, seen)
                     to_load -= 1
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
                         index = blocks + cute.arch.shuffle_sync(claimed, 0)
@@ -105,8 +104,15 @@ class LoadRole:
             cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
 
     @cute.jit
+    def _keys(self, sequence: Int32, seqlen_k: Int32, k_first: Int32, k_batches: Int32):
+        """Where the keys of a sequence lie: (row, batch, shift) as in `plan_view.tma_rows`."""
+        k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, k_batches)
+        k_batch = Int32(plan_view.PACKED_ROWS) if k_batches == 1 else sequence
+        return k_row, k_batch, k_shift
+
+    @cute.jit
     def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen) -> Int32:
-        """Load a kv tile of K and of V, `place`: (rows, kv tile, kv head), unless no row sees it. `seen` has
+        """Load a kv tile of K and of V, `place`: (keys, kv tile, kv head), unless no row sees it. `seen` has
         a bit per tile of its segment."""
         if const_expr(self.config.intervals):
             bit = place[1] % (self.config.segment // self.config.tile_n)

@@ -9,8 +9,8 @@ from cutlass.cute.runtime import make_fake_stream
 
 from ..arguments import regrouped
 from ..cached.arguments import Places, Tensors
-from ..cached.kernel import as_packed, rows_of_groups, statistics_of_groups
-from ..cached.load import box_of
+from ..cached.kernel import rows_of_groups, statistics_of_groups
+from ..cached.pages import as_packed, box_of
 from ..device import fakes
 from ..device.copies import copy_of
 from ..device.fakes import statistics, vector

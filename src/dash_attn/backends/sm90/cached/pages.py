@@ -1,0 +1,77 @@
+"""Tiles of K and V from pages, by the copy engine."""
+
+from math import gcd
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from ..device import plan_view, ptx
+from ..device.copies import copy_of, partitions
+from ..device.operands import tile_layout
+from ..tiles import row_bytes_of
+from .config import CachedConfig
+
+
+def box_of(config: CachedConfig) -> int:
+    """Columns of a copy: those of a swizzled row, for K and for V."""
+    return row_bytes_of(gcd(config.head_dim, config.head_dim_v)) // 2
+
+
+@cute.jit
+def as_packed(tensor):
+    """(pages, rows, H, D) as rows of one batch. A page begins at a row: the launcher sees to that."""
+    pages, rows, heads, columns = tensor.shape
+    _, of_row, of_head, of_column = tensor.stride
+    layout = cute.make_layout((1, pages * rows, heads, columns), stride=(of_row, of_row, of_head, of_column))
+    return cute.make_tensor(tensor.iterator, layout)
+
+
+def copies_of_pages(c: CachedConfig, dtype, tensors):
+    """Copies of pieces of K and of V."""
+    piece, fetch = tile_layout(dtype, c.piece, box_of(c), 1), cpasync.CopyBulkTensorTileG2SOp()
+    return [copy_of(fetch, as_packed(x), piece, c.piece) for x in (tensors.k, tensors.v)]
+
+
+class Pages:
+    def __init__(self, config: CachedConfig):
+        self.config = config
+
+    @cute.jit
+    def where_is(self, pages, of_pages, sequence: Int32, kv_tile: Int32, seqlen_k: Int32):
+        """What `piece_at` says of the pieces of a kv tile: lane i has piece i."""
+        token = cutlass.max(kv_tile, 0) * self.config.tile_n + cute.arch.lane_idx() * self.config.piece
+        return self.piece_at(pages, of_pages, sequence, token, seqlen_k)
+
+    @cute.jit
+    def piece_at(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
+        """(row of the view, page, used tokens of the page) of the piece that begins with a token. Of a page
+        that has none of the used tokens, rows are zeros, whatever its number is."""
+        number, size, most, *_ = of_pages
+        column = ptx.quotient(token, size)
+        page = pages[sequence * most + cutlass.min(column, most - 1)]
+        page = cutlass.min(cutlass.max(page, 0), number - 1)
+        used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
+        return plan_view.PACKED_ROWS - used + token - column * size, page, used
+
+    def place_of(self, where, rows_of_page: Int32):
+        """(row, shift) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences do in packed
+        tensors, and each ends where its used tokens end."""
+        row, page, used = where
+        return row, page * rows_of_page + used
+
+    @cute.jit
+    def start(self, copy, tile, place, head: Int32, barrier) -> None:
+        """Start to load a tile of K or V into an empty stage."""
+        c, (row, shift) = self.config, place
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * c.tile_n * cute.size(tile, mode=[1]))
+        pieces = cute.flat_divide(tile, (c.piece, box_of(c)))
+        for i in cutlass.range_constexpr(c.tile_n // c.piece):
+            place = (
+                cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
+            )  # fmt: skip
+            for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // box_of(c)):
+                target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
+                cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)
