@@ -18,7 +18,7 @@ from ...errors import DashError
 from ..cuda.cache import KernelCache
 from .add_sums.config import AddSumsConfig
 from .backward.config import Accumulation, BackwardConfig
-from .cached.config import PIECES, CachedConfig, cached_config, chunk_config
+from .cached.config import CHUNK_PIECES, PIECES, CachedConfig, cached_config, chunk_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
@@ -125,16 +125,17 @@ def cached_variants() -> dict[str, CachedConfig]:
     also with a softcap."""
     found = {}
     for name, (head_dim, head_dim_v), dtype in _kinds("cached"):
-        for rows in ("few", "many", "chunk"):
-            for piece in PIECES:
-                if rows == "chunk":
-                    base: CachedConfig = chunk_config(head_dim, dtype, piece, head_dim_v)
-                else:
-                    base = cached_config(head_dim, dtype, rows == "few", piece, head_dim_v)
-                name_of_piece = f"{name}-{rows}-{base.piece}"
-                found[name_of_piece] = base
-                if has_softcap(head_dim, head_dim_v):
-                    found[f"{name_of_piece}-softcap"] = replace(base, softcap=True)
+        sizes = (head_dim, dtype)
+        bases: list[tuple[str, CachedConfig]] = [
+            *(("few", cached_config(*sizes, True, piece, head_dim_v)) for piece in PIECES),
+            *(("many", cached_config(*sizes, False, piece, head_dim_v)) for piece in PIECES),
+            *(("chunk", chunk_config(*sizes, piece, head_dim_v)) for piece in CHUNK_PIECES),
+        ]
+        for rows, base in bases:
+            name_of_piece = f"{name}-{rows}-{base.piece}"
+            found[name_of_piece] = base
+            if has_softcap(head_dim, head_dim_v):
+                found[f"{name_of_piece}-softcap"] = replace(base, softcap=True)
     return found
 
 

@@ -13,36 +13,64 @@ from ..device.copies import copy_of
 from ..forward.arguments import Copies
 from ..forward.block import layouts_of, products_of
 from ..forward.config import ROWS
+from ..forward.item import segment_end
 from ..forward.kernel import Forward
 from ..forward.load import LoadRole
 from .arguments import HEADER_WORDS, RECORD_WORDS, Memory
 from .config import ChunkConfig
-from .pages import Pages, copies_of_pages
+from .pages import Pages, copies_of_pages, numbers_of_pages
 
 
 class ChunkLoad(LoadRole, Pages):
+    """A look-up takes as many instructions as the loads of a tile, so there is one for as many tiles as lanes have
+    pieces of."""
+
+    def __init__(self, config: ChunkConfig):
+        super().__init__(config)
+        self.per_segment, self.pieces = config.segment // config.tile_n, config.tile_n // config.piece
+
     @cute.jit
     def run(self, copies, memory, shared, rings, numbers) -> None:
-        left, right, group, q_heads, batches, *of_pages = numbers
+        left, right, group, q_heads, batches, *of_pages, k_rows, v_rows = numbers
         entries, heads = memory.table[0], memory.table[2]
-        paged = memory.pages, of_pages
+        paged = memory.pages, numbers_of_pages(*of_pages), k_rows, v_rows
         LoadRole.run(
             self, copies, memory, shared, rings,
             (entries, heads, left, right, group, batches, q_heads, paged),
         )  # fmt: skip
 
-    def _keys(self, sequence: Int32, seqlen_k: Int32, k_first: Int32, paged):
-        return paged, sequence, seqlen_k
+    def _keys(self, of_sequence, paged, kv_tiles):
+        """The sequence, its keys, the kv tiles of the item, and what `_where` says of the first one."""
+        (sequence, seqlen_k, _), (kv_first, kv_last) = of_sequence, kv_tiles
+        own = sequence, seqlen_k, kv_first, kv_last
+        return *own, *self._where(paged, own, segment_end(self.config, kv_first, kv_last))
 
-    def _load_tiles(self, copies, shared, rings, place, n_kv: Int32) -> None:
-        ((pages, of_pages), sequence, seqlen_k), kv_tile, kv_head = place
-        where = self.where_is(pages, of_pages, sequence, kv_tile, seqlen_k)
-        for ring, copy, tiles, rows in (
-            (rings.k, copies.k, shared.k, of_pages[3]), (rings.v, copies.v, shared.v, of_pages[4]),
-        ):  # fmt: skip
-            ring.wait_empty(n_kv)
-            tile = tiles[None, None, ring.stage(n_kv)]
-            self.start(copy, tile, self.place_of(where, rows), kv_head, ring.full_of(n_kv))
+    @cute.jit
+    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen):
+        """Load a kv tile of K and of V. Where the next ones lie is found while the stage of V is in use."""
+        keys, kv_tile, kv_head, paged = place
+        own, (first, row, k_shift, v_shift) = keys[:4], keys[4:]
+        lane, found = (first - kv_tile) * self.pieces, (first, row, k_shift, v_shift)
+        self._load(rings.k, copies.k, shared.k, (row, k_shift, lane), kv_head, n_kv)
+        begin = cutlass.max(kv_tile // self.per_segment * self.per_segment, own[2])
+        if (kv_tile == begin) | (lane == 32 - self.pieces):
+            next_tile = kv_tile - 1
+            if kv_tile == begin:
+                end = (kv_tile // self.per_segment + 1) * self.per_segment
+                next_tile = segment_end(self.config, end, own[3])
+            found = self._where(paged, own, next_tile)
+        self._load(rings.v, copies.v, shared.v, (row, v_shift, lane), kv_head, n_kv)
+        return n_kv + 1, (*own, *found)
+
+    @cute.jit
+    def _where(self, paged, of_item, kv_tile: Int32):
+        """Where pieces of a kv tile lie, and of those before it in the next lanes: (the tile, row, shift of K,
+        shift of V), as in `place_of`."""
+        c, lane = self.config, cute.arch.lane_idx()
+        (pages, of_pages, k_rows, v_rows), (sequence, seqlen_k, _, _) = paged, of_item
+        token = (kv_tile - lane // self.pieces) * c.tile_n + lane % self.pieces * c.piece
+        row, page, used = self.piece_at(pages, of_pages, sequence, cutlass.max(token, 0), seqlen_k)
+        return kv_tile, row, page * k_rows + used, page * v_rows + used
 
     @cute.jit
     def _read(self, table, numbers, index: Int32):

@@ -9,8 +9,9 @@ from typing import ClassVar
 from ..forward.config import ForwardConfig, forward_config
 from ..tiles import name_of
 
-PIECES = (128, 16)
-"""Rows of K or V per copy: all of a kv tile (64 where it has no more), or of the smallest page."""
+PIECES, CHUNK_PIECES = (128, 16), (128, 64, 16)
+"""Rows of K or V per copy: all of a kv tile (64 where it has no more), or of the smallest page. Every copy is some 20
+instructions of a warp that shares its issue slots with those that multiply: chunks have 64, too."""
 
 
 @dataclass(frozen=True)

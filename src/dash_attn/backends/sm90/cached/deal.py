@@ -12,8 +12,9 @@ the key that is aligned with the sequence's first token.
 Suppose that all tiles are like this one. It is split into its segments if all segments, in rounds over all
 blocks, are then done at least a tenth earlier than one whole tile. Which tiles that are, where segments go,
 and which item comes first, is placement: it decides no bit. Numbers are handed out by integer atomics. Items
-come by their length, the longest first: to within a 31st of the longest tile, and to within a power of two
-where rows are few and every SM has many tiles. Memory gives more where blocks do not end in step.
+come by their length, the longest first: to within a 31st of the longest tile, where tiles have the rows of one head to
+within a 31st of how much longer than the shortest tile it is, and to within a power of two where rows are few and
+every SM has many tiles. Memory gives more where blocks do not end in step.
 """
 
 from types import SimpleNamespace
@@ -31,7 +32,9 @@ from .config import CachedConfig
 
 THREADS = 512
 BUCKETS = 32
-TOTAL, PLACES, FOLDS, KEYS, LONGEST, FIRST_BUCKET = 0, 1, 2, 3, 4, BUCKETS
+TOTAL, PLACES, FOLDS, KEYS, LONGEST, SHORTEST, FIRST_BUCKET = 0, 1, 2, 3, 4, 5, BUCKETS
+MANY = 1 << 24
+"""More kv tiles than a tile has."""
 
 
 class Deal:
@@ -62,6 +65,8 @@ class Deal:
                 ptx.add_shared(counts.iterator + TOTAL, tile.kv_tiles)
                 if finely:
                     ptx.max_shared(counts.iterator + LONGEST, tile.kv_tiles)
+                if const_expr(self.config.by_head):
+                    ptx.max_shared(counts.iterator + SHORTEST, MANY - tile.kv_tiles)
                 if tile.q_tile == 0:
                     ptx.add_shared(counts.iterator + KEYS, tile.seqlen_k // self.config.tile_n + 1)
         cute.arch.sync_threads()
@@ -217,6 +222,9 @@ class Deal:
         """Where entries of a length are counted, and then numbered. Where the longest is not known, by powers
         of two."""
         longest = counts[LONGEST]
+        if const_expr(self.config.by_head):
+            shortest = MANY - counts[SHORTEST]
+            kv_tiles, longest = cutlass.max(kv_tiles - shortest, 0), longest - shortest
         coarsely = log2_below(cutlass.max(kv_tiles, 1))
         finely = kv_tiles * (BUCKETS - 1) // cutlass.max(longest, 1)
         return counts.iterator + FIRST_BUCKET + cutlass.select_(longest == 0, coarsely, finely)

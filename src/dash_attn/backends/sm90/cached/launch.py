@@ -26,7 +26,7 @@ from ..launch import DTYPES
 from ..softcap import cap_of, why_no_cap
 from ..tiles import cached_kernel_of
 from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
-from .config import CachedConfig, cached_config, chunk_config
+from .config import CHUNK_PIECES, PIECES, CachedConfig, cached_config, chunk_config
 
 __all__ = ["Cached", "allocate", "config_of"]
 
@@ -48,10 +48,11 @@ def config_of(problem: CachedProblem) -> CachedConfig:
     if problem.packed and rows == problem.total_q:  # nobody said how many rows the longest one has
         rows = -(-problem.total_q // max(problem.batch, 1))
     dtype, few = DTYPES[problem.dtype], rows * problem.group <= ROWS
-    piece = 128 if problem.most_pages == 1 or problem.page_size % 128 == 0 else 16
-    chunk = chunk_config(head_dim, dtype, piece, head_dim_v)
+    pieces = [n for n in CHUNK_PIECES if problem.most_pages == 1 or problem.page_size % n == 0]
+    chunk = chunk_config(head_dim, dtype, pieces[0], head_dim_v)
     if _fill_tiles(problem, chunk.tile_m):
         return chunk
+    piece = next(n for n in PIECES if n in pieces)
     return cached_config(head_dim, dtype, few, piece, head_dim_v)
 
 

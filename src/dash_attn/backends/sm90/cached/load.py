@@ -12,7 +12,7 @@ from ..forward.item import Info, segment_end
 from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 from .item import ITEM_BARRIER, Q_WARPS
-from .pages import Pages
+from .pages import Pages, numbers_of_pages
 
 ROWS_LOG2 = ROWS.bit_length() - 1
 THREADS_OF_ITEM = 32 * (1 + Q_WARPS)
@@ -26,7 +26,8 @@ class CachedLoad(Pages):
     @cute.jit
     def run(self, copies, memory, shared, rings, numbers) -> None:
         c = self.config
-        left, right, group, kv_heads, *of_pages = numbers
+        left, right, group, kv_heads, pages, page_size, most_pages, *more = numbers
+        of_pages = numbers_of_pages(pages, page_size, most_pages)
         table = memory.table
         section, items = table[2], table[0] * kv_heads
         in_section, blocks = table[0] * section, Int32(cute.arch.grid_dim()[0])
@@ -35,7 +36,7 @@ class CachedLoad(Pages):
         ahead = c.warpgroups < 3  # with three, the load warp has no registers for the next tile's place
         fewer = Int32(0)
         if const_expr(c.warpgroups == 1):
-            fewer = self._fewer(items, of_pages[5])
+            fewer = self._fewer(items, more[2])
         record = self._read(table, section, items, index)
         while index < items:
             head = index // in_section * section + index % in_section % section
@@ -74,7 +75,7 @@ class CachedLoad(Pages):
                         claimed = claim(memory.claimed)
                     if const_expr(not ahead):
                         where = self.where_is(memory.pages, of_pages, sequence, end - i, seqlen_k)
-                    of_k, of_v = (self.place_of(where, rows) for rows in of_pages[3:5])
+                    of_k, of_v = (self.place_of(where, rows) for rows in more[:2])
                     self._load(rings.k, copies.k, shared.k, of_k, head, n_kv, fewer)
                     if const_expr(ahead):  # found while the stage of V is in use
                         next_one = end - i - 1 if i < end - begin else segment_end(c, end + 1, kv_last)
@@ -170,13 +171,6 @@ class CachedLoad(Pages):
             zeros = cute.make_rmem_tensor(8, self.dtype)
             zeros.fill(0.0)
             cute.autovec_copy(zeros, target)
-
-    @cute.jit
-    def _load(self, ring, copy, tiles, place, head: Int32, n: Int32, fewer: Int32) -> None:
-        """Start to load a tile of K or V, piece by piece, once its stage is empty."""
-        tile, barrier = tiles[None, None, ring.stage(n)], ring.full_of(n)
-        ring.wait_empty(n + fewer)
-        self.start(copy, tile, place, head, barrier)
 
     @cute.jit
     def _read(self, table, section: Int32, items: Int32, index: Int32):

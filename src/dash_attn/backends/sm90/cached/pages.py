@@ -34,7 +34,21 @@ def copies_of_pages(c: CachedConfig, dtype, tensors):
     return [copy_of(fetch, as_packed(x), piece, c.piece) for x in (tensors.k, tensors.v)]
 
 
+@cute.jit
+def numbers_of_pages(pages: Int32, page_size: Int32, most_pages: Int32):
+    """What `Pages` asks for: how many there are, tokens of each, pages of a sequence at most, and the logarithm
+    to base 2 of a page's tokens. The one page of a contiguous cache may have any number: more than there are.
+
+    A division would take the unit that takes exponentials, and no time of it is free in the softmax."""
+    size_log2 = Int32(31)
+    if most_pages > 1:
+        size_log2 = ptx.highest_bit(page_size)
+    return pages, page_size, most_pages, size_log2
+
+
 class Pages:
+    """``of_pages`` of its functions: see `numbers_of_pages`."""
+
     def __init__(self, config: CachedConfig):
         self.config = config
 
@@ -48,30 +62,36 @@ class Pages:
     def piece_at(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
         """(row of the view, page, used tokens of the page) of the piece that begins with a token. Of a page
         that has none of the used tokens, rows are zeros, whatever its number is."""
-        number, size, most, *_ = of_pages
-        column = ptx.quotient(token, size)
+        number, size, most, size_log2 = of_pages
+        column = token >> size_log2
         page = pages[sequence * most + cutlass.min(column, most - 1)]
         page = cutlass.min(cutlass.max(page, 0), number - 1)
         used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
         return plan_view.PACKED_ROWS - used + token - column * size, page, used
 
     def place_of(self, where, rows_of_page: Int32):
-        """(row, shift) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences do in packed
-        tensors, and each ends where its used tokens end."""
+        """(row, shift, first lane) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences do in
+        packed tensors, and each ends where its used tokens end."""
         row, page, used = where
-        return row, page * rows_of_page + used
+        return row, page * rows_of_page + used, 0
+
+    @cute.jit
+    def _load(self, ring, copy, tiles, place, head: Int32, n: Int32, fewer: Int32 | int = 0) -> None:
+        """Start to load a tile of K or V, piece by piece, once its stage and ``fewer`` others are empty."""
+        tile, barrier = tiles[None, None, ring.stage(n)], ring.full_of(n)
+        ring.wait_empty(n + fewer)
+        self.start(copy, tile, place, head, barrier)
 
     @cute.jit
     def start(self, copy, tile, place, head: Int32, barrier) -> None:
         """Start to load a tile of K or V into an empty stage."""
-        c, (row, shift) = self.config, place
+        c, (row, shift, lane) = self.config, place
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * c.tile_n * cute.size(tile, mode=[1]))
         pieces = cute.flat_divide(tile, (c.piece, box_of(c)))
         for i in cutlass.range_constexpr(c.tile_n // c.piece):
-            place = (
-                cute.arch.shuffle_sync(row, i), Int32(plan_view.PACKED_ROWS), cute.arch.shuffle_sync(shift, i)
-            )  # fmt: skip
+            of_row, of_page = (cute.arch.shuffle_sync(x, lane + i) for x in (row, shift))
+            place = of_row, Int32(plan_view.PACKED_ROWS), of_page
             for j in cutlass.range_constexpr(cute.size(tile, mode=[1]) // box_of(c)):
                 target, source = partitions(copy, pieces[None, None, i, j], place, head, j)
                 cute.copy(copy.atom, source[None, 0], target, tma_bar_ptr=barrier)

@@ -50,7 +50,7 @@ class LoadRole:
             row_first = q_first if batches == 1 else Int32(0)
             tma_batch = Int32(plan_view.PACKED_ROWS) if batches == 1 else sequence
             tma_row, tma_shift = plan_view.tma_rows(seqlen_q, q_first, batches)
-            keys = self._keys(sequence, seqlen_k, k_first, k_batches)
+            keys = self._keys((sequence, seqlen_k, k_first), k_batches, (kv_first, kv_last))
             stage = rings.q.stage(n_item)
             rings.q.wait_empty(n_item)
             with cute.arch.elect_one():
@@ -86,7 +86,9 @@ class LoadRole:
                 for i in cutlass.range(end - begin + 1, unroll=1):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = claim(memory.claimed)
-                    n_kv = self._load_kv(copies, shared, rings, (keys, end - i, kv_head), n_kv, seen)
+                    n_kv, keys = self._load_kv(
+                        copies, shared, rings, (keys, end - i, kv_head, k_batches), n_kv, seen
+                    )
                     to_load -= 1
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
                         index = blocks + cute.arch.shuffle_sync(claimed, 0)
@@ -104,16 +106,18 @@ class LoadRole:
             cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
 
     @cute.jit
-    def _keys(self, sequence: Int32, seqlen_k: Int32, k_first: Int32, k_batches: Int32):
+    def _keys(self, of_sequence, k_batches: Int32, kv_tiles):
         """Where the keys of a sequence lie: (row, batch, shift) as in `plan_view.tma_rows`."""
+        sequence, seqlen_k, k_first = of_sequence
         k_row, k_shift = plan_view.tma_rows(seqlen_k, k_first, k_batches)
         k_batch = Int32(plan_view.PACKED_ROWS) if k_batches == 1 else sequence
         return k_row, k_batch, k_shift
 
     @cute.jit
-    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen) -> Int32:
-        """Load a kv tile of K and of V, `place`: (keys, kv tile, kv head), unless no row sees it. `seen` has
-        a bit per tile of its segment."""
+    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen):
+        """Load a kv tile of K and of V, `place`: (keys, kv tile, kv head, batches), unless no row sees it.
+        `seen` has a bit per tile of its segment. With what is then counted as loaded, and `_keys` of the next
+        tile."""
         if const_expr(self.config.intervals):
             bit = place[1] % (self.config.segment // self.config.tile_n)
             if (seen >> Int64(bit)) & 1 == 1:
@@ -122,10 +126,10 @@ class LoadRole:
         else:
             self._load_tiles(copies, shared, rings, place, n_kv)
             n_kv += 1
-        return n_kv
+        return n_kv, place[0]
 
     def _load_tiles(self, copies, shared, rings, place, n_kv: Int32) -> None:
-        c, (rows, kv_tile, kv_head) = self.config, place
+        c, (rows, kv_tile, kv_head, _) = self.config, place
         for ring, copy, tiles, columns, rest, rest_tiles in (
             (rings.k, copies.k, shared.k, c.head_dim, copies.k_rest, shared.k_rest),
             (rings.v, copies.v, shared.v, c.head_dim_v, copies.v_rest, shared.v_rest),

@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ..cached.load import CachedLoad
+from ..cached.pages import numbers_of_pages
 from ..cached.mma import CachedMma
 from ..device.operands import DTYPES, multiply, tile_layout
 from ..forward.block import products_of
@@ -58,7 +59,7 @@ class Score:
         item = sequence_of(c, memory, numbers, sequence, head)
         if (kv_tile >= item.kv_first) & (kv_tile <= item.kv_last):
             if warp_idx == 0:
-                of_pages = (numbers.pages, numbers.page_size, numbers.most_pages)
+                of_pages = numbers_of_pages(numbers.pages, numbers.page_size, numbers.most_pages)
                 where = self.load.where_is(memory.pages, of_pages, sequence, Int32(kv_tile), item.seqlen_k)
                 place = self.load.place_of(where, numbers.k_rows)
                 self.load.start(copy, k[None, None, 0], place, head, full)

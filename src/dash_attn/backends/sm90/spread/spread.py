@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 from cutlass.memory import SmemAllocator
 
 from ..cached.load import CachedLoad
+from ..cached.pages import numbers_of_pages
 from ..device import ptx
 from ..device.copies import partitions
 from ..device.operands import DTYPES, tile_layout
@@ -152,7 +153,7 @@ class Spread:
         the next lanes."""
         c, lane = self.config, cute.arch.lane_idx()
         token = (kv_tile - lane // self.pieces * 2) * c.tile_n + lane % self.pieces * c.piece
-        of_pages = (numbers.pages, numbers.page_size, numbers.most_pages)
+        of_pages = numbers_of_pages(numbers.pages, numbers.page_size, numbers.most_pages)
         return self.load.piece_at(
             memory.pages, of_pages, work.sequence, cutlass.max(token, 0), work.item.seqlen_k
         )
