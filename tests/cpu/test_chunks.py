@@ -38,7 +38,10 @@ def test_chunks_are_sequences_whose_rows_fill_tiles() -> None:
     assert config_of(PROBLEM._replace(head_dim=64, head_dim_v=64)).tile_m == 192
     config = config_of(PROBLEM)
     assert isinstance(config, ChunkConfig)
-    assert config.piece == 16 and config_of(PROBLEM._replace(page_size=256)).piece == 128
+    for page_size, piece in ((16, 16), (32, 16), (64, 64), (128, 128), (256, 128)):
+        assert config_of(PROBLEM._replace(page_size=page_size)).piece == piece
+        few = config_of(PROBLEM._replace(page_size=page_size, seqlen_q=1, total_q=2, longest_q=1))
+        assert few.piece == (128 if piece == 128 else 16)
 
 
 @slow

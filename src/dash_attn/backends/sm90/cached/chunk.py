@@ -1,6 +1,6 @@
 """The main kernel over a cache of keys where sequences have many rows.
 
-It is the kernel of training (forward/kernel.py): rows of a q tile are those of one q head, the copy engine
+It is the kernel of training (forward/kernel.py): rows of a q tile are those of one q head, and the copy engine
 loads Q and stores O. But items come from a table that ``Deal`` wrote, and K and V in pages.
 """
 
@@ -15,29 +15,28 @@ from ..forward.block import layouts_of, products_of
 from ..forward.config import ROWS
 from ..forward.item import segment_end
 from ..forward.kernel import Forward
-from ..forward.load import LoadRole
+from ..forward.load import K, LoadRole, V
 from .arguments import HEADER_WORDS, RECORD_WORDS, Memory
 from .config import ChunkConfig
 from .pages import Pages, copies_of_pages, numbers_of_pages
 
 
 class ChunkLoad(LoadRole, Pages):
-    """A look-up takes as many instructions as the loads of a tile, so there is one for as many tiles as lanes have
-    pieces of."""
+    """A look-up takes as many instructions as the loads of a tile. So there is one for as many tiles as lanes
+    have pieces of."""
 
     def __init__(self, config: ChunkConfig):
         super().__init__(config)
         self.per_segment, self.pieces = config.segment // config.tile_n, config.tile_n // config.piece
 
     @cute.jit
-    def run(self, copies, memory, shared, rings, numbers) -> None:
+    def _numbers(self, memory, numbers):
         left, right, group, q_heads, batches, *of_pages, k_rows, v_rows = numbers
-        entries, heads = memory.table[0], memory.table[2]
         paged = memory.pages, numbers_of_pages(*of_pages), k_rows, v_rows
-        LoadRole.run(
-            self, copies, memory, shared, rings,
-            (entries, heads, left, right, group, batches, q_heads, paged),
-        )  # fmt: skip
+        return memory.table[0], memory.table[2], left, right, group, batches, q_heads, paged
+
+    def _keys_word(self, sequence: Int32, k_first: Int32, paged) -> Int32:
+        return sequence
 
     def _keys(self, of_sequence, paged, kv_tiles):
         """The sequence, its keys, the kv tiles of the item, and what `_where` says of the first one."""
@@ -46,12 +45,17 @@ class ChunkLoad(LoadRole, Pages):
         return *own, *self._where(paged, own, segment_end(self.config, kv_first, kv_last))
 
     @cute.jit
-    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen):
-        """Load a kv tile of K and of V. Where the next ones lie is found while the stage of V is in use."""
+    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen, parts: cutlass.Constexpr[tuple]):
+        """Load a kv tile of `parts`. Where the next ones lie is found before the last one's stage is empty."""
         keys, kv_tile, kv_head, paged = place
         own, (first, row, k_shift, v_shift) = keys[:4], keys[4:]
         lane, found = (first - kv_tile) * self.pieces, (first, row, k_shift, v_shift)
-        self._load(rings.k, copies.k, shared.k, (row, k_shift, lane), kv_head, n_kv)
+        loads = {
+            K: (rings.k, copies.k, shared.k, (row, k_shift, lane)),
+            V: (rings.v, copies.v, shared.v, (row, v_shift, lane)),
+        }
+        for part in parts[:-1]:
+            self._load(*loads[part], kv_head, n_kv)
         begin = cutlass.max(kv_tile // self.per_segment * self.per_segment, own[2])
         if (kv_tile == begin) | (lane == 32 - self.pieces):
             next_tile = kv_tile - 1
@@ -59,7 +63,7 @@ class ChunkLoad(LoadRole, Pages):
                 end = (kv_tile // self.per_segment + 1) * self.per_segment
                 next_tile = segment_end(self.config, end, own[3])
             found = self._where(paged, own, next_tile)
-        self._load(rings.v, copies.v, shared.v, (row, v_shift, lane), kv_head, n_kv)
+        self._load(*loads[parts[-1]], kv_head, n_kv)
         return n_kv + 1, (*own, *found)
 
     @cute.jit

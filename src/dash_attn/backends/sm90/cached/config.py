@@ -48,6 +48,10 @@ class CachedConfig(ForwardConfig):
         return 4 if self.warpgroups == 1 else 1
 
     @property
+    def v_warp(self) -> bool:
+        return self.by_head and super().v_warp
+
+    @property
     def registers(self) -> tuple[int, int]:
         """One warpgroup needs no others' registers: a block of 256 threads has 255 each."""
         return {1: (0, 0), 2: (232, 40), 3: (160, 32)}[self.warpgroups]

@@ -112,6 +112,12 @@ class ForwardConfig:
         return self.head_dim - self.rest, self.head_dim_v - self.rest
 
     @property
+    def v_warp(self) -> bool:
+        """Whether a warp of its own loads V: with three warpgroups, all warps beside them load or store. With
+        intervals it would have to know which kv tiles are seen."""
+        return self.warpgroups == 2 and not self.intervals
+
+    @property
     def threads(self) -> int:
         return 128 * (1 + self.warpgroups)
 

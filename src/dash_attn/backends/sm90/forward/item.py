@@ -31,11 +31,12 @@ class Info:
     index = 15  # of the item; where it is traced
     sink = 16  # the bits of a float, natural logarithm; where there is one
     first_key, first_bounds = 17, 18  # of its sequence; where keys have intervals of rows
+    keys = 17  # where they lie, see `LoadRole.run_values`; where there is no interval, but a warp for V
 
 
 def info_words(config: ForwardConfig) -> int:
     """Words per item."""
-    return 20 if config.sink or config.intervals else 16
+    return 20 if config.sink or config.intervals or config.v_warp else 16
 
 
 def segment_end(config: ForwardConfig, begin, kv_last):

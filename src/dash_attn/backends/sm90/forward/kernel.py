@@ -1,7 +1,8 @@
 """The forward kernel: persistent, warp specialised, one item (64 rows per warpgroup of one q head) after
 the other.
 
-Warp 0 claims items and loads Q, K and V by the copy engine (load.py), and one warp per warpgroup stores O.
+Warp 0 claims items and loads Q and K by the copy engine (load.py), and V, where no other warp is left to do so.
+One warp per warpgroup stores O.
 Warpgroups multiply: S = Q K^T of the next kv tile and O += P V of this one are started together, and one
 warpgroup's softmax runs beside the products of another (FlashAttention-3, section 3). Numerics:
 schedule/forward.py.
@@ -33,7 +34,7 @@ class Forward:
     def _barrier_counts(self):
         c = self.config
         return {
-            "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, c.warpgroups),
+            "q_full": (c.q_stages, 1), "q_empty": (c.q_stages, c.warpgroups + c.v_warp),
             "k_full": (c.kv_stages, 1), "k_empty": (c.kv_stages, 4 * c.warpgroups),
             "v_full": (c.kv_stages, 1), "v_empty": (c.kv_stages, 4 * c.warpgroups),
         }  # fmt: skip
@@ -80,6 +81,8 @@ class Forward:
                 self.load_role.run(copies, memory, shared, rings, numbers[of_scores:])
             elif warp_idx < FIRST_STORE_WARP + c.warpgroups:
                 self.store_role.run(copies, shared, rings, warp_idx - FIRST_STORE_WARP)
+            elif const_expr(c.v_warp):
+                self.load_role.run_values(copies, memory, shared, rings, numbers[of_scores:])
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.mma_role.run(products, memory, shared, rings, numbers[:of_scores])

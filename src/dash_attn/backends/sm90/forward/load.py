@@ -1,4 +1,8 @@
-"""The load warp: claims items, and loads their Q, K and V by the copy engine."""
+"""The load warp: claims items, and loads their Q, K and V by the copy engine.
+
+A tile of K can be loaded long before the tile of V that is due before it: so V has a warp of its own where one
+is left.
+"""
 
 import cutlass
 import cutlass.cute as cute
@@ -6,6 +10,7 @@ from cutlass import Int32, Int64, const_expr
 
 from ..device import plan_view, ptx
 from ..device.copies import load_tile
+from ..device.ring import arrive_together
 from .bounds import first_bounds, may_see, seen_tiles
 from .claims import CLAIM_BEFORE, READ_BEFORE, claim
 from .config import ForwardConfig
@@ -13,13 +18,17 @@ from .item import Info, segment_end
 from .table import ENTRY_WORDS
 
 
+K, V = 0, 1
+
+
 class LoadRole:
     def __init__(self, config: ForwardConfig):
         self.config = config
+        self.parts = (K,) if config.v_warp else (K, V)
 
     @cute.jit
     def run(self, copies, memory, shared, rings, numbers) -> None:
-        c = self.config
+        c, numbers = self.config, self._numbers(memory, numbers)
         entries, heads, left, right, group, batches, q_heads, k_batches = numbers
         table, items, in_section = memory.table, entries * q_heads, entries * heads
         n_item, n_kv = Int32(0), Int32(0)
@@ -68,6 +77,8 @@ class LoadRole:
                 if const_expr(c.intervals):
                     shared.item[Info.first_key, stage] = k_first
                     shared.item[Info.first_bounds, stage] = bounds
+                if const_expr(c.v_warp):
+                    shared.item[Info.keys, stage] = self._keys_word(sequence, k_first, k_batches)
                 cute.arch.mbarrier_arrive_and_expect_tx(rings.q.full + stage, 2 * c.tile_m * c.head_dim)
             rows = (tma_row, tma_batch, tma_shift)
             for g in cutlass.range_constexpr(c.warpgroups):
@@ -87,7 +98,7 @@ class LoadRole:
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = claim(memory.claimed)
                     n_kv, keys = self._load_kv(
-                        copies, shared, rings, (keys, end - i, kv_head, k_batches), n_kv, seen
+                        copies, shared, rings, (keys, end - i, kv_head, k_batches), n_kv, seen, self.parts
                     )
                     to_load -= 1
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
@@ -106,6 +117,39 @@ class LoadRole:
             cute.arch.mbarrier_arrive(rings.q.full_of(n_item))
 
     @cute.jit
+    def run_values(self, copies, memory, shared, rings, numbers) -> None:
+        """What the other warp does: it reads the words of an item as those who multiply do."""
+        c, numbers = self.config, self._numbers(memory, numbers)
+        _, _, _, _, group, _, _, k_batches = numbers
+        n_item, n_kv = Int32(0), Int32(0)
+        rings.q.wait_full(n_item)
+        words = shared.item[None, rings.q.stage(n_item)]
+        while words[Info.valid] == 1:
+            kv_head, kv_first, kv_last = words[Info.q_head] // group, words[Info.kv_first], words[Info.kv_last]
+            of_sequence = words[Info.keys], words[Info.seqlen_k], words[Info.keys]
+            arrive_together(rings.q.empty_of(n_item))
+            keys, begin = self._keys(of_sequence, k_batches, (kv_first, kv_last)), kv_first
+            while begin <= kv_last:
+                end = segment_end(c, begin, kv_last)
+                for i in cutlass.range(end - begin + 1, unroll=1):
+                    n_kv, keys = self._load_kv(
+                        copies, shared, rings, (keys, end - i, kv_head, k_batches), n_kv, Int64(-1), (V,)
+                    )
+                begin = end + 1
+            n_item += 1
+            rings.q.wait_full(n_item)
+            words = shared.item[None, rings.q.stage(n_item)]
+
+    def _numbers(self, memory, numbers):
+        """(entries, heads of a section, mask sides, q heads per kv head, batches of q, q heads, batches of k)."""
+        return numbers
+
+    @cute.jit
+    def _keys_word(self, sequence: Int32, k_first: Int32, k_batches: Int32) -> Int32:
+        """What `_keys` needs of both."""
+        return k_first if k_batches == 1 else sequence
+
+    @cute.jit
     def _keys(self, of_sequence, k_batches: Int32, kv_tiles):
         """Where the keys of a sequence lie: (row, batch, shift) as in `plan_view.tma_rows`."""
         sequence, seqlen_k, k_first = of_sequence
@@ -114,26 +158,27 @@ class LoadRole:
         return k_row, k_batch, k_shift
 
     @cute.jit
-    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen):
-        """Load a kv tile of K and of V, `place`: (keys, kv tile, kv head, batches), unless no row sees it.
+    def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen, parts: cutlass.Constexpr[tuple]):
+        """Load a kv tile of `parts`, `place`: (keys, kv tile, kv head, batches), unless no row sees it.
         `seen` has a bit per tile of its segment. With what is then counted as loaded, and `_keys` of the next
         tile."""
         if const_expr(self.config.intervals):
             bit = place[1] % (self.config.segment // self.config.tile_n)
             if (seen >> Int64(bit)) & 1 == 1:
-                self._load_tiles(copies, shared, rings, place, n_kv)
+                self._load_tiles(copies, shared, rings, place, n_kv, parts)
                 n_kv += 1
         else:
-            self._load_tiles(copies, shared, rings, place, n_kv)
+            self._load_tiles(copies, shared, rings, place, n_kv, parts)
             n_kv += 1
         return n_kv, place[0]
 
-    def _load_tiles(self, copies, shared, rings, place, n_kv: Int32) -> None:
+    def _load_tiles(self, copies, shared, rings, place, n_kv: Int32, parts) -> None:
         c, (rows, kv_tile, kv_head, _) = self.config, place
-        for ring, copy, tiles, columns, rest, rest_tiles in (
+        both = (
             (rings.k, copies.k, shared.k, c.head_dim, copies.k_rest, shared.k_rest),
             (rings.v, copies.v, shared.v, c.head_dim_v, copies.v_rest, shared.v_rest),
-        ):
+        )
+        for ring, copy, tiles, columns, rest, rest_tiles in (both[part] for part in parts):
             kv_stage = ring.stage(n_kv)
             ring.wait_empty(n_kv)
             with cute.arch.elect_one():
