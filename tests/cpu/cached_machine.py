@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ptx_machine as base
 from forward_machine import ForwardMachine
@@ -31,7 +31,8 @@ Record = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Batch:
-    """Packed rows over a cache: (rows, keys) of each sequence, and the pages of each."""
+    """Packed rows over a cache: (rows, keys) of each sequence, and the pages of each. ``of_kv``: so many
+    heads of one kv head have tiles of their own."""
 
     sequences: tuple[tuple[int, int], ...]
     group: int
@@ -39,6 +40,12 @@ class Batch:
     page_size: int
     most_pages: int
     sides: tuple[int, int] = (-1, 0)
+    of_kv: int = 1
+
+    def by_head(self) -> Batch:
+        """As chunks have it: rows of a tile are those of one q head."""
+        heads = self.group * self.kv_heads
+        return replace(self, group=1, kv_heads=heads, of_kv=self.group)
 
     def page(self, sequence: int, column: int) -> int:
         """Sequences have their pages in turns."""
@@ -164,7 +171,7 @@ class DealMachine(CachedMachine):
     def _parameter(self, number: int, offset: int) -> int:
         b, (tiles, places, folds) = self.batch, self.capacity
         total = sum(rows for rows, _ in b.sequences)
-        sizes = (b.group, b.kv_heads, total, b.most_pages * b.page_size)
+        sizes = (b.group, b.kv_heads, total, b.most_pages * b.page_size, b.of_kv)
         launch = len(b.sequences), tiles, -1, b.most_pages, self.share, places, folds, 1, *b.sides
         known = {0: TABLE, 1: CLAIMED, 2: LENGTHS, 3: BOUNDS, **dict(enumerate((*launch, *sizes), 5))}
         return known.get(number, 0)

@@ -25,7 +25,7 @@ from ptx_machine import DeadlockError
 from dash_attn import flash_attn_with_kvcache
 from dash_attn.backends.sm90.cached import launch as cached_launch
 from dash_attn.backends.sm90.cached.arguments import HEADER_WORDS
-from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
+from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config, chunk_config
 from dash_attn.backends.sm90.tiles import row_bytes_of
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
@@ -47,7 +47,7 @@ def loads_of(batch: Batch, config: CachedConfig, record: Record, head: int) -> l
         for token in range(tile * config.tile_n, (tile + 1) * config.tile_n, config.piece):
             column = token // batch.page_size
             page = batch.page(sequence, min(column, batch.most_pages - 1))
-            used = min(max(keys - column * batch.page_size, 0), batch.page_size)
+            used = max(keys - column * batch.page_size, 0)
             row = PACKED - used + token % batch.page_size
             place = (row, head, PACKED, page * batch.page_size + used)
             found += [(chunk, *place) for chunk in columns]
@@ -82,15 +82,16 @@ def test_it_ends_and_loads_what_it_should(head_dim: int, few: bool, piece: int, 
         assert not left
 
 
-@pytest.mark.parametrize(("few", "share"), [(True, 1), (True, 1000), (False, 1)])
+@pytest.mark.parametrize(("rows", "share"), [("few", 1), ("few", 1000), ("many", 1), ("chunk", 1)])
 @pytest.mark.parametrize("places", [0, 3, 40])
 @pytest.mark.parametrize("name", BATCHES)
-def test_what_is_dealt_out(name: str, places: int, few: bool, share: int) -> None:
+def test_what_is_dealt_out(name: str, places: int, rows: str, share: int) -> None:
     """Every tile once, whole or in all of its segments, the longest first; folds find their places."""
-    batch = BATCHES[name]
-    config = replace(cached_config(64, "bf16", few, 16), segment=256)
-    rows = sum(rows for rows, _ in batch.sequences)
-    tiles = rows * batch.group // config.tile_m + len(batch.sequences)
+    batch = BATCHES[name].by_head() if rows == "chunk" else BATCHES[name]
+    config = chunk_config(64, "bf16", 16) if rows == "chunk" else cached_config(64, "bf16", rows == "few", 16)
+    config = replace(config, segment=256)
+    total = sum(rows for rows, _ in batch.sequences)
+    tiles = total * batch.group // config.tile_m + len(batch.sequences)
     program, capacity = DealProgram(cached_ptx(config)), (tiles, places, places)
     machine = DealMachine(config, program, batch, capacity, places, share)
     machine.run()
@@ -117,10 +118,15 @@ def test_what_is_dealt_out(name: str, places: int, few: bool, share: int) -> Non
     if places == 40:
         assert {record[:2] for record in folded} == {record[:2] for record in parts}
     assert places or not folds
-    longest = max(len(_tiles_of(batch, config, record)) for record in batch.entries(config, False))
+    of_tiles = [len(_tiles_of(batch, config, record)) for record in batch.entries(config, False)]
     lengths = [len(_tiles_of(batch, config, record)) for record in entries]
-    coarsely = few and tiles * batch.kv_heads > share
-    ranks = [max(n, 1).bit_length() if coarsely else n * 31 // longest for n in lengths]
+    ranks = [n * 31 // max(of_tiles) for n in lengths]
+    if rows == "few" and tiles * batch.kv_heads > share:
+        ranks = [max(n, 1).bit_length() for n in lengths]
+    elif rows == "chunk":
+        shortest = min(n for n in of_tiles if n)
+        span = max(max(of_tiles) - shortest, 1)
+        ranks = [max(n - shortest, 0) * 31 // span for n in lengths]
     assert ranks == sorted(ranks, reverse=True)
 
 

@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from emulator.backend import emulated
-from kvcache_cases import random_history
 
 from dash_attn import flash_attn_func, flash_attn_with_kvcache
 from dash_attn.backends.cached import CachedProblem, CachedTensors
@@ -20,6 +19,7 @@ from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.problem import Mask, Problem
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
+from kvcache_cases import random_history
 
 pytest.importorskip("cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
 pytest.importorskip("tvm_ffi", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'")
@@ -65,10 +65,14 @@ def test_rows_of_a_chunk(page_size: int) -> None:
     """Three q heads per kv head, and a window. NaN lies behind the used keys, and in no page that is used."""
     generator = torch.Generator().manual_seed(0)
     used, rows, how = (300, 130), 120, {"causal": True, "window_size": (150, 0), "backend": "sm90"}
-    q, k, v = (torch.randn(2, n, h, 128, generator=generator).bfloat16() for n, h in ((rows, 6), (384, 2), (384, 2)))
+    q, k, v = (
+        torch.randn(2, n, h, 128, generator=generator).bfloat16() for n, h in ((rows, 6), (384, 2), (384, 2))
+    )
     table = None
     with emulated(blocks=3, races=True):
-        alone = [flash_attn_func(q[i, None], k[i, None, :n], v[i, None, :n], **how) for i, n in enumerate(used)]
+        alone = [
+            flash_attn_func(q[i, None], k[i, None, :n], v[i, None, :n], **how) for i, n in enumerate(used)
+        ]
         for x in (k, v):
             for i, n in enumerate(used):
                 x[i, n:] = torch.nan
@@ -88,7 +92,9 @@ def test_segments_of_split_tiles_are_folded(places: int, monkeypatch: pytest.Mon
     """Two tiles of three segments each, by twelve blocks: all are split, or, without places, none is."""
     monkeypatch.setattr(launch, "MOST_PARTS", 4096 * places)
     generator = torch.Generator().manual_seed(1)
-    q, k, v = (torch.randn(1, n, h, 64, generator=generator).bfloat16() for n, h in ((192, 2), (700, 1), (700, 1)))
+    q, k, v = (
+        torch.randn(1, n, h, 64, generator=generator).bfloat16() for n, h in ((192, 2), (700, 1), (700, 1))
+    )
     problem = CachedProblem(1, 2, 1, 64, 64, "bfloat16", (-1, 0), 192, 192, 192, 700, 1, 1)
     lengths, table = torch.tensor([700], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     with emulated(blocks=12):

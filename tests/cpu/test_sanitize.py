@@ -10,7 +10,7 @@ import torch
 
 import sanitize
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.cached.config import CachedConfig
+from dash_attn.backends.sm90.cached.config import CachedConfig, ChunkConfig
 from dash_attn.backends.sm90.compile import backward_variants, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.key_sums.config import KeySumsConfig
@@ -97,10 +97,12 @@ def test_main_kernels_have_numbers_of_their_own() -> None:
         BackwardConfig(64, padded=True, intervals=True),
         ForwardConfig(64, intervals=True),
         CachedConfig,
+        ChunkConfig,
         SpreadConfig,
     )
     for config in configs:
-        (main,) = (name for name in config.kernels if name.lower() == config.direction)
+        main = "Chunk" if config is ChunkConfig else config.direction.capitalize()
+        assert main in config.kernels
         mangled = [f"{name}_object" for name in config.kernels]
         for table in (RACE_WRITERS, RACE_READERS):
             assert [name for name in table if any(f"{name}_" in x for x in mangled)] == [main]

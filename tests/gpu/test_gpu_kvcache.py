@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.backends.cached import CachedProblem, CachedTensors
+from dash_attn.backends.sm90 import backend as sm90_backend
+from dash_attn.backends.sm90.cached import launch as cached_launch
 from dash_attn.backends.sm90.cached.launch import Cached, config_of
+from dash_attn.ops.policies import forget
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 from kvcache_cases import History, random_history
@@ -21,6 +25,16 @@ PROBLEMS = int(os.environ.get("DASH_ATTN_PROBLEMS", "20"))
 STEPS = int(os.environ.get("DASH_ATTN_STEPS", "40"))
 BACKENDS = ("sm90", "triton")
 BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def as_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every call runs the kernel for many rows, those of few rows, too."""
+    monkeypatch.setattr(cached_launch, "_fill_tiles", lambda *_: True)
+    monkeypatch.setattr(sm90_backend, "spreads", lambda *_: False)
+    forget()
+    yield
+    forget()
 
 
 def int32(*values: int) -> Tensor:
@@ -54,6 +68,14 @@ def test_histories_with_head_dims_to_256(number: int) -> None:
     dtype = BF16 if number % 3 else torch.float16
     dims = (256, 160, (200, 240), (256, 64))
     random_history(number, "cuda", dtype, 9000, head_dims=dims, backend="sm90").run()
+
+
+@pytest.mark.parametrize("number", range(PROBLEMS))
+def test_histories_of_chunks(number: int, as_chunks: None) -> None:
+    dtype = BF16 if number % 3 else torch.float16
+    dims = (64, 72, 96, 128, (192, 128), (136, 40), 256)
+    longest = (400, 3000, 9000)[number % 3]
+    random_history(number, "cuda", dtype, longest, head_dims=dims, backend="sm90").run()
 
 
 @pytest.mark.parametrize("page_size", [0, 16, 64, 256])
@@ -110,6 +132,10 @@ def test_a_captured_graph_replays_lengths_that_grow(page_size: int, backend: str
         keys = (gathered(x, table, i, length) for x in (k, v))
         wanted = flash_attn_func(q[i : i + 1], *keys, causal=True, backend=backend, return_lse=True)
         assert all(same_bytes(a[i : i + 1], b) for a, b in zip(found, wanted))
+
+
+def test_values_out_of_range_are_clamped_for_chunks(as_chunks: None) -> None:
+    test_values_out_of_range_are_clamped("sm90")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

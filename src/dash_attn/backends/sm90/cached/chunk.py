@@ -1,8 +1,10 @@
 """The main kernel over a cache of keys where sequences have many rows.
 
-It is the kernel of training (forward/kernel.py): rows of a q tile are those of one q head, and the copy engine
-loads Q and stores O. But items come from a table that ``Deal`` wrote, and K and V in pages.
+It is the kernel of training (forward/kernel.py): rows of a q tile are those of one q head, and the copy
+engine loads Q and stores O. But items come from a table that ``Deal`` wrote, and K and V in pages.
 """
+
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -25,9 +27,12 @@ class ChunkLoad(LoadRole, Pages):
     """A look-up takes as many instructions as the loads of a tile. So there is one for as many tiles as lanes
     have pieces of."""
 
+    config: Any
+
     def __init__(self, config: ChunkConfig):
         super().__init__(config)
-        self.per_segment, self.pieces = config.segment // config.tile_n, config.tile_n // config.piece
+        self.per_segment, self.piece = config.segment // config.tile_n, config.piece
+        self.pieces = config.tile_n // config.piece
 
     @cute.jit
     def _numbers(self, memory, numbers):
@@ -46,7 +51,7 @@ class ChunkLoad(LoadRole, Pages):
 
     @cute.jit
     def _load_kv(self, copies, shared, rings, place, n_kv: Int32, seen, parts: cutlass.Constexpr[tuple]):
-        """Load a kv tile of `parts`. Where the next ones lie is found before the last one's stage is empty."""
+        """Load a kv tile of `parts`. Where the next one lies is found while its last stage is in use."""
         keys, kv_tile, kv_head, paged = place
         own, (first, row, k_shift, v_shift) = keys[:4], keys[4:]
         lane, found = (first - kv_tile) * self.pieces, (first, row, k_shift, v_shift)
@@ -68,11 +73,11 @@ class ChunkLoad(LoadRole, Pages):
 
     @cute.jit
     def _where(self, paged, of_item, kv_tile: Int32):
-        """Where pieces of a kv tile lie, and of those before it in the next lanes: (the tile, row, shift of K,
-        shift of V), as in `place_of`."""
+        """Where pieces of a kv tile lie, and in the next lanes those of tiles before it: (the tile, row,
+        shift of K, shift of V), as in `place_of`."""
         c, lane = self.config, cute.arch.lane_idx()
         (pages, of_pages, k_rows, v_rows), (sequence, seqlen_k, _, _) = paged, of_item
-        token = (kv_tile - lane // self.pieces) * c.tile_n + lane % self.pieces * c.piece
+        token = (kv_tile - lane // self.pieces) * c.tile_n + lane % self.pieces * self.piece
         row, page, used = self.piece_at(pages, of_pages, sequence, cutlass.max(token, 0), seqlen_k)
         return kv_tile, row, page * k_rows + used, page * v_rows + used
 
@@ -94,7 +99,8 @@ class Chunk(Forward):
     @cute.jit
     def __call__(self, tensors, memory: Memory, launch, cap, stream):
         """cap: the numbers of a softcap, where the variant has one."""
-        c, layouts = self.config, layouts_of(self.config, self.dtype)
+        c: Any = self.config
+        layouts = layouts_of(c, self.dtype)
         k, v = copies_of_pages(c, self.dtype, tensors)
         fetch, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         copies = Copies(

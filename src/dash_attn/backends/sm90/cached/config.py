@@ -10,8 +10,8 @@ from ..forward.config import ForwardConfig, forward_config
 from ..tiles import name_of
 
 PIECES, CHUNK_PIECES = (128, 16), (128, 64, 16)
-"""Rows of K or V per copy: all of a kv tile (64 where it has no more), or of the smallest page. Every copy is some 20
-instructions of a warp that shares its issue slots with those that multiply: chunks have 64, too."""
+"""Rows of K or V per copy: all of a kv tile (64 where it has no more), or of the smallest page. A copy takes
+instructions of a warp that shares its issue slots with those that multiply: so chunks have 64, too."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ the key that is aligned with the sequence's first token.
 Suppose that all tiles are like this one. It is split into its segments if all segments, in rounds over all
 blocks, are then done at least a tenth earlier than one whole tile. Which tiles that are, where segments go,
 and which item comes first, is placement: it decides no bit. Numbers are handed out by integer atomics. Items
-come by their length, the longest first: to within a 31st of the longest tile, where tiles have the rows of one head to
-within a 31st of how much longer than the shortest tile it is, and to within a power of two where rows are few and
-every SM has many tiles. Memory gives more where blocks do not end in step.
+come by their length, the longest first: to within a 31st of the longest tile, and to within a power of two
+where rows are few and every SM has many tiles. Memory gives more where blocks do not end in step. Where tiles
+have the rows of one head, it is a 31st of what the longest tile has more than the shortest.
 """
 
 from types import SimpleNamespace

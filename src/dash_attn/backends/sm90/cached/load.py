@@ -33,7 +33,8 @@ class CachedLoad(Pages):
         in_section, blocks = table[0] * section, Int32(cute.arch.grid_dim()[0])
         n_item, n_kv, index = Int32(0), Int32(0), Int32(cute.arch.block_idx()[0])
         per_segment = c.segment // c.tile_n
-        ahead = c.warpgroups < 3  # with three, the load warp has no registers for the next tile's place
+        # With three, the load warp has no registers for the next tile's place, nor for a logarithm.
+        ahead = c.warpgroups < 3
         fewer = Int32(0)
         if const_expr(c.warpgroups == 1):
             fewer = self._fewer(items, more[2])
@@ -74,6 +75,7 @@ class CachedLoad(Pages):
                     if (to_load == cutlass.min(kv_tiles, CLAIM_BEFORE)) & (blocks < items):
                         claimed = claim(memory.claimed)
                     if const_expr(not ahead):
+                        of_pages = numbers_of_pages(pages, page_size, most_pages)
                         where = self.where_is(memory.pages, of_pages, sequence, end - i, seqlen_k)
                     of_k, of_v = (self.place_of(where, rows) for rows in more[:2])
                     self._load(rings.k, copies.k, shared.k, of_k, head, n_kv, fewer)

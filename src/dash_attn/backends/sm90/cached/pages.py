@@ -36,14 +36,15 @@ def copies_of_pages(c: CachedConfig, dtype, tensors):
 
 @cute.jit
 def numbers_of_pages(pages: Int32, page_size: Int32, most_pages: Int32):
-    """What `Pages` asks for: how many there are, tokens of each, pages of a sequence at most, and the logarithm
-    to base 2 of a page's tokens. The one page of a contiguous cache may have any number: more than there are.
+    """What `Pages` asks for: how many pages there are, how many a sequence has at most, and the logarithm to
+    base 2 of a page's tokens. The one page of a contiguous cache may have any number of tokens: here it has
+    2^30, which are more than a sequence has.
 
-    A division would take the unit that takes exponentials, and no time of it is free in the softmax."""
-    size_log2 = Int32(31)
+    A division would run on the unit that takes exponentials, of which the softmax leaves no time."""
+    size_log2 = Int32(30)
     if most_pages > 1:
         size_log2 = ptx.highest_bit(page_size)
-    return pages, page_size, most_pages, size_log2
+    return pages, most_pages, size_log2
 
 
 class Pages:
@@ -60,18 +61,20 @@ class Pages:
 
     @cute.jit
     def piece_at(self, pages, of_pages, sequence: Int32, token: Int32, seqlen_k: Int32):
-        """(row of the view, page, used tokens of the page) of the piece that begins with a token. Of a page
-        that has none of the used tokens, rows are zeros, whatever its number is."""
-        number, size, most, size_log2 = of_pages
+        """(row of the view, page, used tokens from the page's first one on) of the piece that begins with a
+        token. Of a page that has none of the used tokens, rows are zeros, whatever its number is."""
+        number, most, size_log2 = of_pages
         column = token >> size_log2
         page = pages[sequence * most + cutlass.min(column, most - 1)]
         page = cutlass.min(cutlass.max(page, 0), number - 1)
-        used = cutlass.min(cutlass.max(seqlen_k - column * size, 0), size)
-        return plan_view.PACKED_ROWS - used + token - column * size, page, used
+        first = column << size_log2
+        used = cutlass.max(seqlen_k - first, 0)
+        return plan_view.PACKED_ROWS - used + token - first, page, used
 
     def place_of(self, where, rows_of_page: Int32):
-        """(row, shift, first lane) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences do in
-        packed tensors, and each ends where its used tokens end."""
+        """(row, shift, first lane) of pieces, as in `plan_view.tma_rows`: pages lie among rows as sequences
+        do in packed tensors. Each ends where the used tokens would, if they all lay behind one another: no
+        piece goes beyond its page."""
         row, page, used = where
         return row, page * rows_of_page + used, 0
 

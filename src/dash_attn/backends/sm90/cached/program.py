@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.runtime import make_fake_stream
@@ -14,7 +13,7 @@ from ..device.operands import DTYPES
 from ..softcap import Cap
 from .arguments import Launch, Memory, Places, Tensors, Workspace
 from .chunk import Chunk
-from .config import CachedConfig
+from .config import CachedConfig, ChunkConfig
 from .deal import Deal
 from .fold import CachedFold
 from .kernel import Cached, rows_of_groups, statistics_of_groups
@@ -24,25 +23,19 @@ class Program:
     def __init__(self, config: CachedConfig):
         self.config = config
         self.deal, self.fold = Deal(config), CachedFold(config)
-        self.main = Chunk(config) if config.by_head else Cached(config)
+        self.main = Chunk(config) if isinstance(config, ChunkConfig) else Cached(config)
 
     @cute.jit
     def __call__(self, *arguments):
         stream = arguments[-1]
         tensors, places, workspace, launch = regrouped(arguments, Tensors, Places, Workspace, Launch)
         cap = arguments[len(tensors + places + workspace + launch) : -1]
-        heads = tensors.k.shape[2]
-        of_kv = tensors.q.shape[2] // heads
-        group, more = of_kv, ()
-        if cutlass.const_expr(self.config.by_head):
-            heads, group, more = tensors.q.shape[2], 1, (of_kv,)
+        heads, group, more = self._heads(tensors)
         memory = Memory(
             q=rows_of_groups(tensors.q, group),
             out=rows_of_groups(tensors.out, group),
             lse=statistics_of_groups(tensors.lse, group),
-            sink=cute.make_tensor(
-                places.sink.iterator, cute.make_layout((heads, group), stride=(group, 1))
-            ),
+            sink=cute.make_tensor(places.sink.iterator, cute.make_layout((heads, group), stride=(group, 1))),
             pages=places.pages,
             table=workspace.table,
             claimed=workspace.claimed,
@@ -55,6 +48,13 @@ class Program:
         self.main(tensors, memory, launch, cap, stream)
         if launch.folds > 0:
             self.fold(memory, launch, stream)
+
+    def _heads(self, tensors):
+        """Heads whose rows have tiles of their own, q heads among the rows of a tile, and what `Deal` needs
+        besides: q heads per kv head."""
+        kv_heads = tensors.k.shape[2]
+        group = tensors.q.shape[2] // kv_heads
+        return (tensors.q.shape[2], 1, [group]) if self.config.by_head else (kv_heads, group, [])
 
 
 def fake_arguments(config: CachedConfig, env_stream: bool):

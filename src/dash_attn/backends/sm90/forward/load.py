@@ -1,7 +1,6 @@
 """The load warp: claims items, and loads their Q, K and V by the copy engine.
 
-A tile of K can be loaded long before the tile of V that is due before it: so V has a warp of its own where one
-is left.
+A stage of K becomes empty long before that of V in front of it. So V has a warp of its own where one is left.
 """
 
 import cutlass
@@ -16,7 +15,6 @@ from .claims import CLAIM_BEFORE, READ_BEFORE, claim
 from .config import ForwardConfig
 from .item import Info, segment_end
 from .table import ENTRY_WORDS
-
 
 K, V = 0, 1
 
@@ -125,7 +123,11 @@ class LoadRole:
         rings.q.wait_full(n_item)
         words = shared.item[None, rings.q.stage(n_item)]
         while words[Info.valid] == 1:
-            kv_head, kv_first, kv_last = words[Info.q_head] // group, words[Info.kv_first], words[Info.kv_last]
+            kv_head, kv_first, kv_last = (
+                words[Info.q_head] // group,
+                words[Info.kv_first],
+                words[Info.kv_last],
+            )
             of_sequence = words[Info.keys], words[Info.seqlen_k], words[Info.keys]
             arrive_together(rings.q.empty_of(n_item))
             keys, begin = self._keys(of_sequence, k_batches, (kv_first, kv_last)), kv_first
@@ -141,7 +143,8 @@ class LoadRole:
             words = shared.item[None, rings.q.stage(n_item)]
 
     def _numbers(self, memory, numbers):
-        """(entries, heads of a section, mask sides, q heads per kv head, batches of q, q heads, batches of k)."""
+        """(entries, heads of a section, two mask sides, q heads per kv head, batches of q, q heads, batches
+        of k)."""
         return numbers
 
     @cute.jit

@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from ..cached.load import CachedLoad
-from ..cached.pages import numbers_of_pages
 from ..cached.mma import CachedMma
+from ..cached.pages import numbers_of_pages
 from ..device.operands import DTYPES, multiply, tile_layout
 from ..forward.block import products_of
 from ..forward.config import ROWS, WARP_ROWS
