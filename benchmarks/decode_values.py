@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from statistics import geometric_mean
 
 from documents import Value, read, table_of
 from summary import Row
@@ -17,6 +18,9 @@ def decode_values() -> Iterator[tuple[str, Value]]:
     yield "table", decode_table
     yield "chunks-least", lambda: f"{min(_chunks()):.2f}"
     yield "chunks-most", lambda: f"{max(_chunks()):.2f}"
+    yield "chunks-mean", lambda: f"{geometric_mean(_chunks()):.2f}"
+    yield "chunks-fa4-least", lambda: f"{min(_chunks_of_fa4()):.2f}"
+    yield "chunks-fa4-most", lambda: f"{max(_chunks_of_fa4()):.2f}"
 
 
 def decode_table() -> str:
@@ -53,7 +57,14 @@ def _what(row: Row) -> tuple[object, ...]:
 
 
 def _chunks() -> list[float]:
-    """How long chunks over a contiguous cache take, as multiples of the same rows in training."""
-    rows = [row for row in read(FILE) if row.get("kind") == "chunk" and not row["page_size"]]
-    ms = {(row["case"], row["impl"]): row["ms"] for row in rows}
-    return [ms[case, OURS] / ms[case, TRAINING] for case, impl in ms if impl == OURS]
+    """How long chunks over a cache take, contiguous or not, as multiples of the same rows in training."""
+    rows = [row for row in read(FILE) if row.get("kind") == "chunk"]
+    training = {(r["rows"], r["keys"]): r["ms"] for r in rows if r["impl"] == TRAINING}
+    return [r["ms"] / training[r["rows"], r["keys"]] for r in rows if r["impl"] == OURS]
+
+
+def _chunks_of_fa4() -> list[float]:
+    """How long the same takes FlashAttention-4, as multiples of ours."""
+    rows = [row for row in read(FILE) if row.get("kind") == "chunk"]
+    ours = {r["case"]: r["ms"] for r in rows if r["impl"] == OURS}
+    return [r["ms"] / ours[r["case"]] for r in rows if r["impl"] == "fa4"]
