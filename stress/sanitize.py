@@ -65,19 +65,19 @@ _RACE = r"^=+ (?:Error|Warning): Race reported between "
 RACE_WRITERS = {"Backward": 7, "Forward": 7, "Chunk": 7, "Cached": 5, "Spread": 8}
 """Writing instructions of a main kernel whose readers racecheck takes for races. Of the backward: the
 bulk loads of LSE, of delta and, four of them, of complete dQ tiles, and the store of a task's mask
-bounds. Of forwards: the stores of an item's words, and of the word behind the last item.
-Both are one store more in variants with intervals of rows. Of ``Spread``: the bulk load of scores, unrolled
-eight times. racecheck counts plain arrivals of the thread that wrote, on the barrier for which the reader
-waits. Here the writer's arrival is arrive.expect_tx. Of ``Cached`` others arrive: the warps that copy Q,
-which meet the writer at a named barrier.
+bounds. Of forwards: the stores of an item's words, and of the word behind the last item. With intervals of
+rows, a backward and a forward have one store more. Of ``Spread``: the bulk load of scores, unrolled eight
+times. racecheck counts plain arrivals of the thread that wrote, on the barrier for which the reader waits.
+Here the writer's arrival is arrive.expect_tx. Of ``Cached`` others arrive: the warps that copy Q, which meet
+the writer at a named barrier.
 For more, see docs/reliability.md.
 
 ``Deal`` has bar.sync and atomics, ``CachedFold`` no shared memory: nothing of them is excused."""
 RACE_READERS = {"Backward": 4, "Forward": 0, "Chunk": 0, "Cached": 1, "Spread": 0}
 """Reads whose words racecheck finds overwritten. Of the backward: two of the load warp (where its dK belongs)
-and two of converting warps (where a tile belongs). Over a cache: that of the last words of an item. All lanes
-of a warp read, bar.warp.sync follows, then one lane writes, or arrives on the barrier for which the writer
-waits; racecheck does not follow bar.warp.sync."""
+and two of converting warps (where a tile belongs). Of ``Cached``: that of the last words of an item. All
+lanes of a warp read, bar.warp.sync follows, then one lane writes, or arrives on the barrier for which the
+writer waits; racecheck does not follow bar.warp.sync."""
 
 
 CAP = 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -62,7 +63,7 @@ def test_histories(head_dims: tuple[int, ...], number: int, monkeypatch: pytest.
 @slow
 @pytest.mark.parametrize("page_size", [0, 16, 128])
 def test_rows_of_a_chunk(page_size: int) -> None:
-    """Three q heads per kv head, and a window. NaN lies behind the used keys, and in no page that is used."""
+    """Three q heads per kv head, and a window. NaN lies behind the used keys, in the last used page, too."""
     generator = torch.Generator().manual_seed(0)
     used, rows, how = (300, 130), 120, {"causal": True, "window_size": (150, 0), "backend": "sm90"}
     q, k, v = (
@@ -80,9 +81,9 @@ def test_rows_of_a_chunk(page_size: int) -> None:
             k, v = (x.reshape(-1, page_size, 2, 128) for x in (k, v))
             table = torch.arange(len(k), dtype=torch.int32).view(2, -1)
         lengths = torch.tensor(used, dtype=torch.int32)
-        with mock.patch.object(launch, "chunk_config", wraps=launch.chunk_config) as chosen:
+        with mock.patch.object(launch, "program", wraps=launch.program) as program:
             found = flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, page_table=table, **how)
-        assert chosen.called
+        assert isinstance(program.call_args.args[0], ChunkConfig)
     assert_same_bytes(found, torch.cat(alone))
 
 
@@ -97,10 +98,19 @@ def test_segments_of_split_tiles_are_folded(places: int, monkeypatch: pytest.Mon
     )
     problem = CachedProblem(1, 2, 1, 64, 64, "bfloat16", (-1, 0), 192, 192, 192, 700, 1, 1)
     lengths, table = torch.tensor([700], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    allocate, buffers = launch.allocate, []
+
+    def kept(*sizes: Any) -> Any:
+        buffers.extend(found := allocate(*sizes))
+        return found
+
+    monkeypatch.setattr(launch, "allocate", kept)
     with emulated(blocks=12):
         config = replace(config_of(problem), segment=256)
         cached = Cached(problem, CPU, blocks=12, config=config)
         out, lse = cached.forward(CachedTensors(q, k, v, lengths, table), Scores(0.1, 0.0))
+        entries, folds = buffers[0].view(torch.int32)[:2].tolist()
+        assert (entries, folds) == ((3, 1) if places else (1, 0))
         whole = Problem(((192, 700),), 2, 1, 64, Mask.causal(), "bfloat16")
         outs = [
             Forward(whole, CPU, blocks=2, config=replace(forward_config(64, "bf16"), segment=n))(q, k, v, 0.1)

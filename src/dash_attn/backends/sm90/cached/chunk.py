@@ -13,7 +13,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..device.copies import copy_of
 from ..forward.arguments import Copies
-from ..forward.block import layouts_of, products_of
+from ..forward.block import launch_blocks, layouts_of, products_of
 from ..forward.config import ROWS
 from ..forward.item import segment_end
 from ..forward.kernel import Forward
@@ -114,10 +114,6 @@ class Chunk(Forward):
             pages, page_size, launch.most_pages,
             *(Int32(x.stride[0] // x.stride[1]) for x in (tensors.k, tensors.v)),
         )  # fmt: skip
-        self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers).launch(
-            grid=(launch.grid, 1, 1),
-            block=(c.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
+        launch_blocks(
+            self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers), c, launch.grid, stream
         )

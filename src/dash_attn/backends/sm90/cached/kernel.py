@@ -10,7 +10,7 @@ from cutlass import Int32, const_expr
 
 from ..device.operands import DTYPES
 from ..forward.arguments import Layouts, Products
-from ..forward.block import LOAD_WARP, begin, layouts_of, products_of
+from ..forward.block import LOAD_WARP, begin, launch_blocks, layouts_of, products_of
 from .arguments import Copies, Memory
 from .config import CachedConfig
 from .few import FewMma
@@ -72,12 +72,8 @@ class Cached:
             *(Int32(x.stride[0] // x.stride[1]) for x in (tensors.k, tensors.v)),
             *((launch.share,) if c.warpgroups == 1 else ()),
         )  # fmt: skip
-        self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers).launch(
-            grid=(launch.grid, 1, 1),
-            block=(c.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
+        launch_blocks(
+            self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers), c, launch.grid, stream
         )
 
     @cute.kernel

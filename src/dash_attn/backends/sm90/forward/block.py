@@ -36,6 +36,13 @@ def products_of(c: ForwardConfig, dtype: Any) -> Products:
     return Products(scores, out_of(c.head_dim_v))
 
 
+def launch_blocks(kernel: Any, c: ForwardConfig, grid: Any, stream: Any) -> None:
+    """Launch a main kernel, one block per SM, as early as the kernel before it lets it."""
+    kernel.launch(
+        grid=(grid, 1, 1), block=(c.threads, 1, 1), stream=stream, min_blocks_per_mp=1, use_pdl=True
+    )
+
+
 def layouts_of(c: ForwardConfig, dtype: Any) -> Layouts:
     return Layouts(
         q=tile_layout(dtype, ROWS, c.head_dim, c.q_stages * c.warpgroups),

@@ -31,7 +31,7 @@ class Info:
     index = 15  # of the item; where it is traced
     sink = 16  # the bits of a float, natural logarithm; where there is one
     first_key, first_bounds = 17, 18  # of its sequence; where keys have intervals of rows
-    keys = 17  # where they lie, see `LoadRole.run_values`; where there is no interval, but a warp for V
+    keys = 17  # where they lie, for `LoadRole.run_values`; where a warp of its own loads V
 
 
 def info_words(config: ForwardConfig) -> int:

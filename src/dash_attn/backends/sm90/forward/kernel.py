@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 from ..device.copies import copy_of
 from ..device.operands import DTYPES
 from .arguments import Copies, Extra, Launch, Layouts, Memory, Products, Tensors, Workspace
-from .block import LOAD_WARP, begin, layouts_of, products_of
+from .block import LOAD_WARP, begin, launch_blocks, layouts_of, products_of
 from .config import ROWS, ForwardConfig
 from .load import LoadRole
 from .mma import MmaRole
@@ -62,12 +62,8 @@ class Forward:
             *scales, launch.entries, launch.heads, launch.left, launch.right, group, tensors.q.shape[0],
             tensors.q.shape[2], tensors.k.shape[0],
         )  # fmt: skip
-        self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers).launch(
-            grid=(launch.grid, 1, 1),
-            block=(c.threads, 1, 1),
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
+        launch_blocks(
+            self.kernel(copies, layouts, products_of(c, self.dtype), memory, numbers), c, launch.grid, stream
         )
 
     @cute.kernel
