@@ -18,9 +18,9 @@ from ..forward.config import ROWS
 from ..forward.item import segment_end
 from ..forward.kernel import Forward
 from ..forward.load import K, LoadRole, V
-from .arguments import HEADER_WORDS, RECORD_WORDS, Memory
+from .arguments import Memory
 from .config import ChunkConfig
-from .pages import Pages, copies_of_pages, numbers_of_pages
+from .pages import Pages, copies_of_pages, numbers_of_pages, record_of
 
 
 class ChunkLoad(LoadRole, Pages):
@@ -81,14 +81,9 @@ class ChunkLoad(LoadRole, Pages):
         row, page, used = self.piece_at(pages, of_pages, sequence, cutlass.max(token, 0), seqlen_k)
         return kv_tile, row, page * k_rows + used, page * v_rows + used
 
-    @cute.jit
     def _read(self, table, numbers, index: Int32):
-        """The words of an item; of the last one where there is none."""
         entries, heads, _, _, _, _, q_heads, _ = numbers
-        index = cutlass.max(cutlass.min(index, entries * q_heads - 1), 0)
-        in_section = cutlass.max(entries * heads, 1)
-        first = HEADER_WORDS + index % in_section // heads * RECORD_WORDS
-        return tuple(table[first + i] for i in range(RECORD_WORDS))
+        return record_of(table, (entries, heads, entries * q_heads), index)
 
 
 class Chunk(Forward):

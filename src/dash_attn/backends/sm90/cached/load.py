@@ -9,10 +9,9 @@ from ..device import plan_view, ptx
 from ..forward.claims import CLAIM_BEFORE, READ_BEFORE, claim
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.item import Info, segment_end
-from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 from .item import ITEM_BARRIER, Q_WARPS
-from .pages import Pages, numbers_of_pages
+from .pages import Pages, numbers_of_pages, record_of
 
 ROWS_LOG2 = ROWS.bit_length() - 1
 THREADS_OF_ITEM = 32 * (1 + Q_WARPS)
@@ -38,7 +37,7 @@ class CachedLoad(Pages):
         fewer = Int32(0)
         if const_expr(c.warpgroups == 1):
             fewer = self._fewer(items, more[2])
-        record = self._read(table, section, items, index)
+        record = record_of(table, (table[0], section, items), index)
         while index < items:
             head = index // in_section * section + index % in_section % section
             sequence, q_tile, segment, place, rows, seqlen_k, first, shift = record
@@ -87,13 +86,13 @@ class CachedLoad(Pages):
                     to_load -= 1
                     if to_load == cutlass.min(kv_tiles - 1, READ_BEFORE):
                         index = blocks + cute.arch.shuffle_sync(claimed, 0)
-                        record = self._read(table, section, items, index)
+                        record = record_of(table, (table[0], section, items), index)
                 begin = end + 1
             if kv_tiles == 0:
                 if blocks < items:
                     claimed = claim(memory.claimed)
                 index = blocks + cute.arch.shuffle_sync(claimed, 0)
-                record = self._read(table, section, items, index)
+                record = record_of(table, (table[0], section, items), index)
             n_item += 1
         rings.q.wait_empty(n_item)
         with cute.arch.elect_one():
@@ -173,11 +172,3 @@ class CachedLoad(Pages):
             zeros = cute.make_rmem_tensor(8, self.dtype)
             zeros.fill(0.0)
             cute.autovec_copy(zeros, target)
-
-    @cute.jit
-    def _read(self, table, section: Int32, items: Int32, index: Int32):
-        """The words of an item; of the last one where there is none."""
-        index = cutlass.max(cutlass.min(index, items - 1), 0)
-        in_section = cutlass.max(table[0] * section, 1)
-        first = HEADER_WORDS + index % in_section // section * RECORD_WORDS
-        return tuple(table[first + i] for i in range(RECORD_WORDS))

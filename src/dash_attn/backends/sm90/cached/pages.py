@@ -1,4 +1,4 @@
-"""Tiles of K and V from pages, by the copy engine."""
+"""What load warps over a cache read: records of the table that ``Deal`` wrote, and K and V from pages."""
 
 from math import gcd
 
@@ -11,6 +11,7 @@ from ..device import plan_view, ptx
 from ..device.copies import copy_of, partitions
 from ..device.operands import tile_layout
 from ..tiles import row_bytes_of
+from .arguments import HEADER_WORDS, RECORD_WORDS
 from .config import CachedConfig
 
 
@@ -45,6 +46,17 @@ def numbers_of_pages(pages: Int32, page_size: Int32, most_pages: Int32):
     if most_pages > 1:
         size_log2 = ptx.highest_bit(page_size)
     return pages, most_pages, size_log2
+
+
+@cute.jit
+def record_of(table, counts, index: Int32):
+    """The words of an item; of the last one where there is none. `counts`: entries, heads of a section,
+    items."""
+    entries, heads, items = counts
+    index = cutlass.max(cutlass.min(index, items - 1), 0)
+    in_section = cutlass.max(entries * heads, 1)
+    first = HEADER_WORDS + index % in_section // heads * RECORD_WORDS
+    return tuple(table[first + i] for i in range(RECORD_WORDS))
 
 
 class Pages:
