@@ -34,7 +34,7 @@ LOAD_WARP, WARPS = 0, THREADS // 32
 K = 4  # its descriptor, in the order of parameters; those before are of q tiles
 PATIENCE = 300  # rounds a block without anything that others could notice
 _LEFT_OUT = re.compile(
-    r"(?:@!?%p\d+\s+)?(?:[a-z0-9.]*f(?:32|16)\b|[a-z0-9.]*bf16x?2?\b|ex2|fma|wgmma|stmatrix|fence|prefetch|griddepcontrol"
+    r"(?:@!?%p\d+\s+)?(?:[a-z0-9.]*f(?:32|16)\b|[a-z0-9.]*bf16x?2?\b|ex2|fma|wgmma|stmatrix|ldmatrix|fence|prefetch|griddepcontrol"
     r"|setmaxnreg|nanosleep|shfl\.sync\.bfly|cp\.async\.bulk\.(?:wait|commit|prefetch)|st\.global\.v"
     r"|mov\.b\d+\s.*\{)"
 )

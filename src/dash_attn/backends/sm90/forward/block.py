@@ -22,7 +22,7 @@ BarrierCounts = dict[str, tuple[int, int]]
 
 
 def products_of(c: ForwardConfig, dtype: Any) -> Products:
-    """S = Q K^T from shared memory, O += P V with P in registers."""
+    """S = Q K^T, O += P V with P in registers."""
 
     def out_of(columns: int) -> Any:
         return make(*types, major.MN, Float32, (1, 1, 1), (ROWS, columns), source.RMEM)
@@ -30,7 +30,8 @@ def products_of(c: ForwardConfig, dtype: Any) -> Products:
     major, source = cute.nvgpu.OperandMajorMode, warpgroup.OperandSource
     make = hopper_helpers.make_trivial_tiled_mma
     types = dtype, dtype, major.K
-    scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), source.SMEM)
+    q_source = source.RMEM if c.q_registers else source.SMEM
+    scores = make(*types, major.K, Float32, (1, 1, 1), (ROWS, c.tile_n), q_source)
     if c.rest:
         return Products(scores, out_of(c.head_dim_v), out_of(c.kv_columns[1]), out_of(c.rest))
     return Products(scores, out_of(c.head_dim_v))

@@ -41,6 +41,7 @@ class ForwardConfig:
         head_dim_v: of V; 0: the same.
         rest: so many of the columns of K and of V, the last ones, lie in tiles of their own. 80 columns fill
             swizzled rows of 32 bytes only, and come in five copies; 64 fill rows of 128, and 16 of 32.
+        q_registers: Q is read from shared memory once per item, and then kept in registers.
     """
 
     direction: ClassVar[str] = "forward"
@@ -64,6 +65,7 @@ class ForwardConfig:
     trace: bool = False
     head_dim_v: int = 0
     rest: int = 0
+    q_registers: bool = False
 
     def __post_init__(self) -> None:
         if self.head_dim_v == 0:
@@ -153,15 +155,16 @@ def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0, rest: int = 0
     head_dims = head_dim, head_dim_v or head_dim
     if head_dims == (64, 64):
         return ForwardConfig(head_dim, dtype, warpgroups=3, kv_stages=4, early=True)
+    if head_dims == (80, 80) and rest:
+        return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, overlap="softmax", rest=rest)
     if head_dims == (80, 80):
-        overlap = "softmax" if rest else "products"
-        return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, overlap=overlap, rest=rest)
+        return ForwardConfig(head_dim, dtype, kv_stages=3, overlap="softmax", q_registers=True)
     if head_dims == (96, 96) and rest:
         return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, rest=rest)
     if head_dims == (96, 96):
-        return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=3, overlap="softmax")
+        return ForwardConfig(head_dim, dtype, kv_stages=3, overlap="softmax")
     if head_dims == (128, 128):
-        return ForwardConfig(head_dim, dtype, warpgroups=2, kv_stages=2)
+        return ForwardConfig(head_dim, dtype, overlap="softmax")
     if head_dims == (192, 128):
         return ForwardConfig(head_dim, dtype, q_stages=1, kv_stages=2, in_turns=True, head_dim_v=head_dim_v)
     if head_dims == (256, 256):

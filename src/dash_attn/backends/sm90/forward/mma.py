@@ -34,7 +34,6 @@ class MmaRole:
         scores, out = products.scores.get_slice(0), products.out.get_slice(0)
         t = SimpleNamespace(
             products=products, group=group, tidx=tidx, inner=cap.inner, scale_log2=cap.outer,
-            tSrQ=scores.make_fragment_A(scores.partition_A(shared.q)),
             tSrK=scores.make_fragment_B(scores.partition_B(shared.k)),
             tOrV=None if c.rest else out.make_fragment_B(out.partition_B(transposed(shared.v))),
             acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
@@ -52,6 +51,11 @@ class MmaRole:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         if const_expr(c.rest > 0):
             self._put_parts(t, shared)
+        if const_expr(c.q_registers):
+            t.tSrQ = as_operand_a(cute.make_rmem_tensor(ROWS * c.head_dim // 128, self.dtype), self.dtype)
+        else:
+            t.tSrQ = scores.make_fragment_A(scores.partition_A(shared.q))
+        t.tiles_of_q = shared.q
         t.careful[0] = Int32(0)
         n_item, n_kv, started = Int32(0), Int32(0), Int32(0)
         rings.q.wait_full(n_item)
@@ -191,6 +195,10 @@ class MmaRole:
 
     @cute.jit
     def _start_first(self, t, rings, stage, n: Int32) -> None:
+        if const_expr(self.config.q_registers):
+            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            load = cute.make_tiled_copy_A(matrices, t.products.scores).get_slice(t.tidx)
+            cute.copy(load, load.partition_S(t.tiles_of_q[None, None, stage]), load.retile(t.tSrQ))
         rings.k.wait_full(n)
         self._turn(t)
         self._start_scores(t, rings, stage, n)
@@ -288,7 +296,8 @@ class MmaRole:
 
     def _start_scores(self, t, rings, stage, n) -> None:
         of_stage = None, None, None, rings.k.stage(n)
-        keys, queries = t.tSrK[of_stage], t.tSrQ[None, None, None, stage]
+        keys = t.tSrK[of_stage]
+        queries = t.tSrQ if self.config.q_registers else t.tSrQ[None, None, None, stage]
         if self.config.rest:
             pairs = zip(blocks_of(queries), [*blocks_of(keys), *blocks_of(t.rest_K[of_stage])])
             multiply_all([(t.products.scores, t.acc_S, pairs)], False)
