@@ -81,9 +81,10 @@ def test_it_ends_and_loads_and_stores_what_it_should(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "rest"), [(80, 0), (80, 16), (96, 0), (96, 32)])
+@pytest.mark.parametrize(("head_dim", "rest"), [(80, 0), (80, 16), (96, 0), (96, 32), (128, 0)])
 @pytest.mark.parametrize("name", ["full", "packed"])
-def test_it_does_so_in_copies_of_16_and_of_32_columns(name: str, head_dim: int, rest: int) -> None:
+def test_it_does_so_as_users_run_it(name: str, head_dim: int, rest: int) -> None:
+    """But for the length of a segment. Copies have 16, 32 or 64 columns."""
     check(replace(forward_config(head_dim, "bf16", rest=rest), segment=256), name)
 
 
