@@ -34,6 +34,7 @@ class MmaRole:
         scores, out = products.scores.get_slice(0), products.out.get_slice(0)
         t = SimpleNamespace(
             products=products, group=group, tidx=tidx, inner=cap.inner, scale_log2=cap.outer,
+            tiles_of_q=shared.q, tSrQ=self._queries(scores, shared.q),
             tSrK=scores.make_fragment_B(scores.partition_B(shared.k)),
             tOrV=None if c.rest else out.make_fragment_B(out.partition_B(transposed(shared.v))),
             acc_S=cute.make_rmem_tensor(scores.partition_shape_C((ROWS, c.tile_n)), Float32),
@@ -51,11 +52,6 @@ class MmaRole:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         if const_expr(c.rest > 0):
             self._put_parts(t, shared)
-        if const_expr(c.q_registers):
-            t.tSrQ = as_operand_a(cute.make_rmem_tensor(ROWS * c.head_dim // 128, self.dtype), self.dtype)
-        else:
-            t.tSrQ = scores.make_fragment_A(scores.partition_A(shared.q))
-        t.tiles_of_q = shared.q
         t.careful[0] = Int32(0)
         n_item, n_kv, started = Int32(0), Int32(0), Int32(0)
         rings.q.wait_full(n_item)
@@ -122,6 +118,13 @@ class MmaRole:
             n_item += 1
             rings.q.wait_full(n_item)
             words = shared.item[None, rings.q.stage(n_item)]
+
+    def _queries(self, scores, tiles):
+        """The places of Q as operands, or registers for one."""
+        c = self.config
+        if c.q_registers:
+            return as_operand_a(cute.make_rmem_tensor(ROWS * c.head_dim // 128, self.dtype), self.dtype)
+        return scores.make_fragment_A(scores.partition_A(tiles))
 
     def _let_go(self, rings, group, n_item: Int32) -> None:
         """This warpgroup is done with an item, and its place of Q may be stored."""
