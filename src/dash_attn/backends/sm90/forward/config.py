@@ -41,7 +41,7 @@ class ForwardConfig:
         head_dim_v: of V; 0: the same.
         rest: so many of the columns of K and of V, the last ones, lie in tiles of their own. 80 columns fill
             swizzled rows of 32 bytes only, and come in five copies; 64 fill rows of 128, and 16 of 32.
-        q_registers: Q is read from shared memory once per item, and then kept in registers.
+        q_registers: Q is read from shared memory once per segment of an item, and then kept in registers.
     """
 
     direction: ClassVar[str] = "forward"
