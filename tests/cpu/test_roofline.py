@@ -24,10 +24,11 @@ def test_shared_memory_against_a_count_of_instructions(head_dim: int) -> None:
     config, found = BackwardConfig(head_dim), roofline(head_dim)
     m, n, d = config.tile_m, config.tile_n, config.head_dim
     assert (found.tile_m, found.tile_n) == (m, n)
-    scores = wgmma_bytes(n // 2, m, d, a_in_shared=True)
+    both = 2 * wgmma_bytes(n // 2, m, d, a_in_shared=True)
+    kept = BF16 * n // 2 * (config.k_columns + config.v_columns)
     grads = wgmma_bytes(n // 2, d, m, a_in_shared=False)
     dq = wgmma_bytes(64, d, n, True) if m == 128 else wgmma_bytes(64, d // 2, n, True)
-    products = 2 * (2 * scores + 2 * grads + dq)
+    products = 2 * (both - kept + 2 * grads + dq)
     others = m * n * BF16 + 2 * m * d * FP32 + 2 * m * d * BF16
     assert found.units["shared memory"] * BANDWIDTH == products + others
     assert found.units["shared memory"] == sum(found.shared.values())

@@ -38,6 +38,9 @@ REDUCED_TB_PER_S = 3.9
 WARPGROUPS, ROWS = 2, 64
 """Warpgroups that multiply, and rows of S^T (kv) of each: a wgmma reads its B operand for itself."""
 
+KEPT_COLUMNS = {64: 0, 128: 16}
+"""Columns of K, by head dim, that stay in registers while an item is computed: S reads the others."""
+
 FORWARD_WARPGROUPS = {64: 3, 128: 2}
 """Of the forward, by head dim; they own rows of S."""
 
@@ -78,16 +81,17 @@ class Roofline:
 def roofline(head_dim: int) -> Roofline:
     """The analysis of the kernel's configuration for a head dimension.
 
-    S^T = K Q^T, dP^T = V dO^T and dQ = dS K read both operands from shared memory, dV += P^T dO and
-    dK += dS^T Q only the second. Each of the two warpgroups owns 64 kv rows and reads its own copy of what
-    both need. For dQ they share the rows where there are 128, and the columns where there are 64.
+    S^T = K Q^T, dP^T = V dO^T and dQ = dS K read both operands from shared memory, but for the columns of K
+    that S^T has in registers. dV += P^T dO and dK += dS^T Q read only the second. Each of the two warpgroups
+    owns 64 kv rows and reads its own copy of what both need. For dQ they share the rows where there are 128,
+    and the columns where there are 64.
 
     Raises:
         ProblemError: ``head_dim`` is neither 64 nor 128.
 
     >>> r = roofline(128)
     >>> r.units["tensor cores"], r.units["shared memory"], r.binding
-    (2560.0, 2944.0, 'shared memory')
+    (2560.0, 2912.0, 'shared memory')
     """
     if head_dim not in (64, 128):
         raise ProblemError(f"head_dim must be 64 or 128, got {head_dim}")
@@ -96,7 +100,7 @@ def roofline(head_dim: int) -> Roofline:
     kv, ds, dq = tile_n * head_dim * 2.0, tile_m * tile_n * 2.0, tile_m * head_dim * 4.0
     split_rows = tile_m == WARPGROUPS * ROWS
     traffic = {
-        "S and dP": 2 * (kv + WARPGROUPS * q),
+        "S and dP": (2 - KEPT_COLUMNS[head_dim] / head_dim) * kv + 2 * WARPGROUPS * q,
         "dV and dK": 2 * WARPGROUPS * q,
         "dQ": ds + WARPGROUPS * kv if split_rows else WARPGROUPS * ds + kv,
         "dS written": ds,

@@ -32,12 +32,19 @@ class Registers(NamedTuple):
     other: int  # of the warps that load, reduce, hand over and wait for tickets
 
 
+# A block of 384 threads starts with 168 registers per thread. setmaxnreg can only move what the block was
+# given: 2 * 240 + 24 = 3 * 168. One more would wait for ever.
+_REGISTERS = Registers(mma=240, other=24)
+
+
 class Tiles(NamedTuple):
     """Tile shape of a head dim, and how many tiles of each kind shared memory holds.
 
     Attributes:
         tile_m, tile_n: rows of a q tile and of a kv tile.
         q_stages, do_stages, ds_stages, dq_stages: buffers of Q, dO, dS and dQ.
+        k_columns, v_columns: so many columns of K and of V, the first ones, are read once per item, and then
+            kept in registers.
         registers: per thread.
     """
 
@@ -47,27 +54,26 @@ class Tiles(NamedTuple):
     do_stages: int
     ds_stages: int
     dq_stages: int
-    registers: Registers
+    k_columns: int = 0
+    v_columns: int = 0
+    registers: Registers = _REGISTERS
 
-
-# A block of 384 threads starts with 168 registers per thread. setmaxnreg can only move what the block was
-# given: 2 * 240 + 24 = 3 * 168. One more would wait for ever.
-_REGISTERS = Registers(mma=240, other=24)
 
 TILES = {
     # With two stages of Q, the next Q would have only half a task to arrive.
-    (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1, registers=_REGISTERS),
+    (64, 64): Tiles(128, 128, q_stages=3, do_stages=2, ds_stages=2, dq_stages=1),
     # K comes in ten copies of 16 bytes per row, for which 24 registers are too few with intervals.
-    (80, 80): Tiles(64, 128, q_stages=4, do_stages=2, ds_stages=2, dq_stages=2, registers=Registers(232, 40)),
+    (80, 80): Tiles(64, 128, q_stages=4, do_stages=2, ds_stages=2, dq_stages=2, k_columns=80, v_columns=80,
+                    registers=Registers(232, 40)),
     # Room for a third tile of dO is left, here and at 80 columns: it gains nothing.
-    (96, 96): Tiles(64, 128, q_stages=4, do_stages=2, ds_stages=2, dq_stages=2, registers=_REGISTERS),
-    (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, registers=_REGISTERS),
+    (96, 96): Tiles(64, 128, q_stages=4, do_stages=2, ds_stages=2, dq_stages=2, k_columns=96),
+    (128, 128): Tiles(64, 128, q_stages=3, do_stages=2, ds_stages=1, dq_stages=2, k_columns=16),
     # All of shared memory but 1 KB.
-    (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1, registers=_REGISTERS),
+    (192, 128): Tiles(64, 128, q_stages=2, do_stages=2, ds_stages=1, dq_stages=1),
     # All of shared memory but 1 KB. The warpgroups share the columns of dK and dV: backward/split_columns.py.
     # The second buffer of dS holds P, a buffer of dQ a quarter of the tile.
-    (256, 256): Tiles(64, 64, q_stages=2, do_stages=1, ds_stages=2, dq_stages=3, registers=_REGISTERS),
-}
+    (256, 256): Tiles(64, 64, q_stages=2, do_stages=1, ds_stages=2, dq_stages=3, k_columns=16),
+}  # fmt: skip
 """By (head dim of Q and K, head dim of V), smaller ones first: tensors run on the first that holds them."""
 
 

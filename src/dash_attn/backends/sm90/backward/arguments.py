@@ -146,12 +146,14 @@ class Layouts(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Tiled MMAs: of S^T and dP^T, of dV and dK, of dQ; of dK alone where that is another one."""
+    """Tiled MMAs: of S^T and dP^T, of dV and dK, of dQ; of dK alone where that is another one; of S^T and
+    dP^T by columns of K and V in registers, where there are any."""
 
     scores: Any
     grads: Any
     dq: Any
     keys: Any
+    held: Any
 
 
 class Memory(NamedTuple):

@@ -50,7 +50,8 @@ class BackwardConfig:
         dump_contributions: keep every task's fp32 contribution to dQ.
         trace: keep when every task got its ticket, had its contribution, and was done.
         head_dim_v: of V, 0: the same.
-        tile_m, tile_n, q_stages, do_stages, ds_stages, dq_stages: 0: what :mod:`..tiles` says, see there.
+        tile_m, tile_n, q_stages, do_stages, ds_stages, dq_stages, k_columns, v_columns: 0: what
+            :mod:`..tiles` says, see there.
 
     Raises:
         ValueError: a value is not supported, or does not fit the others.
@@ -74,6 +75,8 @@ class BackwardConfig:
     do_stages: int = 0
     ds_stages: int = 0
     dq_stages: int = 0
+    k_columns: int = 0
+    v_columns: int = 0
     head_dim_v: int = 0
 
     def __post_init__(self) -> None:

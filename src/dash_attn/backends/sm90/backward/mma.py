@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import plan_view, ptx
-from ..device.operands import as_operand_a, multiply, packed, transposed
+from ..device.operands import as_operand_a, blocks_of, multiply, multiply_all, packed, transposed
 from ..device.ring import arrive
 from . import reduce, seen
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
@@ -54,12 +54,14 @@ class MmaRole:
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
                 rings.k.wait_full(n_kv)
+                self._hold(t, t.held_K, t.sK)
                 self.start_s(t, n_task, rings)
                 warpgroup.wait_group(0)
                 if const_expr(c.delayed_dq):
                     stage = rings.q.stage(n_task)
                     self.begin_p(t, stage, t.info[0, stage])
                 rings.v.wait_full(n_kv)
+                self._hold(t, t.held_V, t.sV)
                 if const_expr(not c.split):
                     rings.dk.wait_empty(n_kv)
                 first = n_task
@@ -112,7 +114,8 @@ class MmaRole:
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), self.dtype), products.scores
         ).get_slice(tidx)
         return SimpleNamespace(
-            sV=shared.v, sdK=shared.dk,
+            sK=shared.k, sV=shared.v, sdK=shared.dk,
+            held=products.held, held_K=self._registers(c.k_columns), held_V=self._registers(c.v_columns),
             scores=products.scores, grads=products.grads, dq=products.dq, keys=keys,
             group=group, scale_log2=numbers.scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(shared.k)),
@@ -128,6 +131,21 @@ class MmaRole:
             acc_S=acc_S, acc_dK=acc_dK, acc_dV=acc_dV,
             info=shared.q_info,
         )  # fmt: skip
+
+    def _registers(self, columns: int):
+        """Registers for the first columns of this warpgroup's 64 rows of K or V, or None for none."""
+        if columns == 0:
+            return None
+        return as_operand_a(cute.make_rmem_tensor(64 * columns // 128, self.dtype), self.dtype)
+
+    def _hold(self, t, registers, tile) -> None:
+        """Read the first columns of K or V of an item into registers, if any are kept there."""
+        if registers is not None:
+            columns = self.config.k_columns if registers is t.held_K else self.config.v_columns
+            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
+            load = cute.make_tiled_copy_A(matrices, t.held).get_slice(self._mma_thread())
+            first = cute.local_tile(tile[None, None, 0], (self.config.tile_n, columns), (0, 0))
+            cute.copy(load, load.partition_S(first), load.retile(registers))
 
     def _dq_view(self, sdQ, tidx):
         """This thread's values of the dQ buffers, (4, vectors, stage): vectors of four fp32, 2 KB apart."""
@@ -359,7 +377,7 @@ class MmaRole:
         """Issue S^T of a task as soon as its Q has arrived."""
         stage = rings.q.stage(n_task)
         rings.q.wait_full(n_task)
-        multiply(t.scores, t.acc_S, t.tSrK[None, None, None, 0], t.tSrQ[None, None, None, stage], False)
+        self._multiply(t, t.acc_S, t.held_K, t.tSrK, t.tSrQ[None, None, None, stage], False)
 
     def start_dp(self, t, stage):
         """Issue dP^T, its accumulator started at -delta: no register holds delta while they are scarce."""
@@ -369,8 +387,21 @@ class MmaRole:
             cute.autovec_copy(t.delta[None, column, stage], delta)
             for e in range(4):
                 acc_dP[4 * column + e] = delta[e % 2]
-        multiply(t.scores, acc_dP, t.tPrV[None, None, None, 0], t.tPrdO[None, None, None, stage], True)
+        self._multiply(t, acc_dP, t.held_V, t.tPrV, t.tPrdO[None, None, None, stage], True)
         return acc_dP
+
+    def _multiply(self, t, acc, held, a, b, accumulate: bool) -> None:
+        """Issue S^T or dP^T: K or V, whose first columns may be in registers, by Q or dO."""
+        a = a[None, None, None, 0]
+        if held is None:
+            multiply(t.scores, acc, a, b, accumulate)
+            return
+        inside, b = blocks_of(held), blocks_of(b)
+        outside = blocks_of(a)[len(inside) :]
+        parts = [(t.held, acc, zip(inside, b), accumulate)]
+        if outside:
+            parts.append((t.scores, acc, zip(outside, b[len(inside) :]), True))
+        multiply_all(parts)
 
     def begin_p(self, t, stage, is_cut) -> None:
         """What is done of P beside dQ and dK of the task before."""

@@ -35,13 +35,14 @@ def multiply(tiled_mma, acc, a, b, accumulate: bool, first: int = 0) -> None:
     a and b are (MMA, M or N, K); a begins at block `first` of b's K.
     """
     pairs = ((a[None, None, k], b[None, None, first + k]) for k in range(cute.size(a.shape[2])))
-    multiply_all([(tiled_mma, acc, pairs)], accumulate)
+    multiply_all([(tiled_mma, acc, pairs, accumulate)])
 
 
-def multiply_all(products, accumulate: bool) -> None:
-    """Issue and commit several products as one wgmma group: (tiled MMA, acc, blocks of a and b along K)."""
+def multiply_all(products) -> None:
+    """Issue and commit several products as one wgmma group: (tiled MMA, acc, blocks of a and b along K,
+    whether acc already holds what they are added to)."""
     warpgroup.fence()
-    for tiled_mma, acc, pairs in products:
+    for tiled_mma, acc, pairs, accumulate in products:
         atom = cute.make_mma_atom(tiled_mma.op)
         atom.set(warpgroup.Field.ACCUMULATE, accumulate)
         for a, b in pairs:

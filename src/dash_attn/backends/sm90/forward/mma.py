@@ -303,7 +303,7 @@ class MmaRole:
         queries = t.tSrQ if self.config.q_registers else t.tSrQ[None, None, None, stage]
         if self.config.rest:
             pairs = zip(blocks_of(queries), [*blocks_of(keys), *blocks_of(t.rest_K[of_stage])])
-            multiply_all([(t.products.scores, t.acc_S, pairs)], False)
+            multiply_all([(t.products.scores, t.acc_S, pairs, False)])
         else:
             multiply(t.products.scores, t.acc_S, queries, keys, False)
 
@@ -311,8 +311,7 @@ class MmaRole:
         of_stage = None, None, None, rings.v.stage(n)
         if self.config.rest:
             p = blocks_of(as_operand_a(t.p, self.dtype))
-            parts = [(product, acc, zip(p, blocks_of(v[of_stage]))) for product, acc, v in t.parts_of_O]
-            multiply_all(parts, True)
+            multiply_all([(x, acc, zip(p, blocks_of(v[of_stage])), True) for x, acc, v in t.parts_of_O])
         else:
             values = t.tOrV[of_stage]
             multiply(t.products.out, t.acc_O, as_operand_a(t.p, self.dtype), values, True)
