@@ -163,6 +163,8 @@ def test_shared_memory_is_what_the_kernel_allocates(name: str) -> None:
             {"head_dim": 192, "head_dim_v": 128, "softcap": True},
             "no register is left for what a softcap multiplies dP by",
         ),
+        ({"k_columns": 24}, "k_columns must be a multiple of 16 and at most 128, got 24"),
+        ({"v_columns": 144}, "v_columns must be a multiple of 16 and at most 128, got 144"),
         ({"head_dim": 128, "head_dim_v": 64}, r"head_dim 128 \(V: 64\) is not supported"),
     ],
 )

@@ -92,6 +92,11 @@ class BackwardConfig:
             raise ValueError(f"tile_n must be {rows} (64 rows per warpgroup), got {self.tile_n}")
         if self.tile_m not in (64, 128):
             raise ValueError(f"tile_m must be 64 or 128, got {self.tile_m}")
+        for name, most in (("k_columns", self.head_dim), ("v_columns", self.head_dim_v)):
+            if getattr(self, name) not in range(0, most + 1, 16):
+                raise ValueError(
+                    f"{name} must be a multiple of 16 and at most {most}, got {getattr(self, name)}"
+                )
         self._check_buffers()
 
     def _check_buffers(self) -> None:

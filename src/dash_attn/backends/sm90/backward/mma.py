@@ -54,14 +54,14 @@ class MmaRole:
                 acc.fill(0.0)  # acc_S only so that no old value stays alive through the epilogue
             if tasks > 0:
                 rings.k.wait_full(n_kv)
-                self._hold(t, t.held_K, t.sK)
+                self._hold(t, t.held_K, t.sK, c.k_columns)
                 self.start_s(t, n_task, rings)
                 warpgroup.wait_group(0)
                 if const_expr(c.delayed_dq):
                     stage = rings.q.stage(n_task)
                     self.begin_p(t, stage, t.info[0, stage])
                 rings.v.wait_full(n_kv)
-                self._hold(t, t.held_V, t.sV)
+                self._hold(t, t.held_V, t.sV, c.v_columns)
                 if const_expr(not c.split):
                     rings.dk.wait_empty(n_kv)
                 first = n_task
@@ -138,10 +138,9 @@ class MmaRole:
             return None
         return as_operand_a(cute.make_rmem_tensor(64 * columns // 128, self.dtype), self.dtype)
 
-    def _hold(self, t, registers, tile) -> None:
+    def _hold(self, t, registers, tile, columns: int) -> None:
         """Read the first columns of K or V of an item into registers, if any are kept there."""
-        if registers is not None:
-            columns = self.config.k_columns if registers is t.held_K else self.config.v_columns
+        if columns > 0:
             matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
             load = cute.make_tiled_copy_A(matrices, t.held).get_slice(self._mma_thread())
             first = cute.local_tile(tile[None, None, 0], (self.config.tile_n, columns), (0, 0))
