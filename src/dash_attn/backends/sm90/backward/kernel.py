@@ -61,19 +61,18 @@ class Backward:
                 self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (64, columns), a_source
             )
 
+        rows, halves = (2, 1, 1), (1, 2, 1)
+        of_scores = (halves, c.tile_m // 2) if c.split else (rows, c.tile_m)
+        scores = make(major.K, major.K, *of_scores)
         any_held = c.k_columns + c.v_columns > 0
+        held = make(major.K, major.K, *of_scores, source.RMEM) if any_held else None
         if c.split:
-            halves = (1, 2, 1)
-            scores = make(major.K, major.K, halves, c.tile_m // 2)
-            held = make(major.K, major.K, halves, c.tile_m // 2, source.RMEM) if any_held else None
             grads = make(major.MN, major.MN, halves, c.head_dim // 2)
             return Products(scores, grads, make(major.K, major.MN, halves, c.head_dim // 2), None, held)
-        scores = make(major.K, major.K, (2, 1, 1), c.tile_m)
-        held = make(major.K, major.K, (2, 1, 1), c.tile_m, source.RMEM) if any_held else None
-        grads = make(major.K, major.MN, (2, 1, 1), c.head_dim_v, source.RMEM)
-        dq_split = (2, 1, 1) if c.wide else (1, 2, 1)
+        grads = make(major.K, major.MN, rows, c.head_dim_v, source.RMEM)
+        dq_split = rows if c.wide else halves
         dq = make(major.K, major.MN, dq_split, c.head_dim // dq_split[1])
-        keys = make(major.MN, major.MN, (2, 1, 1), c.head_dim) if c.tight else None
+        keys = make(major.MN, major.MN, rows, c.head_dim) if c.tight else None
         return Products(scores, grads, dq, keys, held)
 
     def _storage(self):

@@ -14,7 +14,16 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import plan_view, ptx
-from ..device.operands import as_operand_a, blocks_of, multiply, multiply_all, packed, transposed
+from ..device.operands import (
+    as_operand_a,
+    blocks_of,
+    multiply,
+    multiply_all,
+    operand_registers,
+    packed,
+    read_operand,
+    transposed,
+)
 from ..device.ring import arrive
 from . import reduce, seen
 from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
@@ -115,7 +124,9 @@ class MmaRole:
         ).get_slice(tidx)
         return SimpleNamespace(
             sK=shared.k, sV=shared.v, sdK=shared.dk,
-            held=products.held, held_K=self._registers(c.k_columns), held_V=self._registers(c.v_columns),
+            held=products.held,
+            held_K=operand_registers(c.k_columns, self.dtype) if c.k_columns else None,
+            held_V=operand_registers(c.v_columns, self.dtype) if c.v_columns else None,
             scores=products.scores, grads=products.grads, dq=products.dq, keys=keys,
             group=group, scale_log2=numbers.scale * math.log2(math.e),
             tSrK=wg_scores.make_fragment_A(wg_scores.partition_A(shared.k)),
@@ -132,19 +143,11 @@ class MmaRole:
             info=shared.q_info,
         )  # fmt: skip
 
-    def _registers(self, columns: int):
-        """Registers for the first columns of this warpgroup's 64 rows of K or V, or None for none."""
-        if columns == 0:
-            return None
-        return as_operand_a(cute.make_rmem_tensor(64 * columns // 128, self.dtype), self.dtype)
-
     def _hold(self, t, registers, tile, columns: int) -> None:
         """Read the first columns of K or V of an item into registers, if any are kept there."""
         if columns > 0:
-            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-            load = cute.make_tiled_copy_A(matrices, t.held).get_slice(self._mma_thread())
             first = cute.local_tile(tile[None, None, 0], (self.config.tile_n, columns), (0, 0))
-            cute.copy(load, load.partition_S(first), load.retile(registers))
+            read_operand(t.held, self._mma_thread(), first, registers)
 
     def _dq_view(self, sdQ, tidx):
         """This thread's values of the dQ buffers, (4, vectors, stage): vectors of four fp32, 2 KB apart."""

@@ -3,7 +3,7 @@
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import warp, warpgroup
 from cutlass.cutlass_dsl import T, dsl_user_op
 
 from ..tiles import row_bytes_of
@@ -67,6 +67,18 @@ def as_operand_a(acc: cute.Tensor, dtype) -> cute.Tensor:
         out.store(acc.load().to(dtype))
     blocks = cute.size(acc) // 8
     return cute.make_tensor(out.iterator, cute.make_layout(((2, 2, 2), 1, blocks), stride=((1, 2, 4), 0, 8)))
+
+
+def operand_registers(columns: int, dtype) -> cute.Tensor:
+    """Registers for a first operand of 64 rows per warpgroup, for `read_operand` to fill."""
+    return as_operand_a(cute.make_rmem_tensor(64 * columns // 128, dtype), dtype)
+
+
+def read_operand(tiled_mma, thread, tile, registers) -> None:
+    """Read a tile (rows, columns) of shared memory into the registers of a first operand."""
+    matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), tile.element_type)
+    load = cute.make_tiled_copy_A(matrices, tiled_mma).get_slice(thread)
+    cute.copy(load, load.partition_S(tile), load.retile(registers))
 
 
 @dsl_user_op

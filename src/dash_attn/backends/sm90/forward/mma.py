@@ -9,7 +9,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from ..device import ptx
-from ..device.operands import as_operand_a, blocks_of, multiply, multiply_all, transposed
+from ..device.operands import (
+    as_operand_a,
+    blocks_of,
+    multiply,
+    multiply_all,
+    operand_registers,
+    read_operand,
+    transposed,
+)
 from ..device.ring import arrive
 from ..softcap import Cap
 from .bounds import seen_tiles, tiles_between
@@ -123,7 +131,7 @@ class MmaRole:
         """The places of Q as operands, or registers for one."""
         c = self.config
         if c.q_registers:
-            return as_operand_a(cute.make_rmem_tensor(ROWS * c.head_dim // 128, self.dtype), self.dtype)
+            return operand_registers(c.head_dim, self.dtype)
         return scores.make_fragment_A(scores.partition_A(tiles))
 
     def _let_go(self, rings, group, n_item: Int32) -> None:
@@ -199,9 +207,7 @@ class MmaRole:
     @cute.jit
     def _start_first(self, t, rings, stage, n: Int32) -> None:
         if const_expr(self.config.q_registers):
-            matrices = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), self.dtype)
-            load = cute.make_tiled_copy_A(matrices, t.products.scores).get_slice(t.tidx)
-            cute.copy(load, load.partition_S(t.tiles_of_q[None, None, stage]), load.retile(t.tSrQ))
+            read_operand(t.products.scores, t.tidx, t.tiles_of_q[None, None, stage], t.tSrQ)
         rings.k.wait_full(n)
         self._turn(t)
         self._start_scores(t, rings, stage, n)
