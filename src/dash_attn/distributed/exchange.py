@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import CommunicationError, InputError
 from .notes import notes_of
 
-__all__ = ["Move", "Moving", "Team", "errors_of", "of_first_rank", "team_of"]
+__all__ = ["Move", "Moving", "Team", "copy_rows", "errors_of", "of_first_rank", "team_of"]
 
 
 class Team(NamedTuple):
@@ -127,7 +127,7 @@ class Moving:
                 torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sizes_in, sizes_out)
             )
             for move, place in _places(out, self._sent):
-                place.copy_(move.take())
+                copy_rows(place, move.take())
             with errors_of(team):
                 self._work = dist.all_to_all_single(
                     self._received, self._sent, sizes_in, sizes_out, group=team.group, async_op=True
@@ -146,6 +146,23 @@ class Moving:
         self._into.clear()
         self._work = None  # it holds the buffers, too
         del self._sent, self._received
+
+
+_UNIT = torch.complex128  # nothing is computed with it
+
+
+def copy_rows(target: Tensor, source: Tensor) -> None:
+    """Copy between tensors of one shape and dtype: by 16 bytes where both are made of such units. For rows of
+    some of the heads PyTorch's copy is twice as fast so on a GPU."""
+    if _of_units(target) and _of_units(source):
+        target, source = target.view(_UNIT), source.view(_UNIT)
+    target.copy_(source)
+
+
+def _of_units(x: Tensor) -> bool:
+    size, unit = x.element_size(), _UNIT.itemsize
+    steps = *x.stride()[:-1], x.storage_offset(), x.shape[-1]
+    return x.stride(-1) == 1 and not x.data_ptr() % unit and not any(n * size % unit for n in steps)
 
 
 def _size(move: Move) -> int:

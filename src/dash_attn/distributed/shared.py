@@ -19,7 +19,7 @@ from ..schedule.constants import FORWARD_SEGMENT
 from ..schedule.sharing import Cut, Layout, Route, Rows, deal, in_place, routes
 from ..scores import Origin
 from ..spec import AttentionSpec
-from .exchange import Move, Moving, Team
+from .exchange import Move, Moving, Team, copy_rows
 
 __all__ = ["Given", "Heads", "Shared", "places"]
 
@@ -346,4 +346,7 @@ class _Part(NamedTuple):
         return self.x[self.at]
 
     def put(self, value: Tensor) -> None:
-        self.x[self.at] = value
+        if all(isinstance(at, slice) for at in self.at):
+            copy_rows(self.x[self.at], value)
+        else:
+            self.x[self.at] = value
