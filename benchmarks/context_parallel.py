@@ -7,7 +7,7 @@ GPU.
 A block of calls begins on all GPUs together. Its time is that of the slowest one. Implementations come in
 random order, each block behind one of its own that is not counted, as in forward.py.
 
-    python benchmarks/context_parallel.py --output benchmarks/results/h100x2-context-parallel.json
+    python benchmarks/context_parallel.py --output benchmarks/results/h200x2-context-parallel.json
     python benchmarks/context_parallel.py --only "65536, 16:4" --rounds 2
 """
 

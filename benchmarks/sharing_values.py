@@ -11,7 +11,7 @@ from summary import Row
 from dash_attn.model.links import memory_gb, predict
 from dash_attn.problem import Mask, Problem
 
-FILE = "h100x2-context-parallel.json"
+FILE = "h200x2-context-parallel.json"
 ONE, MODES = "dash_attn, one GPU", ("ulysses", "gather", "ring")
 PEERS = ("all-gather, fa4 det", "all-gather, fa4", "torch ring")
 K = 1024

@@ -288,7 +288,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         "benchmarks/results/h100-shapes.json": shape_values("h100-shapes.json"),
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
         f"{folder}segments.json": shape_values("h200-segments.json"),
-        "benchmarks/results/h100x2-context-parallel.json": sharing_values(),
+        "benchmarks/results/h200x2-context-parallel.json": sharing_values(),
         f"{folder}steps.json": step_values(),
         f"{folder}triton.json": triton_values(),
         "benchmarks/results/h100-intervals.json": interval_values(),

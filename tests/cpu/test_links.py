@@ -11,7 +11,7 @@ from dash_attn.errors import InputError, ProblemError
 from dash_attn.model.links import Links, memory_gb, predict
 from dash_attn.problem import Mask, Problem
 
-FILE = Path(__file__).parents[2] / "benchmarks/results/h100x2-context-parallel.json"
+FILE = Path(__file__).parents[2] / "benchmarks/results/h200x2-context-parallel.json"
 ROWS = [row for row in json.loads(FILE.read_text())["rows"] if "predicted_ms" in row]
 
 
