@@ -14,7 +14,8 @@ from ..device.operands import as_operand_a, multiply, transposed
 from ..device.ring import arrive
 from . import reduce
 from .config import MMA_WARPGROUPS
-from .mma import DS_BARRIER, V_BARRIER, MmaRole
+from .item_end import DS_BARRIER, V_BARRIER
+from .mma import MmaRole
 
 
 class SplitColumns(MmaRole):
@@ -115,7 +116,7 @@ class SplitColumns(MmaRole):
 
     @cute.jit
     def put_dv(self, t, slot, rings):
-        """As in `MmaRole`. Both warpgroups read all rows of V."""
+        """As in `ItemEnd`. Both warpgroups read all rows of V."""
         if plan_view.mailbox_item(slot).record.group_sum < 0:
             cute.arch.barrier(barrier_id=V_BARRIER, number_of_threads=128 * MMA_WARPGROUPS)
             self._put(t.grads, t.acc_dV, None, t.sV[None, None, 0])

@@ -8,7 +8,8 @@ from cutlass.cute.nvgpu import warpgroup
 from ..device.operands import as_operand_a, multiply
 from ..device.ring import arrive
 from .config import MMA_WARPGROUPS
-from .mma import DS_BARRIER, MmaRole
+from .item_end import DS_BARRIER
+from .mma import MmaRole
 
 
 class TightMma(MmaRole):
