@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import gc
 import hashlib
 import os
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from dash_attn.backends.cuda.cache import KernelCache, _sources, cache_folder, why_unsafe
-from dash_attn.backends.sm90.compile import MissingCompilerError
+from dash_attn.backends.sm90.compile import MissingCompilerError, _uncollected
 from dash_attn.errors import CompilationError
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -288,6 +289,24 @@ def test_a_failed_compilation_is_named_and_tried_again(folder: Path) -> None:
     assert list(folder.iterdir()) == []
     assert cache("a", "sm_90a").text == "a"
     assert len(run(folder)[0].loaded) == 1
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_compilation_leaves_the_collector_as_it_was(is_on: bool) -> None:
+    seen = []
+
+    @_uncollected()
+    def failing() -> None:
+        seen.append(gc.isenabled())
+        raise CompilationError
+
+    (gc.enable if is_on else gc.disable)()
+    try:
+        with pytest.raises(CompilationError):
+            failing()
+        assert (seen, gc.isenabled()) == ([False], is_on)
+    finally:
+        gc.enable()
 
 
 def test_a_missing_compiler_says_so(folder: Path) -> None:

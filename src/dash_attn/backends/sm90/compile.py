@@ -5,6 +5,7 @@ Compiling needs no GPU: tensors are fake and the target is always sm_90a.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -178,7 +179,20 @@ def _compile(config: Config, options: str = "") -> Any:
     arguments = made_by.fake_arguments(config, env_stream=True)
     # The target is named, so that no GPU and no environment variable decides it.
     options = f"--enable-tvm-ffi --gpu-arch {ARCH} {options}"
-    return cute.compile(made_by.Program(config), *arguments, options=options)
+    with _uncollected():
+        return cute.compile(made_by.Program(config), *arguments, options=options)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: tracing makes many objects, nearly all of which stay until it ends."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _load(path: Path, name: str) -> Any:
