@@ -59,7 +59,8 @@ _NEED_TORCH = (
 
 def __getattr__(name: str) -> Any:
     if name in _NEED_TORCH:
-        return getattr(import_module(".api", __name__), name)
+        found = globals()[name] = getattr(import_module(".api", __name__), name)  # asked for once
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
