@@ -12,6 +12,7 @@ SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
 MMA_WARPS = 4 * MMA_WARPGROUPS
 THREADS = 128 * (1 + MMA_WARPGROUPS)
+DS_BARRIER, V_BARRIER, FINISH_BARRIER = 1, 2, 4  # named; from V_BARRIER on one per MMA warpgroup
 SLOTS = 8  # contributions that the warps around the reduction may be apart
 # The control buffer, int32: counters of items claimed, blocks arrived, dQ tiles queued and taken, each on a
 # line of 128 bytes; then one ticket counter per dQ tile, and one queue entry per dQ tile.

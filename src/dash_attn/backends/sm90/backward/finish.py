@@ -19,6 +19,7 @@ from ..device import plan_view, ptx, registers
 from ..device.ring import arrive_together
 from .config import (
     CONTROL_WORDS,
+    FINISH_BARRIER,
     FINISHED,
     MMA_WARPGROUPS,
     MMA_WARPS,
@@ -29,7 +30,6 @@ from .config import (
 AHEAD, AHEAD_OF_FEW = 4, 2
 """Tiles that a load warp takes at a time: if there are more than two per block, and else."""
 PLACE_WORDS, PLACE_STRIDE = 5, 8
-FINISH_BARRIER = 4  # named barrier of the MMA warps, beside those of item_end.py
 
 
 def queue(control, table):

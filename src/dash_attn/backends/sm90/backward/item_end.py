@@ -7,9 +7,7 @@ from cutlass.cute.nvgpu import warp
 
 from ..device import plan_view, ptx
 from ..device.ring import arrive
-from .config import MMA_WARPGROUPS, THREADS, BackwardConfig
-
-DS_BARRIER, V_BARRIER = 1, 2  # named barriers; from V_BARRIER on one per warpgroup
+from .config import MMA_WARPGROUPS, THREADS, V_BARRIER, BackwardConfig
 
 
 class ItemEnd:

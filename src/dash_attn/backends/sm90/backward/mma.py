@@ -26,8 +26,8 @@ from ..device.operands import (
 )
 from ..device.ring import arrive
 from . import reduce, seen
-from .config import MMA_WARPGROUPS, THREADS
-from .item_end import DS_BARRIER, ItemEnd
+from .config import DS_BARRIER, MMA_WARPGROUPS, THREADS
+from .item_end import ItemEnd
 
 
 def part(acc: cute.Tensor, index: int) -> cute.Tensor:

@@ -13,8 +13,7 @@ from ..device import plan_view, ptx
 from ..device.operands import as_operand_a, multiply, transposed
 from ..device.ring import arrive
 from . import reduce
-from .config import MMA_WARPGROUPS
-from .item_end import DS_BARRIER, V_BARRIER
+from .config import DS_BARRIER, MMA_WARPGROUPS, V_BARRIER
 from .mma import MmaRole
 
 

@@ -7,8 +7,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ..device.operands import as_operand_a, multiply
 from ..device.ring import arrive
-from .config import MMA_WARPGROUPS
-from .item_end import DS_BARRIER
+from .config import DS_BARRIER, MMA_WARPGROUPS
 from .mma import MmaRole
 
 
