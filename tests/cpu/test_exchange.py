@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dash_attn.distributed import exchange
 from dash_attn.distributed.exchange import Move, Moving, copy_rows, team_of
 from dash_attn.testing import assert_same_bytes
 from spawned import spawn
+
+
+class _Copies(TorchDispatchMode):
+    """The dtypes in which PyTorch copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -30,8 +44,9 @@ def test_copies_of_some_heads_keep_all_bytes(
     rows = random.view(dtype)[begin:].view(1, 10, 2 * heads, columns)
     some = rows[:, 2:9:3, heads:]
     found = torch.zeros_like(some, memory_format=torch.contiguous_format)
-    assert exchange._of_units(some) == by_units
-    copy_rows(found, some)
+    with _Copies() as copies:
+        copy_rows(found, some)
+    assert copies.dtypes == [torch.complex128 if by_units else dtype]
     assert_same_bytes(found, some.contiguous())
     back = torch.zeros_like(rows)
     copy_rows(back[:, 2:9:3, heads:], found)
