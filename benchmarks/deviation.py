@@ -9,7 +9,7 @@ absolute difference of any gradient element, averaged over the passes. 0 means t
 from __future__ import annotations
 
 import argparse
-import json
+import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from card import driver
+from record import versions, write
 
+import dash_attn
 from dash_attn.peers.registry import PEERS, Backward
 from dash_attn.tools.bench import require_hopper
 from dash_attn.tools.bench.run import call_of, prepare
@@ -42,11 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.output:
         header = {
             "gpu": torch.cuda.get_device_name(),
+            "driver": driver(),
+            "dash_attn": dash_attn.__version__,
+            "versions": versions("torch", "nvidia-cutlass-dsl", "flash-attn-4"),
+            "command": shlex.join(["python", *sys.argv]),
             "tokens": TOKENS,
             "hidden": HIDDEN,
             "passes": args.passes,
         }
-        args.output.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+        write(args.output, header, rows)
     return 0
 
 
@@ -64,6 +71,8 @@ def point(head_dim: int, causal: bool, passes: int) -> list[dict[str, Any]]:
     for impl, deterministic, make in modes:
         row = {"impl": impl, "deterministic": deterministic, "mask": "causal" if causal else "full"}
         row |= {"head_dim": head_dim, "seqlen": SEQLEN}
+        if impl == "dash_attn":
+            row |= {"policy": plan.policy, "fingerprint": plan.fingerprint}
         try:
             row |= deviations(make(), passes)
         except Exception as error:  # a peer that fails is a row of the table

@@ -10,16 +10,19 @@ what is exact.
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from card import driver
+from record import versions, write
 from torch import Tensor
 
+import dash_attn
 from dash_attn.backends.base import Tensors, backend_for
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, build_plan, choose_policy
@@ -132,8 +135,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
     if args.output:
-        header = {"gpu": torch.cuda.get_device_name(), "samples": SAMPLES, "heads": 1}
-        args.output.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
+        header = {
+            "gpu": torch.cuda.get_device_name(),
+            "driver": driver(),
+            "dash_attn": dash_attn.__version__,
+            "versions": versions("torch", "nvidia-cutlass-dsl"),
+            "command": shlex.join(["python", *sys.argv]),
+            "samples": SAMPLES,
+            "heads": 1,
+        }
+        write(args.output, header, rows)
     return 0
 
 

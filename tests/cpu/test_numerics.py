@@ -77,6 +77,7 @@ def test_the_allowed_error_is_not_a_bound_that_anything_passes(name) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_sampled_rows_of_the_error_growth_are_those_of_the_oracle(causal, monkeypatch) -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "error_growth.py"
+    monkeypatch.syspath_prepend(path.parent)
     spec = spec_from_file_location("error_growth", path)
     growth = module_from_spec(spec)
     spec.loader.exec_module(growth)
