@@ -238,6 +238,48 @@ def test_multihead_attention_with_weights_raises(gradients):
     assert out.shape == x.shape
 
 
+class AnyMode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class AnyTensor(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("around", [AnyMode, partial(torch.device, "cpu"), AnyTensor])
+def test_multihead_attention_runs_here_whatever_else_is_asked(around):
+    """`torch.set_default_device` opens a mode, too."""
+    torch.manual_seed(0)
+    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    x = torch.randn(2, 300, 64, requires_grad=True)
+    theirs, _ = layer(x, x, x, need_weights=False)
+    with sdpa.enabled():
+        mine, _ = layer(x, x, x, need_weights=False)
+        (expected,) = torch.autograd.grad(mine.sum(), x)
+    assert not same_bytes(mine, theirs)
+    given, mode = (x.as_subclass(AnyTensor), nullcontext()) if around is AnyTensor else (x, around())
+    with mode, sdpa.enabled():
+        out, _ = layer(given, given, given, need_weights=False)
+        (found,) = torch.autograd.grad(out.sum(), x)
+        with pytest.raises(InputError, match="attn_mask"):
+            layer(given, given, given, need_weights=False, attn_mask=torch.randn(300, 300))
+    assert_same_bytes(out.as_subclass(torch.Tensor), mine)
+    assert_same_bytes(found.as_subclass(torch.Tensor), expected)
+
+
+def test_compiled_multihead_attention_runs_here():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 300, 64)
+    torch._dynamo.reset()
+    with sdpa.enabled():
+        found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+        assert_same_bytes(found, layer(x))
+    torch._dynamo.reset()
+    assert not same_bytes(found, layer(x))
+
+
 def test_compiled_multihead_attention_with_weights_raises():
     layer = torch.nn.MultiheadAttention(64, 4, batch_first=True)
     x = torch.randn(2, 30, 64)

@@ -3,8 +3,10 @@
 Nothing happens on import. There are two ways in:
 
 ``with enabled():``
-    Every SDPA call from Python of this thread inside runs here or raises. (Code of TorchScript or in C++ is
-    not seen: its calls run PyTorch's attention, without a word.) ``nn.MultiheadAttention`` is taken, too.
+    Every SDPA call from Python of this thread inside runs here or raises. ``nn.MultiheadAttention`` is taken,
+    too. Not seen are calls that PyTorch itself makes while it runs something else: of TorchScript and C++, in
+    the body of a custom operator, in a function given to ``torch.cond`` or another operator of higher order,
+    and in a hook of saved tensors. They run PyTorch's attention, without a word.
     That layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks
     that run are ``is_causal`` for equal lengths, PyTorch's ``causal_lower_right``, and tensors that show each
     key to one interval of rows (:mod:`.interval_masks`): causal ones, windows, padding, documents, prefixes,
@@ -219,19 +221,23 @@ def _band_of_bias(bias: CausalBias, seqlens: tuple[int, int], is_causal: bool) -
 
 
 def _copy(function: Any, **names: Any) -> Any:
-    """A copy of a function of PyTorch in which these names mean something else.
+    """A copy of a function of PyTorch in which these names mean something else, and in which nobody asks a
+    mode: this one has been asked already.
 
-    While a mode is asked about a function it is off, so it would not see the calls inside of that.
+    While a mode is asked about a function it is off, so it would not see the calls inside of that. Where
+    there is a mode around it, as ``torch.set_default_device`` opens one, or a subclass of tensors, the
+    function would begin again with them. The copy has no ``__name__`` among its globals: torch.compile would
+    look for its names in the module of that name, where they mean what they mean there.
     """
-    copy = FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
-    )
+    asking = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), _nothing_to_ask)
+    known = {**function.__globals__, **asking, **names}
+    del known["__name__"]
+    copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-def _nothing_to_ask(_: Any) -> bool:
-    """In place of ``has_torch_function``: the mode has been asked already."""
+def _nothing_to_ask(*_: Any) -> bool:
     return False
 
 
@@ -261,9 +267,7 @@ _OURS = {
 }
 
 _BACKWARDS = {
-    Tensor.backward: _copy(Tensor.backward, has_torch_function_unary=_nothing_to_ask),
-    torch.autograd.backward: _copy(torch.autograd.backward, has_torch_function=_nothing_to_ask),
-    torch.autograd.grad: _copy(torch.autograd.grad, has_torch_function=_nothing_to_ask),
+    function: _copy(function) for function in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
 
 _FUSED = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
