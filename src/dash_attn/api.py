@@ -93,7 +93,9 @@ def attention(
             dropped, on every backend alike.
             None: one ``torch.randint(2**63 - 1, (), device=q.device)`` per call, from PyTorch's default
             generator, so that ``torch.manual_seed`` makes runs repeat. (What torch.compile makes of a call by
-            default draws another number there. Give a seed where both must be the same.)
+            default draws another number there. Give a seed where both must be the same. Where it may compute
+            a forward again, as ``torch._functorch.config.activation_memory_budget`` below 1 lets it, its
+            backward draws once more and drops other weights, as with PyTorch's own dropout: give a number.)
         row_starts, row_ends: (batch, seqlen_k) int32, on the tensors' device or on the CPU: key j is seen by
             rows i with ``row_starts[j] <= i < row_ends[j]`` only, of those that ``causal`` and ``window``
             leave. None: from the first row, to the last one. So masks of documents, prefixes and trees are

@@ -11,7 +11,7 @@ from torch import Tensor
 from .arguments import aux_of, check_aux, check_planned, check_rows, completed
 from .backends.base import NO_AUX, AuxTensors, Gradients, Prepared, Tensors, as_current, check_backend
 from .errors import InputError, PlanMismatchError
-from .ops.autograd import attend
+from .ops.autograd import attend, is_wrapped
 from .ops.calls import DTYPE_NAMES, first_that_covers, prepared_once
 from .schedule import Plan
 from .scores import Scores
@@ -78,6 +78,8 @@ def _apply(
             "the plan is not proven, for copies and unpickled plans are not: dash_attn.schedule.prove(plan)"
         )
     softmax_scale, softcap, p, asked, disorder = how
+    if disorder is not None and not isinstance(disorder, random.Random):
+        raise InputError(f"disorder must be None or a random.Random, got {short(disorder)}")
     q, k, v, scale = check_planned(*qkv, softmax_scale)
     packed = q.ndim == 3
     check_aux(aux, q, len(plan.problem.sequences))
@@ -85,6 +87,8 @@ def _apply(
     scores = Scores(scale, softcap, dropout_p=p, **aux.given)
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if is_wrapped(x):
+            raise InputError(f"{name} is a {type(x).__name__}: a plan is for plain tensors")
         if DTYPE_NAMES.get(x.dtype) != plan.problem.dtype or x.device != q.device:
             raise PlanMismatchError(
                 f"{name} has dtype {x.dtype} and is on {x.device}; "

@@ -15,6 +15,7 @@ from .errors import InputError
 from .schedule.constants import Q_SEGMENT_STEP
 
 __all__ = [
+    "LARGEST_SOFTCAP",
     "Window",
     "check_dropout",
     "check_flag",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+
+LARGEST_SOFTCAP = 1e30
+"""Its inverse is the least: float32 holds what is made of both."""
 
 Window = Sequence[int | None] | None
 """(left, right) columns around the diagonal; -1 or None leaves a side unbounded."""
@@ -82,17 +86,21 @@ def check_q_segment(value: object) -> int:
     """Rows per segment of q; 0 for None."""
     if value is None:
         return 0
-    if type(value) is not int or not 0 < value <= 2**30 or value % Q_SEGMENT_STEP:
+    known = not isinstance(value, bool) and isinstance(value, (int, np.integer))
+    rows = int(value) if known else 0  # type: ignore[call-overload]
+    if not 0 < rows <= 2**30 or rows % Q_SEGMENT_STEP:
         raise InputError(
             f"q_segment must be a multiple of {Q_SEGMENT_STEP}, positive, at most 2**30; got {value!r:.40}"
         )
-    return value
+    return rows
 
 
 def check_softcap(value: object) -> float:
     cap = _finite(value)
-    if not 0 <= cap <= _FLOAT32_MAX:
-        raise InputError(f"softcap must be 0 or a positive finite float32, got {value!r:.40}")
+    if cap and not 1 / LARGEST_SOFTCAP <= cap <= LARGEST_SOFTCAP:
+        raise InputError(
+            f"softcap must be 0 or in {1 / LARGEST_SOFTCAP:g} .. {LARGEST_SOFTCAP:g}, got {value!r:.40}"
+        )
     return cap
 
 
@@ -149,9 +157,18 @@ def longest(name: str, value: Any) -> int:
     """-1 for a tensor: the lengths say what it holds, and reading it would wait for the device."""
     if value is None or isinstance(value, Tensor):
         return -1
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or _negative(value):
         raise InputError(f"{name} must be None, a tensor or an integer >= 0, got {value!r}")
     return int(value)
+
+
+def _negative(value: Any) -> bool:
+    """Whether it is; False while torch.compile traces a call with a number that is read from a tensor."""
+    if not torch.compiler.is_compiling():
+        return bool(value < 0)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(value < 0)
 
 
 def sides_of(causal: bool, window: Window) -> tuple[int, int]:

@@ -249,6 +249,12 @@ def test_unequal_lengths(seqlen_q, seqlen_k, dtype):
         assert (got - wanted).abs().max() <= bound * max(float(wanted.abs().max()), 1.0)
 
 
+def test_a_packed_batch_without_a_sequence_has_no_plan():
+    ends = torch.tensor([0], dtype=torch.int32)
+    with pytest.raises(InputError, match="a problem needs at least one sequence, got none"):
+        plan_for(*(x[0, :0] for x in tensors()[:3]), ends, ends)
+
+
 def test_head_dim_one_and_large():
     for head_dim in (1, 3, 320):
         q, k, v, _ = tensors(1, 10, head_dim=head_dim)

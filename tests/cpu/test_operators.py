@@ -13,7 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.api import apply_plan
 from dash_attn.backends.base import NO_AUX, AuxTensors
+from dash_attn.errors import InputError
+from dash_attn.ops.calls import Call
 from dash_attn.ops.operators import DENSE, VARLEN
 from dash_attn.schedule import Shift
 from dash_attn.spec import AttentionSpec
@@ -130,6 +133,21 @@ def test_compiled_packed_calls_have_the_same_bytes():
         assert_all_same(gradients(compiled, tensors, *arguments), gradients(run, tensors, *arguments))
 
 
+def test_compiled_packed_calls_take_the_longest_length_from_the_lengths():
+    def run(q, k, v, cu_seqlens):
+        longest = cu_seqlens.diff().max().item()
+        return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+
+    torch.compiler.reset()
+    tensors = inputs(20, None)
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        found = gradients(compiled, tensors, ENDS)
+    assert_all_same(found, gradients(run, tensors, ENDS))
+    with pytest.raises(InputError, match="max_seqlen_q must be None, a tensor or an integer >= 0, got -3"):
+        flash_attn_varlen_func(*tensors, ENDS, ENDS, -3, -3)
+
+
 def test_no_check_of_an_argument_needs_a_newer_pytorch():
     """torch.compile of PyTorch 2.9 cannot trace isinstance(x, int | float), and a tuple says the same."""
     for path in Path(dash_attn.__file__).parent.rglob("*.py"):
@@ -229,6 +247,68 @@ def test_a_gradient_that_nobody_makes_is_none(direct, monkeypatch):
     leaves = inputs()
     Nothing.apply(flash_attn_func(*leaves)).sum().backward()
     assert [x.grad for x in leaves] == [None] * 3
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as what a collective returns before it is done: any operator makes
+    a plain one of it. `Stays` does not."""
+
+    @staticmethod
+    def __new__(cls, x):
+        how = {"strides": x.stride(), "dtype": x.dtype, "device": x.device}
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, **how)
+
+    def __init__(self, x):
+        self.x = x
+
+    def __tensor_flatten__(self):
+        return ["x"], None
+
+    __tensor_unflatten__ = None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(x.x if isinstance(x, Wrapped) else x for x in args), **(kwargs or {}))
+
+
+class Stays(Wrapped):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return cls(super().__torch_dispatch__(function, types, args, kwargs))
+
+
+class GradientIs(torch.autograd.Function):
+    """The identity, whose gradient is such a tensor."""
+
+    @staticmethod
+    def forward(ctx, x, kind):
+        ctx.kind = kind
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return ctx.kind(dout.contiguous()), None
+
+
+def test_a_gradient_without_memory_of_its_own_is_waited_for(monkeypatch):
+    """A kernel would read address 0."""
+    tensors, seen = inputs(), []
+    expected = gradients(flash_attn_func, tensors)
+    compute = Call.backward
+    monkeypatch.setattr(Call, "backward", lambda *x: seen.append(type(x[1].dout)) or compute(*x))
+    assert_all_same(gradients(lambda *x: GradientIs.apply(flash_attn_func(*x), Wrapped), tensors), expected)
+    assert seen == [torch.Tensor]
+    with pytest.raises(InputError, match="got a gradient, or a saved tensor, that is a Stays"):
+        gradients(lambda *x: GradientIs.apply(flash_attn_func(*x), Stays), tensors)
+
+
+def test_plans_are_for_plain_tensors():
+    q, k, v = (x.detach() for x in inputs())
+    plan = dash_attn.plan_for(q, k, v)
+    with pytest.raises(InputError, match="k is a Wrapped: a plan is for plain tensors"):
+        apply_plan(plan, q, Wrapped(k), v, None)
+    with pytest.raises(InputError, match="disorder must be None or a random.Random, got True"):
+        apply_plan(plan, q, k, v, None, disorder=True)
 
 
 def test_func_grad_has_the_same_bytes():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dash_attn import attention, fingerprints, flash_attn_varlen_func, plan_for
+from dash_attn import attention, fingerprints, flash_attn_varlen_func, is_supported, plan_for
 from dash_attn.backends.base import NO_AUX, Tensors
 from dash_attn.errors import InputError, TableError
 from dash_attn.ops import segments as module
@@ -257,6 +257,12 @@ def test_a_segment_must_be_whole_tiles(value: Any) -> None:
     x = torch.zeros(1, 8, 2, 32)
     with pytest.raises(InputError, match=f"q_segment must be a multiple of 128.*got {value!r}"):
         attention(x, x, x, q_segment=value)
+
+
+@pytest.mark.parametrize("value", [np.int64(128), np.int8(1)])
+def test_a_segment_may_be_an_integer_of_numpy(value: Any) -> None:
+    good = int(value) % 128 == 0
+    assert is_supported(*[torch.zeros(1, 8, 2, 32)] * 3, q_segment=value).ok is good
 
 
 def test_plans_and_fingerprints() -> None:

@@ -91,10 +91,20 @@ def test_compiled_calls_have_the_same_bytes() -> None:
     assert_same_bytes(compiled(*tensors), attention(*tensors, softcap=4.0))
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 10**400, "30", True, None])
+@pytest.mark.parametrize("softcap", [1e30, 1e-30])
+def test_the_largest_and_the_least_softcap_make_numbers(softcap: float) -> None:
+    tensors = [x.detach() for x in drawn(rows=40, dtype=torch.float32)]
+    tensors[0][:, 0] = 0  # scores of 0
+    out = attention(*tensors, softcap=softcap)
+    same = softcap == 1e30
+    expected = attention(*tensors) if same else attention(*tensors, softmax_scale=0.0)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 10**400, 3e38, 1e-40, "30", True, None])
 def test_what_is_no_softcap_is_named(wrong: object) -> None:
     tensors = drawn(rows=10)
-    message = f"softcap must be 0 or a positive finite float32, got {wrong!r:.40}"
+    message = f"softcap must be 0 or in 1e-30 .. 1e+30, got {wrong!r:.40}"
     assert is_supported(*tensors, softcap=wrong).reason == message
     with pytest.raises(InputError) as raised:
         attention(*tensors, softcap=wrong)

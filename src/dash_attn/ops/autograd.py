@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backends.base import NO_AUX, NO_BACKWARD, AuxTensors, Gradients, Tensors, accumulator
 from ..errors import InputError
@@ -24,6 +25,7 @@ __all__ = [
     "call_directly",
     "empty_results",
     "gradients_once",
+    "is_wrapped",
     "needs_grad",
     "refuse_gradients",
     "with_gradients",
@@ -193,12 +195,34 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        grads = gradients_once(_backward_of(ctx.call), dout, *ctx.saved_tensors)
+        saved = (None if x is None else _with_memory(x) for x in ctx.saved_tensors)
+        grads = gradients_once(_backward_of(ctx.call), _with_memory(dout), *saved)
         return None, *_wanted(ctx.needs_input_grad[1:], grads)
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
         raise RuntimeError("dash_attn.attention has no forward derivative")
+
+
+def is_wrapped(x: Tensor) -> bool:
+    """Whether a tensor has no memory of its own, but other tensors in it, as a DTensor has."""
+    return bool(is_traceable_wrapper_subclass(x))
+
+
+def _with_memory(x: Tensor) -> Tensor:
+    """A tensor that a kernel can read: a gradient that a collective has not finished is waited for.
+
+    Raises:
+        InputError: it is a tensor of other tensors.
+    """
+    if type(x) in _PLAIN or not is_wrapped(x):
+        return x
+    plain = x.clone()
+    if is_wrapped(plain):
+        raise InputError(
+            f"attention of plain tensors got a gradient, or a saved tensor, that is a {type(x).__name__}"
+        )
+    return plain
 
 
 def _backward_of(call: Attending) -> Callable[..., Gradients]:

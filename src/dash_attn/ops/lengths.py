@@ -55,10 +55,10 @@ def _lengths(name: str, cu_seqlens: Tensor) -> Lengths:
     if ends[0] != 0:
         raise InputError(f"{name} must start at 0, got {ends[0]}")
     seqlens = tuple(end - start for start, end in pairwise(ends))
-    if min(seqlens) < 0:
+    if min(seqlens, default=0) < 0:
         at = next(i for i, length in enumerate(seqlens) if length < 0)
         raise InputError(f"{name} must not decrease, got {ends[at]}, {ends[at + 1]} at {at}, {at + 1}")
-    return Lengths(seqlens, ends[-1], max(seqlens))
+    return Lengths(seqlens, ends[-1], max(seqlens, default=0))
 
 
 _READS = HostReads(_lengths)

@@ -27,7 +27,7 @@ import numpy as np
 
 from ...scores import Scores
 
-__all__ = ["FAR", "HUGE", "LARGEST", "NEAR", "STRETCH", "Cap", "cap_of", "why_no_cap"]
+__all__ = ["FAR", "HUGE", "NEAR", "STRETCH", "Cap", "cap_of", "why_no_cap"]
 
 STRETCH = 8 / 3
 FAR = 2.0
@@ -35,10 +35,8 @@ NEAR = (1.8961277e-06, -5.2200859e-05, 0.00098325592, -0.017575445, 0.37499979)
 """From the highest power down to the constant."""
 
 HUGE = 3.4e38
-"""The negative of it, times a softcap, is in place of a score that is masked."""
-
-LARGEST = 1e30
-"""Of a softcap; its inverse is the least, and times `HUGE` more than every score."""
+"""The negative of it, times a softcap, is in place of a score that is masked. Times the least softcap it is
+more than every score."""
 
 
 class Cap(NamedTuple):
@@ -67,8 +65,6 @@ def why_no_cap(scores: Scores) -> str:
     """Why the kernels cannot use a softcap: float32 does not hold what is made of it."""
     if not scores.softcap:
         return ""
-    if not 1 / LARGEST <= scores.softcap <= LARGEST:
-        return f"for sm90 softcap must be in {1 / LARGEST:g} .. {LARGEST:g}, got {scores.softcap}"
     with np.errstate(over="ignore", under="ignore"):
         inner = np.float32(STRETCH * scores.softmax_scale / scores.softcap)
     if np.finfo(np.float32).tiny <= inner < np.inf:
