@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
     True
     """  # noqa: E501
     named = "q, k_cache, v_cache, k and v"
-    check_no_positional("flash_attn_with_kvcache", named, positional)
+    check_no_positional("flash_attn_with_kvcache", named, positional, "rotary_cos")
     page_table = block_table_or(page_table, flash_options)
     check_cache_options(flash_options)
     asked = Asked(

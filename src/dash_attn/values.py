@@ -111,12 +111,15 @@ def check_dropout(value: object) -> float:
     return p
 
 
-def check_no_positional(function: str, named: str, positional: tuple[object, ...]) -> None:
-    """Refuse arguments that libraries with the same function take for different things."""
+def check_no_positional(
+    function: str, named: str, positional: tuple[object, ...], next_one: str = "dropout_p"
+) -> None:
+    """Refuse arguments that libraries with the same function take for different things. ``next_one``: the
+    first of them in FlashAttention-2."""
     if positional:
         raise InputError(
             f"{function} takes {named} by position and all else by keyword; the next one, "
-            f"{short(positional[0])}, would be dropout_p in FlashAttention-2 and another in later ones"
+            f"{short(positional[0])}, would be {next_one} in FlashAttention-2 and another in later ones"
         )
 
 

@@ -15,7 +15,7 @@ from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import callers, token_masks
 from dash_attn.integrations.continuous import paged_attention_forward
-from dash_attn.integrations.positions import separate
+from dash_attn.integrations.positions import Sizes, assert_separate, separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
 from dash_attn.testing import assert_same_bytes, same_bytes
 
@@ -145,6 +145,52 @@ def test_packed_sequences_beside_padding(config, use_cache):
     positions = PACKED.masked_fill(mask[:1] == 0, 1)
     logits, _ = run(model, tokens, mask, position_ids=positions, use_cache=use_cache)
     assert_alone(model, logits, tokens, (20, 1, 7), rest=5)
+
+
+JUMPS = {
+    "ahead": [*range(10), *range(50, 73)],
+    "one position for two tokens": [*range(5), *range(4, 32)],
+    "every other": [*range(0, 66, 2)],
+}
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+@pytest.mark.parametrize("masked", [True, False])
+def test_positions_that_do_not_fall_are_of_one_sequence(jump, masked):
+    """With neither a mask nor a cache, transformers' own mask begins another one at each jump."""
+    positions, tokens = torch.tensor([JUMPS[jump]]), tokens_of(1)
+    mask = torch.ones_like(tokens) if masked else None
+    for use_cache in (True, False):
+        found, expected = (
+            run(model_of(qwen, name), tokens, mask, position_ids=positions, use_cache=use_cache)
+            for name in ("dash", "eager")
+        )
+        torch.testing.assert_close(found[0], expected[0], atol=2e-5, rtol=1e-4)
+    sizes = Sizes(1, 33, 33)
+    assert separate(positions, None, sizes) is None
+    assert_separate(positions, None, sizes)  # compiled code
+
+
+def test_zeros_begin_sequences_of_one_token():
+    numbers = separate(torch.tensor([[0, 0, 0, 1, 3, 2]]), None, Sizes(1, 6, 6))
+    assert numbers.diff().tolist() == [[1, 1, 0, 0, 1]]
+    for positions in ([[0, 0]], [[3, 2]]):
+        with pytest.raises(RuntimeError, match="position_ids pack sequences"):
+            assert_separate(torch.tensor(positions), None, Sizes(1, 2, 2))
+
+
+def test_positions_of_queries_say_nothing_of_the_keys_of_an_encoder():
+    """Where there are as many keys as queries, too."""
+    config = transformers.BertConfig(
+        vocab_size=61, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, is_decoder=True, add_cross_attention=True,
+    )  # fmt: skip
+    tokens, mask, of_keys = tokens_of(), padding_of("left"), padding_of("right")
+    encoded = torch.randn(3, 33, 64, generator=torch.Generator().manual_seed(0))
+    how = {"encoder_hidden_states": encoded, "encoder_attention_mask": of_keys}
+    how["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    found, expected = (run(model_of(lambda: config, name), tokens, mask, **how) for name in ("dash", "eager"))
+    torch.testing.assert_close(found[0], expected[0], atol=2e-5, rtol=1e-4)
 
 
 @CONFIGS
@@ -750,11 +796,19 @@ def test_models_that_do_their_own_attention_raise(config, side, monkeypatch):
         model(tokens_of(), attention_mask=mask)
 
 
-OWN = {
+OWN = {  # with what makes it small
     "WavLMModel": {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1},
     "XLNetModel": {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 32},
     "OpenAIGPTModel": {"n_embd": 32, "n_layer": 1, "n_head": 4},
-}
+    "PegasusXModel": {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    },
+    "SamVisionModel": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "mlp_dim": 32,
+        "output_channels": 8, "global_attn_indexes": [0],
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -255,6 +255,37 @@ def test_positions_on_the_device_are_read_once_until_they_are_written():
     assert numbers[0].diff().nonzero().flatten().tolist() == [39]
 
 
+def test_a_layer_may_be_on_another_device_than_its_mask(transformers):
+    """As where a model is spread over GPUs."""
+    from dash_attn.integrations.token_masks import token_mask
+    from dash_attn.integrations.transformers import attention_forward
+
+    q, k, v = (x.detach() for x in sdpa_leaves())
+    tokens = torch.ones(2, 1000, dtype=torch.bool)
+    tokens[1, :300] = False
+    found = []
+    for device in ("cpu", "cuda"):
+        mask = token_mask(2, 1000, 1000, attention_mask=tokens.to(device), device=device)
+        found.append(attention_forward(torch.nn.Identity(), q, k, v, mask)[0])
+    assert_same_bytes(*found)
+    assert bool(found[0][1, 300:].any())
+
+
+@needs_registry
+def test_multihead_attention_runs_here_beside_a_default_device():
+    layer = torch.nn.MultiheadAttention(512, 8, batch_first=True, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 500, 512, device="cuda", dtype=torch.bfloat16)
+    theirs, _ = layer(x, x, x, need_weights=False)
+    with sdpa.enabled():
+        mine, _ = layer(x, x, x, need_weights=False)
+    with torch.device("cuda"), sdpa.enabled():
+        found, _ = layer(x, x, x, need_weights=False)
+        compiled, _ = torch.compile(layer, fullgraph=False, backend="aot_eager")(x, x, x, need_weights=False)
+    assert not same_bytes(mine, theirs)
+    assert_same_bytes(found, mine)
+    assert_same_bytes(compiled, mine)
+
+
 def trained(transformers, config, implementation, steps=4):
     model, mask = model_of(transformers, config, implementation), padding_of("right")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,7 +1,8 @@
 """Models of transformers that take any ``attn_implementation`` and never call it: refused where it is chosen.
 
 Those that make their masks by transformers' own functions meet a :class:`.TokenMask`, which raises. Others
-(DeBERTa, WavLM, XLNet) would run their own attention in silence.
+(DeBERTa, WavLM, XLNet, the encoder of PEGASUS-X) would run their own attention in silence, or know none but
+their own by name (SAM).
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ _CHOSEN, _CAN, _MARK = "get_correct_attn_implementation", "_can_set_attn_impleme
 """Methods of transformers' models: one sees every name that is chosen, the other knows who calls it."""
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 """Transformers' functions by name, among them ours."""
+_OWN_TABLE = "_CLASSES[config._attn_implementation]"
+"""Classes of a model by name."""
+_PARTLY = "transformers.models.pegasus_x."
+"""Its decoder calls a function of the table, its encoder does not."""
 
 
 def refuse_models_that_do_not_call(name: str) -> None:
@@ -53,11 +58,16 @@ def _calls(model: type, base: type) -> bool:
     """Whether the model, or one that it is made from, uses the attention of a name.
 
     That is so if transformers knows it, or if the module of the class speaks of the table of attentions, as
-    one of somebody's own may. True also of a class whose source cannot be read, such as one of a notebook.
+    one of somebody's own may; but not if it has a table of its own. True also of a class whose source cannot
+    be read, such as one of a notebook.
     """
     kinds = [kind for kind in model.__mro__ if issubclass(kind, base) and kind is not base]
+    if any(kind.__module__.startswith(_PARTLY) for kind in kinds):
+        return False
     try:
         sources = [inspect.getsource(sys.modules[kind.__module__]) for kind in kinds]
     except (KeyError, OSError, TypeError):
         return True
+    if any(_OWN_TABLE in source for source in sources):
+        return False
     return any(getattr(kind, _CAN)() for kind in kinds) or any(_TABLE in source for source in sources)

@@ -39,8 +39,8 @@ _READS = HostReads(_positions)
 def separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) -> Tensor | None:
     """The number of every key's sequence, if ``position_ids`` tell more sequences apart than ``numbers`` do.
 
-    A sequence begins at a token whose position is not one more than the position of the token before. Over
-    padding between two tokens a position may also grow by the distance of their columns.
+    A sequence begins where positions fall, and at a 0 behind another one. Where they grow by more than 1, or
+    stay what they are, the sequence goes on, as with transformers' FlashAttention.
 
     Args:
         position_ids: (batch or 1, seqlen_q) or (seqlen_q,) integers.
@@ -60,7 +60,7 @@ def separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) -> Tens
     [[0, 0, 1, 0]]
     """
     positions = _READS.of("position_ids", position_ids).reshape(-1, sizes.seqlen_q)
-    if numbers is None and sizes.seqlen_q == sizes.seqlen_k and bool((positions.diff(dim=1) == 1).all()):
+    if numbers is None and sizes.seqlen_q == sizes.seqlen_k and not bool(_begins(positions).any()):
         return None
     positions = positions.expand(sizes.batch, -1)
     tokens = torch.ones(sizes.batch, sizes.seqlen_k, device="cpu") if numbers is None else numbers.cpu()
@@ -68,8 +68,7 @@ def separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) -> Tens
     cached = sizes.seqlen_k - sizes.seqlen_q
     row, column = tokens[:, cached:].nonzero(as_tuple=True)
     position = positions[row, column]
-    step, same_row = position.diff(), row.diff() == 0
-    begins = same_row & (step != 1) & (step != column.diff())
+    begins = _begins(position) & (row.diff() == 0)
     if cached:
         _check_continued(tokens[:, :cached], row, position, begins)
         return None
@@ -79,6 +78,12 @@ def separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) -> Tens
     found = torch.zeros_like(tokens)
     found[row, column] = tokens[row, column] * (len(row) + 1) + sequence
     return found
+
+
+def _begins(positions: Tensor) -> Tensor:
+    """Whether a sequence begins at each position but the first, along the last dimension."""
+    before, position = positions[..., :-1], positions[..., 1:]
+    return (position < before) | ((position == 0) & (before == 0))
 
 
 def _check_continued(cached: Tensor, row: Tensor, position: Tensor, begins: Tensor) -> None:
@@ -107,7 +112,7 @@ def assert_separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) 
     """
     cached = sizes.seqlen_k - sizes.seqlen_q
     positions = position_ids.reshape(-1, sizes.seqlen_q)
-    continued, follows = positions.diff(dim=1) == 1, positions[:, :1] >= cached
+    continued, follows = ~_begins(positions), positions[:, :1] >= cached
     if numbers is not None:
         mine = numbers[:, cached:]
         continued = continued | (mine[:, 1:] == 0) | (mine[:, :-1] == 0)

@@ -334,7 +334,10 @@ class _Columns:
         seen = self._sees(row, left) & self._sees(row, right)
         seen &= ~self._sees(row, left - 1) & ~self._sees(row, right + 1)
         if not bool(seen.all()):
-            raise InputError("this model's bidirectional mask is not supported by 'dash' attention")
+            raise InputError(
+                "this model's mask shows some later keys, but not all of them, nor those of a window to both "
+                "sides: 'dash' attention does not support that"
+            )
         return _Band(False, (-1, -1) if reach >= self.k_length - 1 else (reach, reach))
 
     def _sees(self, row: Tensor, column: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ to leave the result alone) raises. So do models that do their own attention: DeB
 instance, when they are built.
 
 Packed sequences are kept apart with a key cache and without. With a cache, the model must pass
-``position_ids`` on to its attention. Most models do, but Llama 4 does not: give it ``use_cache=False``. A
-cache that holds several sequences per row cannot be continued: which key belongs to which sequence is not
-stored. A call that shows it by its ``position_ids`` raises.
+``position_ids`` on to its attention. Most models do. Llama 4, Ministral 3, GPT-BigCode and Persimmon, for
+instance, do not: nothing tells their sequences apart with a cache, so give them ``use_cache=False``. A cache
+that holds several sequences per row cannot be continued: which key belongs to which sequence is not stored. A
+call that shows it by its ``position_ids`` raises.
 
 Inside ``dash_attn.distributed.context`` the tokens are the rows of this rank: causal, sliding-window and
 bidirectional masks work, all else raises. Call the model with
@@ -116,9 +117,9 @@ def attention_forward(
         is_causal: as ``module.is_causal``.
         cu_seq_lens_q, cu_seq_lens_k: int32 bounds of sequences packed into a batch of one; an error beside
             padding, or beside a mask with other sequences. ``position_ids`` are then not looked at.
-        position_ids: (batch or 1, seqlen_q) or (seqlen_q,) integers. Where they do not count on from one
-            token to the next, another sequence begins. Ids with more dimensions name places in images, and
-            are not looked at.
+        position_ids: (batch or 1, seqlen_q) or (seqlen_q,) integers. Where they fall, and at a 0 behind a 0,
+            another sequence begins. Ids with more dimensions name places in images, and those of a layer of
+            cross-attention its queries alone: they are not looked at.
         softcap: as in :func:`dash_attn.attention`; None: 0.
         s_aux: (heads,), the ``learnable_sink`` of :func:`dash_attn.attention`, or None.
         other: what cannot change the result, such as ``use_cache``, or is None or False.
@@ -143,6 +144,8 @@ def attention_forward(
         how["dropout_p"] = dropout
         layer = Layer(mask, causal, sliding_window, position_ids, how)
         return attend_spread(spread, q, k, v, layer), None
+    if "cross" in type(module).__name__.lower() or getattr(module, "is_cross_attention", False):
+        position_ids = None
     if isinstance(attention_mask, TokenMask):
         _check_sizes(attention_mask, sizes)
         k, v = (x[:, : attention_mask.kv_length] for x in (k, v))  # a view: nothing is copied
@@ -292,7 +295,7 @@ def _check_sequences(
 
 def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, Any]) -> Tensor:
     """Attention of the rows that are no padding; the others are zero."""
-    rows_q, rows_k = packing.rows_q, packing.rows_k
+    rows_q, rows_k = (x.to(q.device) for x in (packing.rows_q, packing.rows_k))  # layers may be elsewhere
     packed = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))]
     out = _of_packed(flash_attn_varlen_func(*packed, packing.cu_seqlens_q, packing.cu_seqlens_k, **how))
     rows, heads = q.shape[:2], out.shape[1:]
