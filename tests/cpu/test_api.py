@@ -364,6 +364,18 @@ def test_masks_a_policy_does_not_cover(policy, options, message):
     assert support.reason == str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", ["learnable_sink", "alibi_slopes", "dropout_seed", "row_ends"])
+def test_tensors_beside_the_inputs_must_be_dense(name):
+    nested = torch.nested.nested_tensor([torch.randn(2)])
+    for x, layout in ((nested, "nested"), (torch.ones(2, 20).to_sparse(), "torch.sparse_coo")):
+        message = f"{name} must be a dense tensor, got layout {layout}"
+        assert is_supported(Q, K, V, dropout_p=0.1, **{name: x}).reason == message
+    ends = torch.tensor([0, 20], dtype=torch.int32)
+    with pytest.raises(InputError, match="cu_seqlens_k must be a dense tensor, got layout nested"):
+        dash_attn.flash_attn_varlen_func(Q[0], K[0], V[0], ends, nested)
+
+
 def test_return_lse_must_be_a_boolean():
     with pytest.raises(InputError, match="return_lse must be True or False, got 1"):
         attention(Q, K, V, return_lse=1)

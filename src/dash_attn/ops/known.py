@@ -49,14 +49,14 @@ def _key(q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any) -> object:
         return None
     if torch.is_autocast_enabled(q.device.type):
         return None
-    key = (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.layout, k.layout, v.layout, asked, *map(type, asked), *map(type, window or ()),
-        *[(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
-          for x in packing],
-    )  # fmt: skip
     try:
+        key = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.layout, k.layout, v.layout, asked, *map(type, asked), *map(type, window or ()),
+            *[(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
+              for x in packing],
+        )  # fmt: skip
         hash(key)
-    except TypeError:
+    except (TypeError, RuntimeError):  # of what has no hash, and of nested tensors, which have no shape
         return None
     return key
