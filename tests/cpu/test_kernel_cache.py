@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from dash_attn.backends.cuda import cache as module
 from dash_attn.backends.cuda.cache import KernelCache, _sources, cache_folder, why_unsafe
-from dash_attn.backends.sm90.compile import MissingCompilerError, _uncollected
+from dash_attn.backends.sm90.compile import MissingCompilerError, _flavour, _uncollected
 from dash_attn.errors import CompilationError
+from dash_attn.tools import doctor
 
 SOURCES = Path(__file__).parents[2] / "src"
 
@@ -53,10 +55,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def run(folder: Path, config: str = "a", arch: str = "sm_90a") -> tuple[Compiler, str]:
+def run(
+    folder: Path | None, config: str = "a", arch: str = "sm_90a", flavour: str = ""
+) -> tuple[Compiler, str]:
     """What a fresh process does."""
     compiler = Compiler()
-    cache = KernelCache(compiler.compile, compiler.load, folder)
+    cache = KernelCache(compiler.compile, compiler.load, folder, lambda: flavour)
     assert cache(config, arch) is cache(config, arch)
     return compiler, cache(config, arch).text
 
@@ -75,17 +79,53 @@ def test_compiled_once_and_then_loaded(folder: Path) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("other", [{"config": "b"}, {"arch": "sm_100a"}])
+@pytest.mark.parametrize("other", [{"config": "b"}, {"arch": "sm_100a"}, {"flavour": "cu12"}])
 def test_another_configuration_is_another_entry(folder: Path, other: dict[str, str]) -> None:
     run(folder)
     assert len(run(folder, **other)[0].compiled) == 1
 
 
+def test_another_processor_is_another_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program has instructions of the host's that another one may not have: that would end the process."""
+    assert "fpu" in module._processor() or "asimd" in module._processor()
+    run(folder)
+    monkeypatch.setattr(module, "_processor", lambda: "fpu sse2")
+    assert len(run(folder)[0].compiled) == 1
+
+
+def test_other_settings_of_the_compiler_are_another_entry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(folder)
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    assert len(run(folder)[0].compiled) == 1
+    monkeypatch.delenv("CUTE_DSL_LINEINFO")
+    assert len(run(folder)[0].loaded) == 1
+
+
+def test_the_compiler_is_named() -> None:
+    pytest.importorskip(
+        "cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'"
+    )
+    assert ".cu1" in _flavour()
+
+
+def test_nothing_is_compiled_of_files_that_are_not_those_imported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has been compiled of those is loaded."""
+    run(folder)
+    monkeypatch.setattr(module, "_digest_of_sources", lambda: b"of another version")
+    assert len(run(folder)[0].loaded) == 1
+    with pytest.raises(CompilationError, match="files of dash-attn in .* have changed since this process"):
+        run(folder, "b")
+
+
 def test_every_file_that_device_code_imports_is_part_of_the_key() -> None:
     package, hashed = SOURCES / "dash_attn", set(_sources())
-    files = [
-        f for folder in ("backward", "device") for f in (package / "backends/sm90" / folder).glob("*.py")
-    ]
+    of_the_host = ("launch.py", "traced.py")
+    files = [x for x in (package / "backends/sm90").rglob("*/*.py") if x.name not in of_the_host]
+    assert {file.parent.name for file in files} >= {"backward", "forward", "cached", "spread", "device"}
     imported = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
@@ -96,6 +136,19 @@ def test_every_file_that_device_code_imports_is_part_of_the_key() -> None:
     imported = {file for file in imported if file.is_file()}
     assert package / "schedule/layout.py" in imported
     assert {*files, *imported} <= hashed
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DASH_ATTN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    with pytest.warns(RuntimeWarning, match="not cached on disk: Could not determine home directory"):
+        assert run(None)[0].compiled == ["a"]
+    assert doctor._kernel_cache() == "none: Could not determine home directory."
 
 
 # Damage

@@ -166,7 +166,10 @@ def _kernel_cache() -> str:
     """The folder, and what the next kernel would do with it."""
     from ..backends.cuda.cache import cache_folder, examine_folder
 
-    folder = cache_folder()
+    try:
+        folder = cache_folder()
+    except OSError as error:
+        return f"none: {error}"
     used, reason = examine_folder(folder)
     if not used:
         found = f"not used: {reason}"

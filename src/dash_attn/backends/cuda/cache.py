@@ -1,9 +1,10 @@
 """Compiled kernels, kept in the process and on disk.
 
 An entry on disk is one file: the SHA-256 of an object file, and the object file. Its name is a hash of
-everything that decides its contents: configuration, every source file of the kernels, versions of the
-compiler and of Python, architecture. A missing, damaged or unreadable entry is compiled again; a folder that
-cannot be written costs the disk cache and nothing else.
+everything that decides its contents: configuration, every source file of the kernels, the compiler with its
+settings, the version of Python, architecture. And of the processor: the part of a program that runs on the
+host is made for the one it is compiled on. A missing, damaged or unreadable entry is compiled again; a folder
+that cannot be written costs the disk cache and nothing else.
 
 Loading an entry runs its code. The digest finds damage; it cannot find an attacker, who would write it anew.
 Against other users there are owners and modes: the folder and its entries must be the user's and be writable
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Hashable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,24 @@ __all__ = ["KernelCache", "cache_folder", "examine_folder", "why_unsafe"]
 
 _FUNCTION = "dash_attn_program"
 _SUFFIX = ".program"
+_SETTINGS = "CUTE_DSL_"  # variables of the environment that the compiler reads
 _DIGEST = hashlib.sha256().digest_size
 _PACKAGE = Path(__file__).parents[2]
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_folder() -> Path:
-    """``$DASH_ATTN_CACHE_DIR``, or ``dash-attn`` in the user's cache folder."""
+    """``$DASH_ATTN_CACHE_DIR``, or ``dash-attn`` in the user's cache folder.
+
+    Raises:
+        OSError: nothing says where that is.
+    """
     if given := os.environ.get("DASH_ATTN_CACHE_DIR"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dash-attn"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dash-attn"
+    except RuntimeError as error:  # the user has no home
+        raise OSError(str(error)) from error
 
 
 def why_unsafe(folder: Path, *, exists: bool = True) -> str:
@@ -109,6 +119,7 @@ class KernelCache:
         compile: makes the function of a configuration (``cute.compile`` with TVM-FFI).
         load: makes a function of an object file and the name it was exported under.
         folder: where entries are kept, default :func:`cache_folder`.
+        compiler: names the compiler that `compile` has, beyond its version.
     """
 
     def __init__(
@@ -116,8 +127,9 @@ class KernelCache:
         compile: Callable[[Any], Any],
         load: Callable[[Path, str], Any],
         folder: Path | None = None,
+        compiler: Callable[[], str] = str,
     ) -> None:
-        self._compile, self._load, self._folder = compile, load, folder
+        self._compile, self._load, self._folder, self._compiler = compile, load, folder, compiler
         self._functions: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -137,9 +149,16 @@ class KernelCache:
 
     def _from_disk_or_compiler(self, config: Hashable, arch: str) -> Any:
         folder = self._usable_folder()
-        entry = None if folder is None else folder / f"{_key(config, arch)}{_SUFFIX}"
-        if entry is not None and (function := self._from_disk(entry)) is not None:
-            return function
+        entry = None
+        if folder is not None:
+            entry = folder / f"{_key(config, arch, self._compiler())}{_SUFFIX}"
+            if (function := self._from_disk(entry)) is not None:
+                return function
+        if _digest_of_sources() != _IMPORTED:
+            raise CompilationError(
+                f"{config} is not compiled: files of dash-attn in {_PACKAGE} have changed since this process "
+                "imported them, and a kernel of one version must not meet the other: start the process again"
+            )
         try:
             function = self._compile(config)
         except DashError:
@@ -153,8 +172,8 @@ class KernelCache:
         return function
 
     def _usable_folder(self) -> Path | None:
-        folder = cache_folder() if self._folder is None else self._folder
         try:
+            folder = cache_folder() if self._folder is None else self._folder
             _make(folder)
             folder = folder.resolve(strict=True)
             reason = why_unsafe(folder)
@@ -213,20 +232,43 @@ def _store(function: Any, entry: Path) -> None:
         warnings.warn(f"a kernel could not be cached on disk: {error}", RuntimeWarning, stacklevel=6)
 
 
-def _key(config: Hashable, arch: str) -> str:
-    digest = hashlib.sha256()
-    for fact in (repr(config), arch, platform.python_version(), platform.machine()):
+def _key(config: Hashable, arch: str, compiler: str) -> str:
+    digest = hashlib.sha256(_IMPORTED)
+    settings = sorted(x for x in os.environ.items() if x[0].startswith(_SETTINGS))
+    facts = (repr(config), arch, compiler, platform.python_version(), platform.machine(), _processor())
+    for fact in (*facts, repr(settings)):
         digest.update(fact.encode() + b"\0")
     for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
         try:
             digest.update(f"{package}={version(package)}\0".encode())
         except PackageNotFoundError:
             digest.update(f"{package}=unknown\0".encode())
-    for source in _sources():
-        digest.update(str(source.relative_to(_PACKAGE)).encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
 
 
+@cache
+def _processor() -> str:
+    """The instructions that this machine's processor has, as Linux names them; empty if nothing says it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    named = (line.partition(":") for line in lines)
+    return next((value for name, _, value in named if name.strip() in ("flags", "Features")), "")
+
+
 def _sources() -> list[Path]:
-    """Every file that can change a compiled kernel: the backends, and the layout of the plan table."""
-    return [*sorted((_PACKAGE / "backends").rglob("*.py")), _PACKAGE / "schedule" / "layout.py"]
+    """Every file that can change a compiled kernel: the backends, and numbers that they share with plans."""
+    others = (_PACKAGE / name for name in ("machine.py", "schedule/constants.py", "schedule/layout.py"))
+    return [*sorted((_PACKAGE / "backends").rglob("*.py")), *others]
+
+
+def _digest_of_sources() -> bytes:
+    digest = hashlib.sha256()
+    for source in _sources():
+        digest.update(str(source.relative_to(_PACKAGE)).encode() + b"\0" + source.read_bytes())
+    return digest.digest()
+
+
+_IMPORTED = _digest_of_sources()
+"""Of the files as this process knows them."""

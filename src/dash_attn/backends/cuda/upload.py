@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...errors import InputError
+from ...errors import InputError, UnavailableError
 
 __all__ = ["Upload", "constant", "loadable"]
 
@@ -41,7 +41,10 @@ class Upload:
 
     def __init__(self, what: object, arrays: Sequence[NDArray[Any]], device: torch.device) -> None:
         if torch.cuda.is_current_stream_capturing():
-            raise InputError(f"{what} is not on {device} yet: make the same call once before capturing it")
+            raise InputError(
+                f"{what} is not on {device} yet: make the same call once before capturing it, with fewer "
+                "than 64 others of other lengths in between"
+            )
         if _GRAPHS_OF_PYTORCH in sys.modules:
             copied = _ANOTHER_THREAD.submit(_copied, arrays, device).result()
         else:
@@ -91,7 +94,13 @@ def _finish_while_capturing(event: torch.cuda.Event) -> None:
     A graph reads the arrays when it is replayed, on whatever stream, so the copy must be done by then. CUDA
     forbids waiting during a capture unless the thread says that it knows what it does.
     """
-    driver = import_module("cuda.bindings.driver")
+    try:
+        driver = import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise UnavailableError(
+            f"capturing a call in a CUDA graph needs a package that is not installed ({error}): pip install "
+            "cuda-bindings"
+        ) from error
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
     try:

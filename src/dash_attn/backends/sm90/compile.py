@@ -6,6 +6,7 @@ Compiling needs no GPU: tensors are fake and the target is always sm_90a.
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -214,7 +215,14 @@ def _compiler_or_error() -> Iterator[None]:
         ) from error
 
 
-_PROGRAMS = KernelCache(_compile, _load)
+def _flavour() -> str:
+    """Which of the compilers that the package brings is in use: the driver decides, or its absence."""
+    with _compiler_or_error():
+        import cutlass.cute  # noqa: F401
+    return Path(str(sys.modules["cutlass._mlir._mlir_libs._cutlass_ir"].__file__)).name
+
+
+_PROGRAMS = KernelCache(_compile, _load, compiler=_flavour)
 
 
 def compiler_output(config: Config) -> CompilerOutput:
