@@ -73,6 +73,8 @@ def compared(case: Case, device: str = "cpu") -> None:
     how = {"mode": case.mode, "layout": case.layout}
     whole = [x.clone().requires_grad_() for x in qkv]
     parts = [mine(x).requires_grad_() for x in qkv]
+    if case.extra == "one tensor":
+        whole, parts = whole[:1] * 3, parts[:1] * 3
     if bounds is None:
         out, lse = dash_attn.attention(*whole, **options, **beside)
         there, of_rows = attention(*parts, **options, **{n: mine(x) for n, x in beside.items()}, **how)

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from dash_attn.model import H200, ForwardCosts, ForwardTimeline, closed_form, simulate, simulate_forward
 from dash_attn.problem import Mask, Problem, default_tiles
@@ -267,6 +268,32 @@ def test_usage_errors(line: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(line.split())
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:126] DefaultCPUAllocator: can't allocate memory: you"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_no_memory_is_no_difference_of_bytes(
+    capsys: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """An exit code of 1 would say that there was one."""
+    from dash_attn.tools import doctor
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(doctor, "examine", fails)
+    assert main(["doctor"]) == 2
+    assert "memory" in capsys.readouterr().err
+    monkeypatch.setattr(doctor, "examine", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
 
 
 COMMANDS = ["demo", "plan", "simulate", "trace", "bounds", "figures", "kernels", "verify", "bench", "doctor"]

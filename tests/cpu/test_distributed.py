@@ -44,6 +44,8 @@ def _all_modes(rank: int, ranks: int) -> None:
         if mode != "ulysses" or ranks == 2:
             compared(Case((4, 2), "causal", mode, "zigzag", lengths=lengths))
     compared(Case((4, 2), "causal", "gather", "zigzag", rows, sink=True))
+    for lengths in ((), (64 * ranks, 32 * ranks)):
+        compared(Case((4, 4), "causal", "ring", "zigzag", rows, lengths, extra="one tensor"))
     for extra, mode in product(("alibi", "intervals"), ("ulysses+gather", "ring")):
         compared(Case((4, 2), "causal", mode, "zigzag", rows, extra=extra))
         compared(Case((4, 2), "full", mode, "zigzag", lengths=(4 * ranks, 20 * ranks), extra=extra))
@@ -308,6 +310,27 @@ def _refused(rank: int) -> None:
         attention_varlen(x, x, x, torch.tensor([0, 128], dtype=torch.int32))
     with pytest.raises(InputError, match="cu_seqlens ends at 100, all ranks together have 128 rows"):
         attention_varlen(x[0], x[0], x[0], torch.tensor([0, 100], dtype=torch.int32))
+    with pytest.raises(InputError, match=r"k must have at least one head, got shape \(1, 64, 0, 32\)"):
+        attention(x, x[:, :, :0], x[:, :, :0])
+    for bounds, got in [
+        (torch.tensor([0, 128]), r"\(2,\) torch.int64"),
+        (torch.tensor([[0, 128]], dtype=torch.int32), r"\(1, 2\) torch.int32"),
+        (torch.zeros((), dtype=torch.int32), r"\(\) torch.int32"),
+        (torch.zeros(0, dtype=torch.int32), r"\(0,\)"),
+        ([0, 128], r"\[0, 128\]"),
+    ]:
+        for call in (
+            partial(attention_varlen, x[0], x[0], x[0], bounds),
+            partial(shard, x, cu_seqlens=bounds),
+            partial(positions, 128, cu_seqlens=bounds),
+        ):
+            with pytest.raises(InputError, match=f"cu_seqlens must .*{got}$"):
+                call()
+    with pytest.raises(InputError, match="cu_seqlens must be a torch.Tensor, got None"):
+        attention_varlen(x[0], x[0], x[0], None)  # type: ignore[arg-type]
+    for seqlen in (-8, 8.0, "8", True):
+        with pytest.raises(InputError, match=f"seqlen must be an integer >= 0, got {seqlen!r}"):
+            positions(seqlen)  # type: ignore[arg-type]
 
 
 def test_bad_arguments_are_named() -> None:

@@ -116,6 +116,13 @@ def test_nan_fails(monkeypatch):
     assert "dk of sequence 0: error norm inf" in verified().checks[0].detail
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_the_control_sees_order_whatever_the_head_dim(seed):
+    """The rounding of four columns hides it with seed 0."""
+    report = verified(Shape(seqlen=64, heads=1, head_dim=4, seed=seed), Settings("cpu", 1))
+    assert outcome(report)["negative control"] == "passed"
+
+
 def test_a_blind_control_fails(monkeypatch):
     monkeypatch.setattr(Batch, "unordered_dq", lambda self, seed: self.run()[2])
     report = verified(SMALL, Settings("cpu", 1))
@@ -195,6 +202,8 @@ def test_errors_name_the_value_and_end_with_two(capsys, line, message):
     ("text", "message"),
     [
         ("{", "is not JSON"),
+        (f'{{"seqlen": {"1" * 5000}}}', "is not JSON: Exceeds the limit"),
+        ("[" * 100_000, "is not JSON: maximum recursion depth"),
         ("[]", "has no shapes"),
         ("[3]", "a shape must be a JSON object, got 3"),
         ('{"seqlen": 4, "hats": 2}', "unknown key 'hats'; known: batch, seqlen,"),

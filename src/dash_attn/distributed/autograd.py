@@ -17,7 +17,8 @@ __all__ = ["attend"]
 
 
 def attend(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the rows that lie on this rank, with gradients."""
+    """(out, lse) of the rows that lie on this rank, with gradients. Packed q, k and v have no batch, out and
+    lse have one."""
     wanted = (q, k, v, aux.learnable_sink)
     tie = _Tie.apply(*wanted) if needs_grad(*wanted) else None  # type: ignore[no-untyped-call]
     out, lse = _Attention.apply(shared, tie, q, k, v, *aux)  # type: ignore[no-untyped-call]
@@ -42,12 +43,15 @@ class _Tie(torch.autograd.Function):
 
 
 class _Attention(torch.autograd.Function):
-    """A shared call."""
+    """A shared call. One node from q, k and v as they are given: where two of them are one tensor, its
+    gradient is their sum in an order that further nodes, such as views, would change."""
 
     @staticmethod
     def forward(
         ctx: Any, shared: Shared, tie: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if shared.given.packed:
+            q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, saved = forward(shared, q, k, v, AuxTensors(*aux))
         ctx.save_for_backward(tie, *saved, *aux)
         ctx.mark_non_differentiable(lse)
@@ -62,5 +66,8 @@ class _Attention(torch.autograd.Function):
             return backward(shared, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
 
         grads = gradients_once(made, dout, *ctx.saved_tensors)
+        if shared.given.packed:
+            dq, dk, dv = (x.squeeze(0) for x in grads[:3])
+            grads = grads._replace(dq=dq, dk=dk, dv=dv)
         wanted = ctx.needs_input_grad[2:]
         return None, None, *(x if want else None for x, want in zip_longest(grads, wanted))

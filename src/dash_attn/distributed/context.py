@@ -55,11 +55,17 @@ class _Spread:
     """What a context says."""
 
     def __init__(self, team: Team, layout: str, mode: str, q_segment: int | None) -> None:
-        self._team, self._layout = team, layout
+        self._team, self._what = team, (team, layout, mode, q_segment)
         self._how = {"group": team.group, "layout": layout, "mode": mode, "q_segment": q_segment}
         self._positions = lru_cache(8)(
             lambda rows: positions(rows * team.size, team.group, layout, device="cpu")
         )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Spread) and self._what == other._what
+
+    def __hash__(self) -> int:
+        return hash(self._what)
 
     @property
     def ranks(self) -> int:

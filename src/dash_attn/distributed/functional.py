@@ -155,6 +155,8 @@ def attention_varlen(
     )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
+    if cu_seqlens is None:
+        raise InputError("cu_seqlens must be a torch.Tensor, got None; attention takes dense batches")
     found = _run((q, k, v), cu_seqlens, beside, asked, (group, layout, mode, return_lse))
     return found
 
@@ -195,10 +197,8 @@ def _run(
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
         aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
-    if given.packed:
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        if aux.rows is not None:
-            aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
+    if given.packed and aux.rows is not None:
+        aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
     out, lse = attend(shared, q, k, v, aux)
     if given.packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
@@ -222,6 +222,8 @@ def _checked(
         if not isinstance(x, Tensor) or x.ndim != rank:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"{name} must have {rank} dimensions, got {shape}")
+        if not x.shape[-2]:
+            raise InputError(f"{name} must have at least one head, got shape {tuple(x.shape)}")
     rows = -3
     if q.shape[rows] != k.shape[rows]:
         raise InputError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
+from ..values import short
 from .exchange import errors_of, team_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
@@ -20,16 +22,24 @@ def lengths_of(total: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
     """The lengths of packed sequences; without ``cu_seqlens`` one of ``total`` rows.
 
     Raises:
-        InputError: the sequences have not ``total`` rows.
+        InputError: ``cu_seqlens`` is no (sequences + 1,) int32, or the sequences have not ``total`` rows.
     """
     if cu_seqlens is None:
         return (total,)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        raise InputError(f"cu_seqlens must be (sequences + 1,) torch.int32, got {_kind(cu_seqlens)}")
+    if not len(cu_seqlens):
+        raise InputError("cu_seqlens must have shape (sequences + 1,), got (0,)")
     if cu_seqlens.shape == (1,) and not total:
         return ()
     found = host_lengths("cu_seqlens", cu_seqlens)
     if found.total != total:
         raise InputError(f"cu_seqlens ends at {found.total}, all ranks together have {total} rows")
     return found.seqlens
+
+
+def _kind(x: object) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else short(x)
 
 
 def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
@@ -115,9 +125,11 @@ def positions(
         (seqlen / N,) int64.
 
     Raises:
-        InputError: as :func:`shard`.
+        InputError: ``seqlen`` is no integer >= 0; or as :func:`shard`.
     """
+    if isinstance(seqlen, bool) or not isinstance(seqlen, (int, np.integer)) or seqlen < 0:
+        raise InputError(f"seqlen must be an integer >= 0, got {short(seqlen)}")
     team = team_of(group)
-    spread = Layout(lengths_of(seqlen, cu_seqlens), team.size, layout)
+    spread = Layout(lengths_of(int(seqlen), cu_seqlens), team.size, layout)
     parts = [torch.arange(c.rows.first, c.rows.last, device=device) for c in spread.chunks[team.rank]]
     return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device=device)])

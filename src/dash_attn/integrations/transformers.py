@@ -191,8 +191,9 @@ def _spread_of(mask: TokenMask | Tensor | None) -> Spread | None:
     """How rows are spread: a mask knows it wherever it is used, without one the context says it."""
     inside = current_spread()
     if isinstance(mask, TokenMask):
-        if inside is not None and mask.spread is not inside:
-            raise InputError(f"attention_mask was made outside of the context, but is used {INSIDE}")
+        if inside is not None and mask.spread != inside:
+            made = "outside of the context" if mask.spread is None else "in another context"
+            raise InputError(f"attention_mask was made {made}, but is used {INSIDE}")
         return mask.spread
     if inside is not None:
         refuse_inside(attention_mask=mask)

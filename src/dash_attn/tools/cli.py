@@ -23,6 +23,10 @@ INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended: 128 and the number of the signal."""
 
 
+_NO_MEMORY = "can't allocate memory", "out of memory"
+"""What PyTorch says on the CPU and on a GPU."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = _parser().parse_args(argv)
@@ -37,8 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The terminal shows ^C, or half a progress bar, on the line where the cursor stands.
         print(f"\ndash-attn {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except (DashError, ImportError, OSError) as error:
-        print(f"dash-attn {args.command}: {error}", file=sys.stderr)
+    except (DashError, ImportError, OSError, MemoryError) as error:
+        print(f"dash-attn {args.command}: {str(error) or 'no memory is left'}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_MEMORY):
+            raise
+        print(f"dash-attn {args.command}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
 
 

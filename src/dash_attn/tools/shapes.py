@@ -185,7 +185,7 @@ def read_shapes(path: Path) -> Sequence[Shape]:
     """
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of bytes that are no text, and of too many digits
         raise InputError(f"{path} is not JSON: {error}") from error
     shapes = [Shape.from_json(entry) for entry in (facts if isinstance(facts, list) else [facts])]
     if not shapes:

@@ -219,7 +219,8 @@ def _flavour() -> str:
     """Which of the compilers that the package brings is in use: the driver decides, or its absence."""
     with _compiler_or_error():
         import cutlass.cute  # noqa: F401
-    return Path(str(sys.modules["cutlass._mlir._mlir_libs._cutlass_ir"].__file__)).name
+    library = sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir")
+    return "unknown" if library is None else Path(str(library.__file__)).name
 
 
 _PROGRAMS = KernelCache(_compile, _load, compiler=_flavour)

@@ -211,7 +211,8 @@ def _control(subject: _Subject) -> str:
     # Two contributions have no order, and the rounding of dq can hide that of a few more.
     longer = replace(
         subject.shape, batch=1, seqlen=_CONTROL_LENGTH, seqlen_k=None, seqlens=None, seqlens_k=None, heads=2,
-        kv_heads=None, causal=False, window=None, policy="auto",
+        kv_heads=None, head_dim=max(subject.shape.head_dim, _CONTROL_HEAD_DIM), causal=False, window=None,
+        policy="auto",
     )  # fmt: skip
     batch = Batch(longer, random_inputs(longer, torch.device(subject.settings.device)))
     if change := _change_without_order(batch, subject.settings):
@@ -220,6 +221,8 @@ def _control(subject: _Subject) -> str:
 
 
 _CONTROL_LENGTH = 2048
+_CONTROL_HEAD_DIM = 64
+"""At least; the rounding of fewer columns may hide the order of 2048 keys, too."""
 
 
 def _change_without_order(batch: Batch, settings: Settings) -> str:
