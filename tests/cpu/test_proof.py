@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from dash_attn.errors import (
     FingerprintError,
     PlacementError,
     PlanError,
+    ScheduleNameError,
     TicketError,
     TooFewWorkersError,
     UnsupportedMaskError,
@@ -363,6 +364,26 @@ def test_min_workers_against_exhaustive_search() -> None:
             assert can_deadlock(plan, workers) == (workers < plan.min_workers), (plan, workers)
             searched += 1
     assert searched > 500
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x + 0.5, lambda x: x.astype(np.int64) + 2**32, lambda x: x[:, :2], lambda x: x.ravel()],
+)
+def test_items_that_are_none_are_refused(change: Callable[[Any], Any]) -> None:
+    plan = build_plan(Problem.dense(seqlen=256, head_dim=64), "spt")
+    with pytest.raises(PlacementError, match=r"items must be \(items, 3\) integers of 32 bits, got shape"):
+        plan.with_items(change(plan.items))
+    assert plan.with_items(plan.items.tolist()).items.dtype == np.int32
+
+
+@pytest.mark.parametrize("policy", [None, 5, b"spt"])
+def test_what_is_no_policy_is_named(policy: Any) -> None:
+    problem = Problem.dense(seqlen=256, head_dim=64)
+    with pytest.raises(ScheduleNameError, match=f"a policy is a name, .* got {policy!r}"):
+        build_plan(problem, policy)
+    with pytest.raises(PlacementError, match="unknown placement ''; known: policy, "):
+        build_plan(problem, "spt + ")
 
 
 @settings(max_examples=60)

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from ..errors import PlacementError, UnsupportedMaskError
+from ..errors import PlacementError, ScheduleNameError, UnsupportedMaskError
 from ..problem import IntArray, Problem, TileGrid
 from .batch import Batch
 from .head_groups import default_head_groups, most_heads
@@ -50,7 +50,7 @@ def build_plan(
             :func:`~dash_attn.schedule.head_groups.default_head_groups` says for each sequence.
 
     Raises:
-        ScheduleNameError: there is no policy of that name.
+        ScheduleNameError: there is no policy of that name, or it is no policy.
         PlacementError: unknown placement, or ``head_groups`` is not in 1..q heads per kv head.
         UnsupportedMaskError: the policy does not cover a sequence of the problem.
         PlanError: the proof fails (a defect of the policy).
@@ -108,6 +108,8 @@ def _claims(batch: Batch, schedule: Schedule) -> IntArray:
 def _schedule(numerics: Numerics | Schedule | str, placement: Placement | str) -> Schedule:
     if isinstance(numerics, Numerics):
         return Schedule.of(numerics, placement)
+    if not isinstance(numerics, (Schedule, str)):
+        raise ScheduleNameError(f"a policy is a name, a Numerics or a Schedule, got {numerics!r:.40}")
     whole = Schedule.parse(numerics) if isinstance(numerics, str) else numerics
     return whole if placement == "policy" else Schedule.of(whole.numerics, placement)
 

@@ -378,8 +378,18 @@ class Plan:
         return self.items.nbytes + sum(a.nbytes for a in arrays)
 
     def with_items(self, items: NDArray[np.int32]) -> Plan:
-        """The same numerics under another placement; verify before use."""
-        return replace(self, items=np.ascontiguousarray(items, dtype=np.int32))
+        """The same numerics under another placement; verify before use.
+
+        Raises:
+            PlacementError: they are not (items, 3) integers of 32 bits.
+        """
+        given = np.asarray(items)
+        own = given.astype(np.int32, order="C")
+        if given.shape != (len(given), 3) or not np.array_equal(own, given):
+            raise PlacementError(
+                f"items must be (items, 3) integers of 32 bits, got shape {given.shape} and {given.dtype}"
+            )
+        return replace(self, items=own)
 
     def __repr__(self) -> str:
         return f"Plan({self.policy}, {len(self.items)} items, {self.problem.tasks} tasks)"

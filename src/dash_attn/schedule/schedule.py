@@ -56,7 +56,7 @@ class Schedule(NamedTuple):
             PlacementError: there is no such placement.
             UnsupportedMaskError: a parameter is out of range.
         """
-        policy, _, placement = name.partition(" + ")
+        policy, plus, placement = name.partition(" + ")
         kind, parameters = _name_and_parameters(policy)
         try:
             numerics = POLICIES[kind](**parameters)
@@ -65,7 +65,7 @@ class Schedule(NamedTuple):
                 f"unknown policy {name!r}; known: auto, {', '.join(POLICIES)}, those with parameters such "
                 "as shift(ring=64), and those with a placement such as descending + lpt"
             ) from error
-        return cls.of(numerics, placement or "policy")
+        return cls.of(numerics, placement if plus else "policy")
 
     def __str__(self) -> str:
         return _name(self)
