@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from .values import (
     check_flag,
     check_q_segment,
     check_softcap,
+    is_integer,
     longest,
     scale_of,
     short,
@@ -136,7 +136,7 @@ def aux_of(
 
 
 def _seed_of(seed: object, q: object) -> Tensor:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+    if not is_integer(seed) or not 0 <= seed < 2**63:
         raise InputError(
             f"dropout_seed must be None, a tensor or an integer in 0..2**63-1, got {short(seed)}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from .ops.autograd import needs_grad
 from .ops.cached import check_last_strides, check_rows_of_q, check_tokens, numbers
 from .ops.calls import DTYPE_NAMES
 from .spec import AttentionSpec
-from .values import check_flash_options, kind_of, longest, short
+from .values import check_flash_options, is_integer, kind_of, longest, short
 
 __all__ = [
     "CheckedCache",
@@ -274,7 +273,7 @@ def _lengths(q: Tensor, given: object, room: int, more: int | None) -> tuple[Ten
     if isinstance(given, Tensor):
         _check_int32("cache_seqlens", given, q, (q.shape[0],))
         return given, given
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+    if not is_integer(given):
         raise InputError(f"cache_seqlens must be None, an integer or a tensor, got {short(given)}")
     if not 0 <= given <= room:
         raise InputError(f"cache_seqlens is {given}, a sequence has room for 0 to {room} keys")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "check_no_positional",
     "check_q_segment",
     "check_softcap",
+    "is_integer",
     "kind_of",
     "longest",
     "scale_of",
@@ -86,8 +87,7 @@ def check_q_segment(value: object) -> int:
     """Rows per segment of q; 0 for None."""
     if value is None:
         return 0
-    known = not isinstance(value, bool) and isinstance(value, (int, np.integer))
-    rows = int(value) if known else 0  # type: ignore[call-overload]
+    rows = int(value) if is_integer(value) else 0
     if not 0 < rows <= 2**30 or rows % Q_SEGMENT_STEP:
         raise InputError(
             f"q_segment must be a multiple of {Q_SEGMENT_STEP}, positive, at most 2**30; got {value!r:.40}"
@@ -144,6 +144,11 @@ def _either(values: tuple[object, ...]) -> str:
     return " or ".join(map(repr, values))
 
 
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether it is one of Python or NumPy; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 def short(value: object) -> str:
     """The value, or what it is if it would be long."""
     if isinstance(value, Tensor):
@@ -160,7 +165,7 @@ def longest(name: str, value: Any) -> int:
     """-1 for a tensor: the lengths say what it holds, and reading it would wait for the device."""
     if value is None or isinstance(value, Tensor):
         return -1
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or _negative(value):
+    if not is_integer(value) or _negative(value):
         raise InputError(f"{name} must be None, a tensor or an integer >= 0, got {value!r}")
     return int(value)
 
@@ -187,7 +192,7 @@ def sides_of(causal: bool, window: Window) -> tuple[int, int]:
 def _side(name: str, value: int | None, window: Window) -> int:
     if value is None:
         return -1
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not -1 <= value < 2**31:
+    if not is_integer(value) or not -1 <= value < 2**31:
         raise InputError(f"window {name} must be None, -1 or an integer in 0..2**31-1, got {window!r}")
     return int(value)
 

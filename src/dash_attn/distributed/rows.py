@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
-from ..values import short
+from ..values import is_integer, short
 from .exchange import errors_of, team_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
@@ -127,7 +126,7 @@ def positions(
     Raises:
         InputError: ``seqlen`` is no integer >= 0; or as :func:`shard`.
     """
-    if isinstance(seqlen, bool) or not isinstance(seqlen, (int, np.integer)) or seqlen < 0:
+    if not is_integer(seqlen) or seqlen < 0:
         raise InputError(f"seqlen must be an integer >= 0, got {short(seqlen)}")
     team = team_of(group)
     spread = Layout(lengths_of(int(seqlen), cu_seqlens), team.size, layout)
