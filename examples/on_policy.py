@@ -220,6 +220,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Run]:
     parser.add_argument("--tokens", type=int, default=14, help="sampled per sequence, at most 1,000")
     parser.add_argument("--save", type=Path, metavar="FILE.svg", help="draw a picture; needs matplotlib")
     args = parser.parse_args(argv)
+    if not 0 < args.tokens <= 1000:
+        parser.error(f"--tokens must be in 1 .. 1000, got {args.tokens}")
     runs = {}
     for name in WAYS:
         one = runs[name] = run(name, args.steps, args.batch, args.tokens, args.device)

@@ -165,7 +165,7 @@ def drawn(features: tuple[str, ...], variant: Variant, seed: int, device: str, l
         how = how | {"softcap": rng.choice((1.0, 5.0, 30.0))}
     if "alibi" in features:
         per = rng.choice(((), (count,)))
-        how = how | {"alibi_slopes": torch.rand(*per, heads, generator=generator, device=device) * 0.1}
+        how = how | {"alibi_slopes": torch.rand(*per, heads, generator=generator, device=device) * 0.2 - 0.1}
     if "intervals" in features:
         each = [random_intervals(n, m, rng.randrange(2**30)) for m, n in lengths]
         starts, ends = (torch.cat(side).to(device) for side in zip(*each))

@@ -41,6 +41,7 @@ __all__ = [
     "check_rows",
     "check_tensor",
     "completed",
+    "dense",
     "spec_of",
 ]
 
@@ -259,14 +260,14 @@ def check_tensor(name: str, x: object, q: Tensor, ndim: tuple[int, ...], dimensi
             f"{name} is a DTensor: give {name}.to_local(), or use dash_attn.distributed for sequences that "
             "are spread over ranks"
         )
-    x = _dense(name, x)
+    x = dense(name, x)
     if x.ndim not in ndim:
         raise InputError(f"{name} must have {dimensions}, got shape {tuple(x.shape)}")
     if x.device != q.device:
         raise InputError(f"{name} is on {x.device}, q is on {q.device}")
 
 
-def _dense(name: str, x: object) -> Tensor:
+def dense(name: str, x: object) -> Tensor:
     """What is a dense tensor."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -333,7 +334,7 @@ def check_aux(aux: AuxTensors, q: Tensor, batch: int) -> None:
 def _check_beside(
     name: str, x: object, q: Tensor, shapes: dict[str, tuple[int, ...]], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    x = _dense(name, x)
+    x = dense(name, x)
     if tuple(x.shape) not in shapes.values():
         allowed = " or ".join(f"{names} = {sizes}" if sizes else names for names, sizes in shapes.items())
         raise InputError(f"{name} must have shape {allowed}, got shape {tuple(x.shape)}")
@@ -390,7 +391,7 @@ def check_rows(aux: AuxTensors, k: Tensor, packing: Packing | Used | None) -> No
             continue
         if isinstance(packing, Used):
             raise InputError(f"{name} is not supported with seqused_k")
-        x = _dense(name, x)
+        x = dense(name, x)
         if x.dtype != torch.int32:
             raise InputError(f"{name} must be torch.int32, got {x.dtype}")
         if x.shape != k.shape[:-2]:
@@ -406,7 +407,7 @@ def _check_place(name: str, x: Tensor, device: torch.device) -> None:
 
 
 def _check_lengths(name: str, x: object, device: torch.device, *, least: int) -> None:
-    x = _dense(name, x)
+    x = dense(name, x)
     if x.dtype != torch.int32:
         raise InputError(f"{name} must be torch.int32, got {x.dtype}")
     if x.ndim != 1 or x.shape[0] < least:

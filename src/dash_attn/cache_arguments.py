@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from .arguments import Asked, cast_to, check_aux, check_tensor, spec_of
+from .arguments import Asked, cast_to, check_aux, check_tensor, dense, spec_of
 from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
 from .ops.autograd import needs_grad
-from .ops.cached import check_last_strides, check_rows_of_q, check_tokens, numbers
+from .ops.cached import check_last_strides, numbers
+from .ops.cached_values import check_longest, check_tokens, rows_of_q
 from .ops.calls import DTYPE_NAMES
 from .spec import AttentionSpec
 from .values import check_flash_options, is_integer, kind_of, longest, short
@@ -44,6 +49,9 @@ _OTHERS = {
 """Other arguments of FlashAttention's function over a cache, of which only None is taken; with a hint."""
 
 _QKV = tuple[Tensor, Tensor, Tensor]
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a tensor, in elements."""
 
 
 class Kept(NamedTuple):
@@ -91,11 +99,9 @@ def check_kvcache(
     q, k_cache, v_cache = qkv
     _check_caches(q, k_cache, v_cache, 4)
     compiling = torch.compiler.is_compiling()
-    overwrites = not compiling and _are_one(k_cache, v_cache) and not _are_one(*new)
+    given = new
     q, *new = _cast(k_cache, v_cache, q, *new)
     checked_new = _checked_new(q, k_cache, v_cache, *new)
-    if checked_new is not None and overwrites:
-        raise InputError("k_cache and v_cache are one tensor, k and v are two: v would overwrite k")
     check_aux(aux, q, q.shape[0])
     spec = spec_of(q, asked, aux)
     _refuse_gradients(q, k_cache, v_cache, *new, *aux)
@@ -104,9 +110,11 @@ def check_kvcache(
     room = k_cache.shape[1] * table.shape[1]
     before, known = _lengths(q, kept.cache_seqlens, room, None if checked_new is None else more)
     if not compiling:
-        check_tokens("cache_seqlens", known, more, table, k_cache, contiguous=contiguous)
+        seen: Any = {"rows": q.shape[1], "left": spec.mask.sides[0]}
+        check_tokens("cache_seqlens", known, more, table, k_cache, contiguous=contiguous, **seen)
         if checked_new is not None:
             check_last_strides((k_cache, v_cache))
+            _check_apart((k_cache, v_cache), given)
     before, table = (x.to(q.device).contiguous() for x in (before, table))
     tensors = CachedTensors(q, k_cache, v_cache, before + more if more else before, table)
     return CheckedCache(tensors, aux, spec, new=checked_new, before=before)
@@ -143,12 +151,11 @@ def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> Check
     spec = spec_of(q, asked, aux)
     _refuse_gradients(q, k, v, *aux)
     table = _table(q, k, page_table, None, batch)
-    most = longest("max_seqlen_q", longest_q)
-    longest("max_seqlen_k", longest_k)  # nothing depends on it
+    most, most_keys = longest("max_seqlen_q", longest_q), longest("max_seqlen_k", longest_k)
     if not torch.compiler.is_compiling():
-        check_tokens("seqused_k", seqused_k, 0, table, k, contiguous=False)
-        if cu_seqlens_q is not None:
-            check_rows_of_q(cu_seqlens_q, q, most)
+        seen: Any = {"rows": rows_of_q(q, cu_seqlens_q, most), "left": spec.mask.sides[0]}
+        check_tokens("seqused_k", seqused_k, 0, table, k, contiguous=False, **seen)
+        check_longest(most_keys, seqused_k)
     seqused_k, table = (x.to(q.device).contiguous() for x in (seqused_k, table))
     if cu_seqlens_q is not None:
         cu_seqlens_q = cu_seqlens_q.to(q.device).contiguous()
@@ -217,24 +224,60 @@ def _checked_new(
         raise InputError("give k and v, or neither; got only one of them")
     rows = None
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if not isinstance(x, Tensor):
-            raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 4 or (x.shape[0], *x.shape[2:]) != (q.shape[0], *cache.shape[2:]):
+        check_tensor(name, x, q, (4,), "4 dimensions")
+        if (x.shape[0], *x.shape[2:]) != (q.shape[0], *cache.shape[2:]):
             wanted = f"({q.shape[0]}, seqlen_new, {cache.shape[2]}, {cache.shape[3]})"
             raise InputError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise InputError(f"{name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}")
+        if x.dtype != q.dtype:
+            raise InputError(f"{name} has dtype {x.dtype}, q has {q.dtype}")
         rows = x.shape[1] if rows is None else rows
         if x.shape[1] != rows:
             raise InputError(f"v has {x.shape[1]} new tokens, k has {rows}")
     return k, v
 
 
-def _are_one(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether these are the same elements."""
-    if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b
-    return a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() == b.data_ptr()
+def _check_apart(caches: Sequence[Tensor], new: Sequence[Tensor | None]) -> None:
+    """Caches have elements of their own, or are columns of the same rows, and so are the new keys and values.
+
+    Raises:
+        InputError: neither is so, and new values would overwrite keys.
+    """
+    k_cache, v_cache = caches
+    if k_cache.untyped_storage().data_ptr() != v_cache.untyped_storage().data_ptr():
+        return
+    layouts = [(tuple(x.shape), x.stride()) for x in caches]
+    size, distance = k_cache.element_size(), v_cache.data_ptr() - k_cache.data_ptr()
+    if not _share_elements(*layouts, size, distance):
+        return
+    columns = distance // size
+    span = max(k_cache.shape[3], columns + v_cache.shape[3]) - min(0, columns)
+    in_one_row = all(n == 1 or stride >= span for n, stride in zip(k_cache.shape[:3], k_cache.stride()))
+    k, v = (x for x in new if x is not None)
+    for a, b in (caches, (k, v)):
+        alike = all(n == 1 or i == j for n, i, j in zip(a.shape[:3], a.stride(), b.stride()))
+        if not (in_one_row and alike and b.data_ptr() - a.data_ptr() == distance):
+            raise InputError(
+                "k_cache and v_cache share memory, k and v do not in the same way: v would overwrite keys"
+            )
+
+
+@lru_cache
+def _share_elements(a: _Layout, b: _Layout, size: int, distance: int) -> bool:
+    """Whether two tensors have an element in common.
+
+    ``size``: bytes of an element. ``distance``: bytes from where a begins to where b does.
+    """
+    far = 2**40  # no address is looked at
+
+    def array(layout: _Layout, address: int) -> NDArray[Any]:
+        shape, strides = layout
+        described = {
+            "shape": shape, "strides": tuple(size * n for n in strides), "typestr": f"|V{size}",
+            "data": (address, True), "version": 3,
+        }  # fmt: skip
+        return np.asarray(SimpleNamespace(__array_interface__=described))
+
+    return np.shares_memory(array(a, far), array(b, far + distance))
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:
@@ -283,16 +326,20 @@ def _lengths(q: Tensor, given: object, room: int, more: int | None) -> tuple[Ten
 
 def _check_int32(name: str, x: object, q: Tensor, shape: tuple[int, ...] | None) -> None:
     """int32, on q's device or the CPU. ``shape``: -1: any; None: (batch + 1,)."""
-    if not isinstance(x, Tensor):
-        raise InputError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    x = dense(name, x)
     if x.dtype != torch.int32:
         raise InputError(f"{name} must be torch.int32, got {x.dtype}")
     if shape is None:
-        fits, wanted = x.ndim == 1 and x.shape[0] >= 1, "(batch + 1,)"
-    else:
-        fits = x.ndim == len(shape) and all(b in (-1, a) for a, b in zip(x.shape, shape))
-        wanted = f"({', '.join('any' if n < 0 else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"
+        fits = x.ndim == 1 and x.shape[0] >= 1
+    else:  # not `b in (-1, a)`, which torch.compile gets wrong where one of them is a symbol
+        fits = x.ndim == len(shape) and all(b == -1 or a == b for a, b in zip(x.shape, shape))
     if not fits:
-        raise InputError(f"{name} must have shape {wanted}, got {tuple(x.shape)}")
+        raise InputError(f"{name} must have shape {_as_text(shape)}, got {tuple(x.shape)}")
     if x.device != q.device and x.device.type != "cpu":
         raise InputError(f"{name} is on {x.device}, q is on {q.device}; it may be there or on the cpu")
+
+
+def _as_text(shape: tuple[int, ...] | None) -> str:
+    if shape is None:
+        return "(batch + 1,)"
+    return f"({', '.join('any' if n < 0 else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"

@@ -142,12 +142,12 @@ def flash_attn_varlen_func(
             end of every sequence. Sequences may be empty. With ``seqused_k``, a sequence's keys begin at its
             ``cu_seqlens_k``, and those that are not used lie between them and the next sequence's.
         max_seqlen_q, max_seqlen_k: not needed; an integer that is less than the longest sequence (of used
-            keys) is an error.
+            keys) is an error. With ``page_table`` only where the lengths are on the CPU.
         seqused_k: (batch,) int32, on the tensors' device or on the CPU: how many keys of every sequence are
             used, from 0 to all. None: all.
         page_table: (batch, most_pages) int32: the pages of every sequence in order, with ``seqused_k`` and
-            without ``cu_seqlens_k``. FlashAttention-2 calls it ``block_table``. Rows of q behind the last of
-            ``cu_seqlens_q`` are then not written.
+            without ``cu_seqlens_k``. FlashAttention-2 calls it ``block_table``. ``cu_seqlens_q`` on a GPU may
+            then end before q does: rows behind are not written. On the CPU it must end where q ends.
         row_starts, row_ends: (total_k,) int32, as in :func:`dash_attn.attention`; rows count from the first
             one of their sequence. Not with ``seqused_k``.
         softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,

@@ -60,13 +60,15 @@ def flash_attn_with_kvcache(
             page_size, kv_heads, head_dim), pages of 16, 32, 64, 128 or 256 tokens. v_cache may have another
             head_dim. What lies behind the used keys may be anything.
         k, v: (batch, seqlen_new, kv_heads, head_dim): written into the cache, in place, behind the first
-            ``cache_seqlens`` tokens of their sequence. One tensor if the caches are one.
+            ``cache_seqlens`` tokens of their sequence. If the caches share memory, k and v must share theirs
+            in the same way: one tensor for one cache, ``v = k[..., :n]`` where v_cache is that of k_cache.
         cache_seqlens: tokens in the cache before the call: (batch,) int32 on q's device or on the CPU, or one
             number for all. None: the cache is full.
         cache_batch_idx: (batch,) int32, which place of the cache is that of a sequence; None: its own number.
             No place may be given twice where tokens are appended: an error where it is on the CPU.
         page_table: (batch, most_pages) int32, contiguous pages of a sequence in order; FlashAttention-2 calls
-            it ``block_table``. Places behind the last page in use may hold anything.
+            it ``block_table``. Places behind the last page in use, and of pages before a sliding window, may
+            hold any number.
         causal, window_size: aligned bottom-right with ``cache_seqlens + seqlen_new`` keys.
         softmax_scale, softcap, learnable_sink, backend: as in :func:`dash_attn.attention`. So is autocast for
             q, k and v; the caches must have its dtype.
@@ -79,8 +81,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         InputError: an argument cannot be used or honoured; the message names it and its value. Also where a
-            tensor needs a gradient. Nothing is appended then. (Compiled code finds only when it runs, behind
-            the append, that no backend covers a call.)
+            tensor needs a gradient. Nothing is appended then. (Compiled code does not see that caches share
+            memory, and finds only when it runs, behind the append, that no backend covers a call.)
 
     >>> import torch
     >>> from dash_attn import flash_attn_func

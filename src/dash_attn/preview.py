@@ -109,7 +109,8 @@ def is_supported(
         dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
         aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
         if _is_over_cache(kept, new, packing[:3]):
-            flash_options.pop("return_softmax_lse", None)  # there it is another name of return_lse
+            # There it is another name of return_lse.
+            check_flag("return_softmax_lse", flash_options.pop("return_softmax_lse", False))
             check_cache_options(_beyond_a_cache(packing, asked, aux, dropout_seed) | flash_options)
             checked = check_kvcache((q, k, v), (None, None) if new is None else new, kept, aux, asked)
             return Support(True, backend=_backend_over_cache(checked))

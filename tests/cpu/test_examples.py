@@ -10,6 +10,14 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+def test_on_policy_refuses_more_tokens_than_places(capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLES / "on_policy.py"))["main"]
+    for tokens in ("0", "1001"):
+        with pytest.raises(SystemExit):
+            main(["--tokens", tokens])
+        assert f"--tokens must be in 1 .. 1000, got {tokens}" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_on_policy(capsys: pytest.CaptureFixture[str]) -> None:
     """Ratios are exactly 1, also after the weights have changed; with PyTorch's defaults they are not."""

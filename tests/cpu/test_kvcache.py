@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -30,7 +31,8 @@ from dash_attn.backends.sm90.cached.config import CachedConfig, cached_config
 from dash_attn.backends.sm90.cached.launch import config_of
 from dash_attn.cache_arguments import _lengths
 from dash_attn.errors import InputError
-from dash_attn.ops.cached import _call, _problem, check_tokens
+from dash_attn.ops.cached import _call, _problem
+from dash_attn.ops.cached_values import check_tokens
 from dash_attn.ops.operators import APPEND, CACHED
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import ForwardNumerics
@@ -111,6 +113,68 @@ def test_new_keys_are_written_in_place_and_nothing_else_is() -> None:
         assert_same_bytes(found, wanted)
 
 
+def test_caches_that_are_columns_of_one_another() -> None:
+    """As MLA has them: V is the first columns of K. And K and V beside one another in one tensor."""
+    q, new, rows = draw(2, 4, 4, 12), draw(2, 4, 1, 12, seed=1), torch.full((2, 20, 1, 12), torch.nan)
+    wanted = flash_attn_func(q, new, new[..., 3:11], causal=True)
+    for cache in (rows, rows.clone().expand(2, 20, 1, 12)):
+        call = (q, cache, cache[..., 3:11], new, new[..., 3:11])
+        assert_same_bytes(flash_attn_with_kvcache(*call, cache_seqlens=0, causal=True), wanted)
+    for name, both in (("columns", torch.zeros(2, 20, 1, 24)), ("rows", torch.zeros(2, 20, 2, 12))):
+        k, v = both.split(12, 3) if name == "columns" else both.unbind(2)
+        caches = (k, v) if name == "columns" else (k.unsqueeze(2), v.unsqueeze(2))
+        flash_attn_with_kvcache(q, *caches, new, -new, cache_seqlens=3, causal=True)
+        assert_same_bytes(caches[0][:, 3:7], new)
+        assert_same_bytes(caches[1][:, 3:7], -new)
+
+
+def test_new_keys_that_lie_in_their_place_already() -> None:
+    caches = CACHE.clone(), -CACHE
+    new = [x[:, 5:8] for x in caches]
+    flash_attn_with_kvcache(Q, *caches, *new, cache_seqlens=5)
+    assert_same_bytes(caches[0], CACHE)
+    assert_same_bytes(caches[1], -CACHE)
+
+
+def test_caches_of_inference_mode() -> None:
+    with torch.inference_mode():
+        cache = torch.zeros(2, 20, 2, 8)
+    mixed = CACHE[:, :20].clone(), cache
+    with pytest.raises(InputError, match="was made in inference mode, and can be written to only there"):
+        flash_attn_with_kvcache(Q, *mixed, NEW, NEW, cache_seqlens=3)
+    assert_same_bytes(mixed[0], CACHE[:, :20])
+    with torch.inference_mode():
+        flash_attn_with_kvcache(Q, cache, cache, NEW, NEW, cache_seqlens=3)
+    assert_same_bytes(cache[:, 3:6], NEW)
+
+
+@pytest.mark.parametrize("hidden", [0, -1, 2**31 - 1], ids=["another's", "none", "beyond"])
+def test_pages_before_a_window_are_free(hidden: int) -> None:
+    """Sequence 0 has 60 keys and appends 3, of which rows see 16 back: its first two pages are others'."""
+    own, given = (
+        int32(0, 1, 2, 3, 4, -1, -1, -1).view(2, 4),
+        int32(hidden, hidden, 2, 3, 0, 9, 9, 9).view(2, 4),
+    )
+    pages, how = draw(6, 16, 2, 8), {"cache_seqlens": int32(60, 3), "causal": True, "window_size": (16, 0)}
+    moved = pages.clone()
+    moved[0] = pages[4]  # sequence 1 has it now
+    found, wanted = (
+        flash_attn_with_kvcache(Q, x, x, NEW, NEW, page_table=table, **how)
+        for x, table in ((moved, given), (pages, own))
+    )
+    assert_same_bytes(found, wanted)
+    used = {"seqused_k": int32(63, 6), "causal": True, "window_size": (16, 0)}
+    for q, bounds in ((Q, None), (Q.flatten(0, 1), int32(0, 3, 6))):
+        found = flash_attn_varlen_func(q, moved, moved, bounds, page_table=given, **used)
+        assert_same_bytes(found, flash_attn_varlen_func(q, pages, pages, bounds, page_table=own, **used))
+    seen = given.clone()
+    seen[0, 2] = hidden
+    wide = {**how, "window_size": (31, 0)}  # 63 - 3 - 31 = 29: a key of the second page
+    for table, asked in ((seen, how), (given, wide)):
+        with pytest.raises(InputError, match="page_table has"):
+            flash_attn_with_kvcache(Q, moved, moved, NEW, NEW, page_table=table, **asked)
+
+
 def test_one_number_for_all_and_none() -> None:
     q, k, v = draw(2, 3, 4, 8), draw(2, 9, 2, 8, seed=1), draw(2, 9, 2, 8, seed=2)
     full = flash_attn_with_kvcache(q, k, v, causal=True)
@@ -139,20 +203,23 @@ def test_a_default_device_is_not_that_of_a_cache() -> None:
 def test_what_the_host_knows_is_checked_wherever_lengths_are() -> None:
     """A number for all sequences; places of sequences beside lengths on another device."""
     q, elsewhere = Q.to("meta"), torch.empty(2, dtype=torch.int32, device="meta")
+    all_keys: Any = {"rows": 3, "left": -1}
     before, known = _lengths(q, 30, 32, 3)
     assert before.device.type == "meta"
     assert known.tolist() == [30, 30]
     with pytest.raises(InputError, match="cache_seqlens has 30 at 0 and 3 new ones"):
-        check_tokens("cache_seqlens", known, 3, elsewhere[:, None], CACHE, contiguous=True)
+        check_tokens("cache_seqlens", known, 3, elsewhere[:, None], CACHE, contiguous=True, **all_keys)
     for places, more, message in (
         (int32(0, 7), 0, "cache_batch_idx has 7 at 1, k_cache has 2"),
         (int32(-1, 0), 0, "cache_batch_idx has -1 at 0, k_cache has 2"),
         (int32(1, 1), 3, "cache_batch_idx has 1 at 0 and at 1"),
     ):
         with pytest.raises(InputError, match=message):
-            check_tokens("cache_seqlens", elsewhere, more, places[:, None], CACHE, contiguous=True)
-    check_tokens("cache_seqlens", elsewhere, 0, int32(1, 1)[:, None], CACHE, contiguous=True)
-    check_tokens("cache_seqlens", elsewhere, 3, TABLE + 9, PAGES, contiguous=False)
+            check_tokens(
+                "cache_seqlens", elsewhere, more, places[:, None], CACHE, contiguous=True, **all_keys
+            )
+    check_tokens("cache_seqlens", elsewhere, 0, int32(1, 1)[:, None], CACHE, contiguous=True, **all_keys)
+    check_tokens("cache_seqlens", elsewhere, 3, TABLE + 9, PAGES, contiguous=False, **all_keys)
 
 
 def test_sides_of_masks_that_no_sequence_reaches_are_open() -> None:
@@ -199,6 +266,9 @@ def test_names_of_other_versions() -> None:
 
 Q, CACHE, PAGES = draw(2, 3, 4, 8), draw(2, 32, 2, 8, seed=1), draw(4, 16, 2, 8, seed=2)
 NEW, TABLE, USED = draw(2, 3, 2, 8, seed=3), int32(3, 1, 0, 2).view(2, 2), int32(3, 29)
+LONG = draw(2, 40, 2, 8, seed=4)
+SHARED = "k_cache and v_cache share memory, k and v do not in the same way: v would overwrite keys"
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rotary": ({"rotary_cos": Q}, "rotary_cos is not supported: rotate q and k before the call"),
     "k alone": ({"k": NEW}, "give k and v, or neither; got only one"),
@@ -211,8 +281,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"k": NEW[:1], "v": NEW, "cache_seqlens": 0},
         r"k must have shape \(2, seqlen_new, 2, 8\), got \(1, 3, 2, 8\)",
     ),
-    "one cache": ({"k": NEW, "v": -NEW, "cache_seqlens": 0}, "v_cache are one tensor, k and v are two"),
-    "new dtype": ({"k": NEW.half(), "v": NEW, "cache_seqlens": 0}, "k is torch.float16 on cpu, q is"),
+    "one cache": ({"k": NEW, "v": -NEW, "cache_seqlens": 0}, SHARED),
+    "v in k": (
+        {"v_cache": CACHE[..., :4], "k": NEW, "v": NEW[..., :4].clone(), "cache_seqlens": 0},
+        SHARED,
+    ),
+    "other columns": (
+        {"v_cache": CACHE[..., :4], "k": NEW, "v": NEW[..., 4:], "cache_seqlens": 0},
+        SHARED,
+    ),
+    "shifted": (
+        {"k_cache": LONG[:, :32], "v_cache": LONG[:, 2:34], "k": NEW, "v": NEW, "cache_seqlens": 0},
+        SHARED,
+    ),
+    "shifted alike": (
+        {"k_cache": LONG[:, :32], "v_cache": LONG[:, 2:34], "k": LONG[:, :3], "v": LONG[:, 2:5],
+         "cache_seqlens": 9},
+        SHARED,
+    ),
+    "new dtype": ({"k": NEW.half(), "v": NEW, "cache_seqlens": 0}, "k has dtype torch.float16, q has"),
+    "new layout": (
+        {"k": NEW.to_sparse(), "v": NEW, "cache_seqlens": 0},
+        "k must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "layout": ({"cache_seqlens": USED.to_sparse()}, "cache_seqlens must be a dense tensor, got layout"),
     "too many": (
         {"cache_seqlens": int32(3, 33)},
         "cache_seqlens has 33 at 1, but sequence 1 has room for 32",
@@ -304,6 +396,11 @@ PAGED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ends": ({"cu_seqlens_q": int32(0, 3, 7)}, "cu_seqlens_q ends at 7, q has 6 rows"),
     "batch": ({"cu_seqlens_q": int32(0, 6)}, r"seqused_k must have shape \(1,\), got \(2,\)"),
     "longest": ({"max_seqlen_q": 2}, "max_seqlen_q is 2, the longest sequence has 3"),
+    "longest of k": ({"max_seqlen_k": 28}, "max_seqlen_k is 28, the longest sequence has 29"),
+    "rows": (
+        {"q": Q, "cu_seqlens_q": None, "max_seqlen_q": 2},
+        "max_seqlen_q is 2, q has 3 rows per sequence",
+    ),
     "too many": ({"seqused_k": int32(33, 2)}, "seqused_k has 33 at 0, but sequence 0 has room for 32 keys"),
     "alibi": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is not supported with page_table"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p 0.5 is not supported with page_table"),
@@ -358,6 +455,7 @@ def test_what_is_supported_is_not_run() -> None:
     assert is_supported(Q, PAGES, PAGES, block_table=TABLE, seqused_k=USED).backend == "cpu"
     assert is_supported(Q, CACHE, CACHE, cache_batch_idx=int32(1, 1)).backend == "cpu"
     assert is_supported(Q, CACHE, CACHE, cache_seqlens=USED, return_softmax_lse=True).backend == "cpu"
+    assert not is_supported(Q, CACHE, CACHE, cache_seqlens=USED, return_softmax_lse="yes")
     assert "dropout_seed" in is_supported(Q, CACHE, CACHE, cache_seqlens=USED, dropout_seed=5).reason
     assert not is_supported(Q, CACHE, CACHE, cache_seqlens=USED, new=torch.zeros(3))
     assert is_supported(Q[:0], CACHE[:0], CACHE[:0], cache_seqlens=0)
@@ -499,6 +597,39 @@ def test_compiled_calls_have_the_same_bytes() -> None:
         one, other = ([CACHE.clone(), CACHE.clone()] for _ in range(2))
         assert_same_bytes(compiled(Q, *one, at), step(Q, *other, at))
         assert_same_bytes(one[0], other[0])
+
+
+@pytest.mark.parametrize("form", ["contiguous", "pages", "packed"])
+@pytest.mark.parametrize("dynamic", ["later", "at once", "lengths alone"])
+def test_compiled_calls_of_any_batch(form: str, dynamic: str) -> None:
+    """As a server has them: the next step has other sequences, and is not compiled anew for each."""
+
+    def step(q: Tensor, k: Tensor, new: Tensor, at: Tensor, table: Tensor, bounds: Tensor) -> Tensor:
+        if form == "packed":
+            return flash_attn_varlen_func(q, k, k, bounds, seqused_k=at, page_table=table, causal=True)
+        pages = {"page_table": table} if form == "pages" else {}
+        return flash_attn_with_kvcache(q, k, k, new, new, cache_seqlens=at, causal=True, **pages)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=dynamic == "at once" or None)
+    for batch in (2, 3, 4, 5):
+        pages = form != "contiguous"
+        k, at = draw(2 * batch if pages else batch, 16, 2, 8), torch.arange(batch, dtype=torch.int32)
+        table = torch.arange(2 * batch, dtype=torch.int32).view(batch, 2)
+        q, new, bounds = (
+            draw(batch, 1, 4, 8),
+            draw(batch, 1, 2, 8),
+            torch.arange(batch + 1, dtype=torch.int32),
+        )
+        if form == "packed":
+            q = q.flatten(0, 1)
+        if dynamic == "lengths alone":
+            for x in (at, table):
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        found = compiled(q, k.clone(), new, at, table, bounds)
+        assert_same_bytes(found, step(q, k.clone(), new, at, table, bounds))
+    assert counter.frame_count < 4
 
 
 # What a GPU is told

@@ -94,6 +94,14 @@ def test_explicit_positions_are_refused_with_the_reason(monkeypatch: pytest.Monk
     assert reason == "q_starts (0,) are not supported by sm90: rows are aligned bottom-right"
 
 
+def test_more_heads_than_a_grid_has_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(backend, "_why_no_compiler", lambda: "")
+    for heads, reason in ((65_535, ""), (65_536, "65536 q heads are not supported by sm90, at most 65535")):
+        problem = Problem.dense(heads=heads, kv_heads=1, seqlen=64, head_dim=64)
+        assert BACKEND.why_not(problem, torch.device("cuda"), False) == reason
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5, 1e-46, 2.4e38])
 def test_scales_that_the_kernel_could_not_hold_are_named(scale: float) -> None:
     """1e-46 is 0 in float32, and 2.4e38 log2(e) is infinite."""

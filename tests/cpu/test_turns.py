@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -65,6 +66,15 @@ def test_devices_do_not_wait_for_one_another(gpu: Gpu) -> None:
     gpu.launch(1)
     gpu.launch(2, torch.device("cuda", 1))
     assert not any("waits" in line for line in gpu.log)
+
+
+def test_a_launch_that_waits_keeps_no_other_device_waiting(gpu: Gpu) -> None:
+    """A GPU's queue may be full until another GPU has done what another thread launches there."""
+    other = threading.Thread(target=gpu.launch, args=(2, torch.device("cuda", 1)), daemon=True)
+    with turns.in_turn(DEVICE):
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
 
 
 def test_a_captured_launch_takes_no_turn(gpu: Gpu) -> None:

@@ -594,6 +594,17 @@ def test_alibi(mask: Mask, head_dim: int, dtype: str, by_batch: bool) -> None:
         assert not same_bytes(got, found[name]), name
 
 
+@pytest.mark.parametrize("mask", MASKS[:2], ids=lambda mask: mask.name)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_alibi_that_grows_with_the_distance(mask: Mask, dtype: str) -> None:
+    """Slopes below 0. A last q tile of 72 rows: what the bias makes of the others must not be infinite."""
+    problem = problem_of((200, 200), mask=mask, dtype=dtype)
+    tensors, scores = packed_tensors(problem), SCORES._replace(alibi=True)
+    aux = AuxTensors(None, torch.tensor([-0.2, -1.0]))
+    found = run(build_plan(problem, Descending()), tensors, scores, aux)
+    assert_accurate(problem, tensors, found, slack=8, scores=scores, aux=aux)
+
+
 def test_alibi_in_the_public_functions() -> None:
     """Dense and packed have the same bytes, which are those of the prepared call."""
     problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")

@@ -98,7 +98,9 @@ def test_too_few_workers_are_refused_before_the_launch(monkeypatch):
     assert plan.min_workers == 8
     launched = lambda *_: pytest.fail("launched")  # noqa: E731
     monkeypatch.setattr("dash_attn.backends.sm90.launch.program", lambda config: launched)
-    with pytest.raises(TooFewWorkersError, match="needs 8 resident workers to be free of deadlock, got 7"):
+    with pytest.raises(
+        TooFewWorkersError, match="needs 8 resident workers .*, got 7; policy='descending' runs"
+    ):
         launch(plan, case, workers=7)
 
 

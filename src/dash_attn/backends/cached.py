@@ -17,7 +17,7 @@ from ..problem import Mask, Problem
 from ..scores import Scores
 from .base import NO_AUX, AuxTensors
 
-__all__ = ["PAGE_SIZES", "CachedProblem", "CachedTensors", "PreparedCached"]
+__all__ = ["PAGE_SIZES", "CachedProblem", "CachedTensors", "PreparedCached", "first_key"]
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 """Tokens of a page."""
@@ -102,6 +102,11 @@ class CachedProblem(NamedTuple):
         if self.packed:
             return self.total_q * self.group // rows + self.batch
         return self.batch * -(-self.seqlen_q * self.group // rows)
+
+
+def first_key(length: int, rows: int, left: int) -> int:
+    """The first key that the last ``rows`` rows of a sequence see. ``left``: of the mask, -1: unbounded."""
+    return 0 if left < 0 else max(0, length - rows - left)
 
 
 class PreparedCached(ABC):

@@ -26,8 +26,6 @@ __all__ = [
     "cached_call",
     "check_covered",
     "check_last_strides",
-    "check_rows_of_q",
-    "check_tokens",
     "numbers",
 ]
 
@@ -113,75 +111,6 @@ def numbers(count: int, q: Tensor) -> Tensor:
         upload: Any = import_module("..backends.cuda.upload", __package__)
         kept = upload.constant(np.arange(count, dtype=np.int32), q.device)
     return torch.arange(count, dtype=torch.int32, device=q.device) if kept is None else kept
-
-
-def check_tokens(
-    name: str, lengths: Tensor, more: int, table: Tensor, cache: Tensor, *, contiguous: bool
-) -> None:
-    """Lengths and page numbers on the CPU must be in range. Others are not looked at.
-
-    ``more``: tokens that are to be appended. ``contiguous``: the table has the places of sequences, which are
-    looked at wherever the lengths are.
-
-    Raises:
-        InputError: one is not; the message names it.
-    """
-    pages, size = cache.shape[:2]
-    if lengths.device.type != "cpu":
-        if not contiguous or table.device.type != "cpu":
-            return
-        # At worst every sequence uses its place, and is written to.
-        lengths = torch.full((table.shape[0],), max(size - more, 0), dtype=torch.int32, device="cpu")
-    room, found = size * table.shape[1], lengths.tolist()
-    for at, length in enumerate(found):
-        if length < 0:
-            raise InputError(f"{name} must not be negative, got {length} at {at}")
-        if length + more > room:
-            new = f" and {more} new ones" if more else ""
-            raise InputError(f"{name} has {length} at {at}{new}, but sequence {at} has room for {room} keys")
-    if table.device.type != "cpu":
-        return
-    what = "cache_batch_idx" if contiguous else "page_table"
-    for at, (row, length) in enumerate(zip(table.tolist(), found)):
-        for column, page in enumerate(row[: -(-(length + more) // size) if size else 0]):
-            if not 0 <= page < pages:
-                where = f"{at}" if contiguous else f"({at}, {column})"
-                raise InputError(f"{what} has {page} at {where}, k_cache has {pages}")
-    if more and size:
-        _check_written(what, table.tolist(), found, more, size)
-
-
-def _check_written(what: str, table: list[list[int]], lengths: list[int], more: int, size: int) -> None:
-    """A page that tokens are written to must be that of one sequence, and once."""
-    owners: dict[int, list[int]] = {}
-    for at, (row, length) in enumerate(zip(table, lengths)):
-        for page in row[: -(-(length + more) // size)]:
-            owners.setdefault(page, []).append(at)
-    for row, length in zip(table, lengths):
-        for page in row[length // size : -(-(length + more) // size)]:
-            if len(owners[page]) > 1:
-                first, second = owners[page][:2]
-                raise InputError(
-                    f"{what} has {page} at {first} and at {second}: no place may be given twice where tokens "
-                    "are appended"
-                )
-
-
-def check_rows_of_q(cu_seqlens_q: Tensor, q: Tensor, longest_q: int) -> None:
-    """Bounds of rows on the CPU must fit q. Others are not looked at.
-
-    Raises:
-        InputError: they do not.
-    """
-    if cu_seqlens_q.device.type != "cpu":
-        return
-    from .lengths import host_lengths
-
-    lengths = host_lengths("cu_seqlens_q", cu_seqlens_q)
-    if lengths.total != q.shape[0]:
-        raise InputError(f"cu_seqlens_q ends at {lengths.total}, q has {q.shape[0]} rows")
-    if 0 <= longest_q < lengths.longest:
-        raise InputError(f"max_seqlen_q is {longest_q}, the longest sequence has {lengths.longest}")
 
 
 def check_last_strides(cache: tuple[Tensor, Tensor]) -> None:

@@ -97,7 +97,8 @@ def check_workers(plan: Plan, workers: int) -> None:
     """Raise TooFewWorkersError if ``workers`` resident workers could deadlock."""
     if workers < plan.min_workers:
         raise TooFewWorkersError(
-            f"{plan.policy} needs {plan.min_workers} resident workers to be free of deadlock, got {workers}"
+            f"{plan.policy} needs {plan.min_workers} resident workers to be free of deadlock, got {workers}; "
+            "policy='descending' runs with any number, in another order of additions"
         )
 
 

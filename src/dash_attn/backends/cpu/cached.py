@@ -12,7 +12,7 @@ from ...problem import Mask, Problem
 from ...schedule import ForwardNumerics
 from ...scores import Scores
 from ..base import NO_AUX, AuxTensors, accumulator
-from ..cached import CachedProblem, CachedTensors, PreparedCached
+from ..cached import CachedProblem, CachedTensors, PreparedCached, first_key
 from .forward import forward
 
 __all__ = ["Cached", "append"]
@@ -43,7 +43,8 @@ class Cached(PreparedCached):
             of_q = tensors.cu_seqlens_q.diff().tolist()
         sizes = (p.heads, p.kv_heads, p.head_dim, Mask.of_sides(*p.sides), p.dtype)
         problem = Problem(tuple(zip(of_q, lengths)), *sizes, head_dim_v=p.head_dim_v)
-        k, v = (_gathered(x, tensors.table, lengths) for x in (tensors.k, tensors.v))
+        first = [first_key(n, rows, p.sides[0]) for n, rows in zip(lengths, of_q)]
+        k, v = (_gathered(x, tensors.table, lengths, first) for x in (tensors.k, tensors.v))
         out, lse = forward(problem, q.flatten(0, 1) if q.ndim == 4 else q, k, v, scores, aux)
         if q.ndim == 3:
             return out, lse
@@ -51,12 +52,14 @@ class Cached(PreparedCached):
         return out.view(*q.shape[:-1], p.head_dim_v), lse
 
 
-def _gathered(pages: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
-    """The used rows of all sequences, one after the other."""
-    size, found = pages.shape[1], []
-    for row, length in zip(table, lengths):
-        mine = _pages(row[: -(-length // max(size, 1))], pages)
-        found.append(pages[mine].flatten(0, 1)[:length])
+def _gathered(pages: Tensor, table: Tensor, lengths: list[int], first: list[int]) -> Tensor:
+    """The used rows of all sequences, one after the other; those before ``first`` hold anything."""
+    size, found = max(pages.shape[1], 1), []
+    for row, length, begin in zip(table, lengths, first):
+        hidden = begin // size
+        mine = _pages(row[hidden : -(-length // size)], pages)
+        found += [pages.new_zeros(hidden * size, *pages.shape[2:]), pages[mine].flatten(0, 1)]
+        found[-1] = found[-1][: length - hidden * size]
     return torch.cat(found)
 
 
@@ -72,8 +75,10 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     """Write ``new`` (batch, rows, kv_heads, head_dim) behind the first ``at`` tokens of every sequence.
 
     Raises:
-        InputError: a token has no place. Nothing is written then.
+        InputError: a token has no place, or PyTorch forbids writing there. Nothing is written then.
     """
+    if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in cache):
+        raise InputError("k_cache or v_cache was made in inference mode, and can be written to only there")
     size, rows = cache[0].shape[1], new[0].shape[1]
     places = []
     for sequence, first in enumerate(at.tolist()):
@@ -83,4 +88,4 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
         places.append((_pages(table[sequence, tokens // size], cache[0]), tokens % size))
     for sequence, place in enumerate(places):
         for where, what in zip(cache, new):
-            where[place] = what[sequence]
+            where[place] = what[sequence].clone()  # it may lie where it is written

@@ -25,7 +25,8 @@ class _Last:
     done: torch.cuda.Event
 
 
-_LOCK = threading.Lock()
+_LOCKS: dict[torch.device, threading.Lock] = {}
+"""One per device: a launch waits while its GPU's queue is full, and must not keep other GPUs waiting."""
 _LAST: dict[torch.device, _Last] = {}
 
 
@@ -37,17 +38,17 @@ class in_turn:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._lock = device, _LOCKS.setdefault(device, threading.Lock())
         self._mine: _Last | None = None
 
     def __enter__(self) -> None:
         if torch.cuda.is_current_stream_capturing():
             return
-        _LOCK.acquire()
+        self._lock.acquire()
         try:
             self._mine = self._take()
         except BaseException:
-            _LOCK.release()
+            self._lock.release()
             raise
 
     def _take(self) -> _Last:
@@ -63,4 +64,4 @@ class in_turn:
             try:  # also after a failed launch: this stream has waited for the one before
                 self._mine.done.record(self._mine.stream)
             finally:
-                _LOCK.release()
+                self._lock.release()

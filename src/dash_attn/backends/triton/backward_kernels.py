@@ -55,7 +55,8 @@ def prepare_kernel(
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, REST_DV: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """``stats``: (heads, rows, 2), minus the log-sum-exp in base 2, and delta. Each sequence has rows up to
-    the end of its last tile. The log-sum-exp of rows that see nothing becomes 0: no infinity is added."""
+    the end of its last tile. The log-sum-exp of rows that see nothing becomes 0, for their scores are -inf.
+    That of rows that do not exist becomes infinity: a bias makes their scores anything, and none counts."""
     pid = tl.program_id(0)
     head = (pid // tiles).to(tl.int64)
     record = table + (pid % tiles) * 16
@@ -71,7 +72,7 @@ def prepare_kernel(
     if REST_DV > 0:
         delta += tl.sum(o_tile[1].to(tl.float32) * do_tile[1].to(tl.float32), 1)
     at = batch_q * lse_batch + head * lse_head + start_q + rows
-    natural = tl.load(lse + at, mask=there, other=0.0)
+    natural = tl.load(lse + at, mask=there, other=float("inf"))
     place = stats + (head * stats_head + tl.load(record + 15) + rows) * 2
     tl.store(place, tl.where(natural == float("-inf"), 0.0, -natural * LOG2E))
     tl.store(place + 1, delta)
