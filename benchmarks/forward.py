@@ -7,9 +7,9 @@ more has few rounds, one call per block, and no single calls.
 
 Sets (forward_points.py): ``grid`` has the DASH paper's 24 points; ``grouped`` several q heads per kv head;
 ``other`` odd and long sequences, windows, unequal lengths and packed batches. ``total`` is the grid once
-more: our forward and backward through the public function with its gradients, and every forward and every
-backward of the peers by itself. FLOPs of a forward = 4 S_q S_k D H B of what the mask leaves, of a backward
-2.5 times that.
+more: forward and backward through public functions with their gradients, ours and the peers', and every
+forward and every backward of the peers by itself. FLOPs of a forward = 4 S_q S_k D H B of what the mask
+leaves, of a backward 2.5 times that.
 
 The file keeps the sets that are not measured, and says for each set which run it is of.
 

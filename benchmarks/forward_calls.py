@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from forward_points import Point
+from torch import Tensor
 
 import dash_attn
 from dash_attn.backends.base import backend_for, tensor_shapes
@@ -68,15 +70,15 @@ def _forwards(x: Inputs) -> Iterator[tuple[str, Call]]:
 
 
 def _training(x: Inputs) -> Iterator[tuple[str, Call]]:
-    """Our public function with its gradients; every forward and every backward of the peers by itself."""
+    """Our public function with its gradients, and those of the peers; then every forward and every backward
+    of the peers by itself."""
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    causal = x.problem.mask.is_causal
 
-    def ours() -> Any:
-        out = dash_attn.flash_attn_func(*leaves, causal=causal)
-        return torch.autograd.grad(out, leaves, x.dout)
+    def with_gradients(function: Callable[..., Tensor]) -> Call:
+        return lambda: torch.autograd.grad(function(*leaves), leaves, x.dout)
 
-    yield OURS, ours
+    for name, function in _functions(x):
+        yield name, with_gradients(function)
     for name, call in _forwards(x):
         if name != OURS:
             yield f"{name} forward", call
@@ -89,6 +91,23 @@ def _training(x: Inputs) -> Iterator[tuple[str, Call]]:
                 _say(f"{name} backward", error)
                 continue
             yield f"{name} backward", call
+
+
+def _functions(x: Inputs) -> Iterator[tuple[str, Callable[..., Tensor]]]:
+    """What users call, of dense tensors with as many kv heads as q heads."""
+    causal = x.problem.mask.is_causal
+    yield OURS, partial(dash_attn.flash_attn_func, causal=causal)
+    if not fa4.why_not():
+        for name, deterministic in (("fa4_det", True), ("fa4", False)):
+            yield f"{name} function", partial(fa4.function, causal=causal, deterministic=deterministic)
+    if x.q.is_cuda and cudnn.covers(x.problem, x.packed):
+
+        def by_cudnn(*qkv: Tensor) -> Tensor:
+            turned = [t.transpose(1, 2) for t in qkv]
+            out, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*turned, None, True, 0.0, causal)
+            return out.transpose(1, 2)
+
+        yield "cudnn function", by_cudnn
 
 
 def works(name: str, call: Call, *, must: bool) -> bool:

@@ -112,6 +112,25 @@ def test_forward_and_backward_go_through_the_public_function(
         no_peers.contenders(benchmark.forward_points.Point("total", problem), "cpu")
 
 
+def test_public_functions_of_peers_are_timed_with_their_gradients(
+    benchmark: SimpleNamespace, no_peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def function(q: torch.Tensor, *_: object, **how: bool) -> torch.Tensor:
+        asked.append(how)
+        return 2 * q
+
+    fa4 = SimpleNamespace(why_not=lambda: "", forward=lambda *given: given, function=function)
+    monkeypatch.setattr(no_peers, "fa4", fa4)
+    monkeypatch.setattr(torch.autograd, "grad", lambda out, leaves, dout: torch.equal(out, 2 * leaves[0]))
+    problem = Problem.dense(seqlen=70, heads=2, head_dim=64, mask=Mask.causal())
+    calls = no_peers.contenders(benchmark.forward_points.Point("total", problem), "cpu")
+    assert list(calls) == ["dash_attn", "fa4_det function", "fa4 function", "fa4 forward"]
+    assert asked == [{"causal": True, "deterministic": True}, {"causal": True, "deterministic": False}]
+    assert calls["fa4 function"]()
+
+
 def test_a_set_is_replaced_and_others_stay(benchmark: SimpleNamespace, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     benchmark.record.Record(path).replace("grid", {"command": "a"}, [{"set": "grid", "ms": 1}])
@@ -181,6 +200,9 @@ def test_forward_and_backward_beside_the_fastest_of_any_peers(benchmark: SimpleN
     assert [line.split("|")[4].strip() for line in found["total-targets"].splitlines()[2:]] == 3 * [
         "**missed**"
     ]
+    assert "total-functions-least" not in found
+    functions = total_rows(4.0, **{"fa4_det function": 6.0, "fa4 function": 5.0, "cudnn function": 5.5})
+    assert total_values(total, functions)["total-functions-least"] == "1.25"
     met = total_values(total, total_rows(3.0))["total-targets"]
     assert [line.split("|")[4].strip() for line in met.splitlines()[2:]] == 3 * ["met"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..problem import Mask
 from .base import Backward, Inputs, PackedLengths
 
-__all__ = ["backward", "forward", "gradients", "why_not"]
+__all__ = ["backward", "forward", "function", "gradients", "why_not"]
 
 COMPILER_WARNINGS = (DeprecationWarning, UserWarning)
 """What the kernel compiler warns with."""
@@ -55,6 +55,13 @@ def forward(
     options = _options(mask, lengths) | {"softmax_scale": softmax_scale, "return_lse": True}
     out, lse, *_ = _call("_flash_attn_fwd", (q, k, v), options)
     return out, lse
+
+
+def function(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, deterministic: bool) -> Tensor:
+    """out of dense tensors, by what its users call: the public function, with autograd."""
+    found = _call("flash_attn_func", (q, k, v), {"causal": causal, "deterministic": deterministic})
+    out: Tensor = found[0] if isinstance(found, tuple) else found  # some versions return lse, too
+    return out
 
 
 def backward(x: Inputs, *, deterministic: bool) -> Backward:
