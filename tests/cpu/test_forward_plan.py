@@ -90,9 +90,23 @@ def test_more_broken_plans() -> None:
         prove_forward(replace(several, entries=np.concatenate([several.entries, several.entries])))
     with pytest.raises(PlacementError, match="a q tile is folded twice"):
         prove_forward(replace(whole, folds=np.concatenate([whole.folds, whole.folds])))
+    with pytest.raises(PlacementError, match="2 heads are no whole number of sections of 0"):
+        prove_forward(replace(plan((1, 10)), section=0))
     extra = np.array([[1, 0, 4, 1]])
     with pytest.raises(PlacementError, match="q tile 0 of sequence 1 is folded and was not split"):
         prove_forward(replace(whole, folds=np.concatenate([whole.folds, extra])))
+
+
+def test_two_tiles_at_the_same_places_are_named() -> None:
+    """Each by itself is whole: its folds take what its segments have left."""
+    two = plan((1, 1000), (1, 1000))
+    entries, folds = two.entries.copy(), two.folds.copy()
+    assert sorted(folds[:, 2].tolist()) == [0, 4]
+    (moved,) = folds[folds[:, 2] == 4, 0]
+    entries[entries[:, 0] == moved, 3] -= 4
+    folds[folds[:, 0] == moved, 2] = 0
+    with pytest.raises(PlacementError, match="8 segments are left at 8 places"):
+        prove_forward(replace(two, entries=entries, folds=folds))
 
 
 def test_items_are_split_up_to_half_as_many_as_workers() -> None:
@@ -107,6 +121,8 @@ def test_sections_of_heads_come_one_after_the_other() -> None:
     found = build_forward_plan(long, 128, 132)
     assert found.section == 4
     heads = [found.claimed(number)[1] for number in range(found.items)]
+    tiles = [found.kv_tiles[found.claimed(number)[0]] for number in range(found.items)]
+    assert found.tiles_of_items().tolist() == tiles
     half = len(found.entries) * 4
     assert set(heads[:half]) == set(range(4))
     assert set(heads[half:]) == set(range(4, 8))

@@ -119,6 +119,7 @@ def imported_libraries(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_one_way(path: Path) -> None:
     part = part_of(path.relative_to(SOURCE).with_suffix("").parts)
+    assert "dash_attn" not in imported_libraries(path), "what imports by the full name is not seen below"
     assert imports_of(path) <= LAYERS[part], f"{part} may import only {sorted(LAYERS[part])}"
 
 

@@ -139,6 +139,71 @@ def test_mutations_have_named_errors(
         prove(with_runs(plan, runs))
 
 
+FULL = Mask.full()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mask", "runs", "place"),
+    [
+        (
+            (4, 3),
+            FULL,
+            [[Run(0, 1, 4, 0)], [Run(0, 1, 4, 1)], []],
+            "kv tile 2, q tile 0: the task is missing",
+        ),
+        ((4, 2), FULL, [[Run(0, 1, 4, 0)], [Run(0, 1, 3, 1)]], "kv tile 1, q tile 3: .* missing"),
+        ((4, 2), FULL, [[Run(0, 1, 4, 0)], [Run(1, 1, 3, 1)]], "kv tile 1, q tile 0: .* missing"),
+        ((3, 2), FULL, [[Run(0, 1, 3, 0)], [Run(0, 2, 2, 1)]], "kv tile 1, q tile 1: .* missing"),
+        ((3, 2), FULL, [[Run(0, 1, 3, 0)], [Run(2, -2, 2, 1)]], "kv tile 1, q tile 1: .* missing"),
+        (
+            (3, 3),
+            Mask.window(1, 0),
+            [[Run(0, 1, 2, 0), Run(2, 1, 1, 2)], [Run(1, 1, 1, 1), Run(2, 1, 1, 0)], [Run(2, 1, 1, 1)]],
+            "kv tile 0, q tile 2: the mask leaves no such task",
+        ),
+    ],
+    ids=["no run", "no end", "no begin", "a stride", "a stride down", "behind the mask"],
+)
+def test_tasks_that_no_ticket_misses(
+    lengths: tuple[int, int], mask: Mask, runs: RunLists, place: str
+) -> None:
+    """What is missing or too much has the last ticket of its q tile, so that tickets leave no gap."""
+    plan = build_plan(Problem((lengths,), 1, 1, 1, mask, tile_m=1, tile_n=1), FA3())
+    with pytest.raises(CoverageError, match=place):
+        prove(with_runs(plan, runs))
+
+
+@given(plans(), st.randoms(use_true_random=False))
+def test_any_task_too_few_or_too_many_is_found(plan: Plan, rng: random.Random) -> None:
+    if len(plan.patterns) != 1:
+        return
+    runs = single_tasks(plan)
+    some = [tasks for tasks in runs if tasks]
+    if not some:
+        return
+    tasks = rng.choice(some)
+    if rng.random() < 0.5:
+        del tasks[rng.randrange(len(tasks))]
+    else:
+        rng.choice(runs).append(
+            rng.choice(tasks)._replace(q_first=rng.randrange(plan.pattern(0).grid.q_tiles))
+        )
+    with pytest.raises(CoverageError):
+        prove(with_runs(plan, runs))
+
+
+@pytest.mark.parametrize("offsets", [(1, 2, 3, 4), (0, 2, 1, 4), (0, 1, 2, 3)])
+def test_offsets_that_do_not_divide_the_runs(offsets: tuple[int, ...]) -> None:
+    plan = build_plan(Problem(((4, 3),), 1, 1, 1, tile_m=1, tile_n=1), FA3())
+    ((pair, pattern),) = plan.patterns.items()
+    runs = np.concatenate([pattern.runs, pattern.runs[-1:]])
+    for at, message in ((offsets, rf"offsets \[{offsets[0]}, .*\] do not divide 4 runs"),
+                           ((0, 1, 2, 3, 4), "runs for 4 kv tiles, the grid has 3")):  # fmt: skip
+        other = HeadPattern(pattern.grid, np.array(at), runs, 1, 1)
+        with pytest.raises(CoverageError, match=message):
+            prove(replace(plan, patterns={pair: other}))
+
+
 @pytest.mark.parametrize(
     ("field", "values", "error"),
     [
@@ -306,6 +371,10 @@ def test_a_verified_plan_cannot_be_changed() -> None:
         plan.pattern(0).runs[0, 3] = 1
     with pytest.raises(ValueError, match="read-only"):
         plan.items[0, 0] = 1
+    assert plan.verdict is not None
+    for made in (plan.listed.codes, plan.verdict.needs):  # the table is made of these
+        with pytest.raises(ValueError, match="read-only"):
+            made[0] = 1
     assert replace(plan, policy="copy").verdict is None
 
 
@@ -414,7 +483,7 @@ def test_legal_orders_keep_item_and_ticket_order() -> None:
 
 
 def test_blocks_of_q_tiles_give_the_same_verdict() -> None:
-    """Large plans are verified in blocks; undo the blocks by a run that goes the other way."""
+    """Large plans are verified in blocks. Written task by task a plan has none."""
     problem = Problem.dense(heads=2, seqlen=32 * 128, head_dim=128)
     for policy in (FA3(), Descending(), SPT(), Shift(ring=4), Shift(ring=8, stride=2), Shift(ring=5)):
         plan = build_plan(problem, policy)

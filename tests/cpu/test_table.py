@@ -10,7 +10,10 @@ from strategies import plans
 
 from dash_attn.errors import FingerprintError, PlanError, ProblemError, TableError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import FA3, Plan, Shift, SymmetricShift, build_plan, from_table, to_table
+from dash_attn.schedule import FA3, Plan, Run, Shift, SymmetricShift, build_plan, from_table, to_table
+from dash_attn.schedule.layout import ITEM
+from dash_attn.schedule.table import _pack_runs
+from dash_attn.schedule.tickets import MAX_HOLD, MAX_STEP
 
 
 def read_back(plan: Plan, table: np.ndarray, **checks: str) -> Plan:
@@ -158,7 +161,34 @@ def test_other_arrays(table: np.ndarray) -> None:
         from_table(table, head_dim=64, dtype="bfloat16")
 
 
-def test_a_step_that_does_not_fit() -> None:
+@pytest.mark.parametrize("field", ["q_step", "t_step", "t_hold"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_fields_of_a_run_that_do_not_fit_are_named(field: str, sign: int) -> None:
+    limit = {"q_step": MAX_STEP, "t_step": MAX_STEP, "t_hold": MAX_HOLD}[field]
+    run = Run(0, 1, 2, 0, 0, 1)
+    _pack_runs(np.array([run._replace(**{field: sign * limit})]))
+    with pytest.raises(TableError, match=f"{field} {sign * (limit + 1)} of a run is beyond {limit}"):
+        _pack_runs(np.array([run, run._replace(**{field: sign * (limit + 1)})]))
+
+
+def test_words_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = good()
+    monkeypatch.setattr("dash_attn.schedule.table.HEADER_WORDS", 2**31 + 20)
+    with pytest.raises(TableError, match="a word of the table does not fit int32: 21"):
+        to_table(plan)
+
+
+def test_runs_outside_the_table_are_named() -> None:
+    plan, table = good()
+    items, runs = int(table[5]), int(table[3])
+    for first in (runs, -1):
+        damaged = table.copy()
+        damaged[items + ITEM.run_first] = first
+        with pytest.raises(TableError, match=f"an item's runs lie outside the table's {runs}"):
+            read_back(plan, damaged)
+
+
+def test_a_long_hold_has_several_runs() -> None:
     """A hold longer than its field is cut into several runs, so that every plan has a table."""
     plan = build_plan(Problem.dense(seqlen=70_000, head_dim=64, tile_m=1, tile_n=40_000), Shift())
     assert plan.pattern(0).runs[:, 5].max() <= 32767

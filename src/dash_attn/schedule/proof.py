@@ -126,8 +126,12 @@ def _check_coverage(pattern: HeadPattern, where: str) -> None:
     grid, runs = pattern.grid, pattern.runs
     counts = np.diff(pattern.offsets)
     offsets_fit = pattern.offsets[0] == 0 and pattern.offsets[-1] == len(runs)
-    if len(counts) != grid.kv_tiles or (counts < 0).any() or not offsets_fit:
+    if len(counts) != grid.kv_tiles:
         raise CoverageError(f"{where}: runs for {len(counts)} kv tiles, the grid has {grid.kv_tiles}")
+    if (counts < 0).any() or not offsets_fit:
+        raise CoverageError(
+            f"{where}: offsets {pattern.offsets.tolist()!r:.80} do not divide {len(runs)} runs"
+        )
     item = np.repeat(np.arange(grid.kv_tiles), counts)
     q_first, q_step, count, t_first, t_step, t_hold = runs.T
     # Bounds on every field, so that nothing below can overflow or ask for more memory than a real plan. Two
