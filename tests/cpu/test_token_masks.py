@@ -118,6 +118,16 @@ def test_positions_for_plain_masks_and_none():
     assert_same_bytes(places, full)
 
 
+def test_numbers_of_sequences_that_positions_divide_do_not_meet():
+    """Of any two sequences of a row, whatever numbers they had and how many there are."""
+    numbers = torch.tensor([[3, 3, 2, 2, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 0, 0, 0, 0, 0, 1]])
+    found = separate(positions, numbers, Sizes(1, 8, 8))[0].tolist()
+    assert len(set(found)) == 6
+    assert found[:2] == [found[0]] * 2
+    assert found[6:] == [found[6]] * 2
+
+
 def test_positions_under_bidirectional_masks():
     q, k = torch.randn(1, 4, 33, 16), torch.randn(1, 4, 40, 16)
     module = torch.nn.Module()
@@ -253,7 +263,11 @@ def see_every_other(batch, head, row, column):
     return (column <= row) & (row - column != 1)
 
 
-@pytest.mark.parametrize("see", [see_prefix, see_every_other])
+def see_around_a_hole(batch, head, row, column):
+    return (column <= row) & ((column != row // 2) | (row < 4))
+
+
+@pytest.mark.parametrize("see", [see_prefix, see_every_other, see_around_a_hole])
 def test_other_mask_functions_are_refused(see):
     with pytest.raises(InputError, match="mask"):
         token_mask(2, 20, 20, mask_function=see)

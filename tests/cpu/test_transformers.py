@@ -236,6 +236,10 @@ def test_positions_are_looked_at_once_for_all_layers_and_again_after_a_write(mon
     assert isolate(made, positions) is made
     positions[0, 4:] = torch.arange(2)
     assert isolate(made, positions).packing.cu_seqlens_k.tolist() == [0, 4, 6]
+    other = torch.tensor([[0, 1, 0, 1, 2, 3]])
+    other[0, 0] = 0
+    assert other._version == positions._version  # of two tensors it says nothing
+    assert isolate(made, other).packing.cu_seqlens_k.tolist() == [0, 2, 6]
     assert isolate(made, torch.arange(6)[None]) is made
 
 

@@ -43,16 +43,7 @@ def _kind(x: object) -> str:
 
 def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
     """Rows of all sequences, one after the other, that lie on a rank."""
-    starts = [0]
-    for length in layout.lengths:
-        starts.append(starts[-1] + length)
-    parts = [
-        torch.arange(
-            starts[c.rows.sequence] + c.rows.first, starts[c.rows.sequence] + c.rows.last, device="cpu"
-        )
-        for c in layout.chunks[rank]
-    ]
-    return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device="cpu")]).to(device)
+    return torch.from_numpy(layout.held(rank)).to(device)
 
 
 def shard(

@@ -7,6 +7,7 @@ unequal lengths for a lower-right mask only; its operator for the CPU means uppe
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.library import Library
 
 from ..errors import InputError
 from .kernels import Band, run_backward, run_forward
+from .keywords import refuse_given
 
 __all__ = ["Handle", "in_layout_of", "override", "refuse", "upper_left"]
 
@@ -57,12 +59,7 @@ def override() -> Handle:
     return Handle(libraries)
 
 
-def refuse(**given: Any) -> None:
-    """Raise for every argument that has another value than None, False or 0."""
-    for name, value in given.items():
-        if value is not None and (isinstance(value, Tensor) or value):
-            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise InputError(f"{name} is not supported by dash-attn, got {shown}")
+refuse = partial(refuse_given, "by dash-attn")
 
 
 def upper_left(query: Tensor, key: Tensor, is_causal: bool) -> Band:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import InputError
 from ..values import short
 
-__all__ = ["OF_CONTINUOUS_BATCHING", "refuse_unknown"]
+__all__ = ["OF_CONTINUOUS_BATCHING", "refuse_given", "refuse_unknown"]
 
 _HARMLESS = frozenset(
     {
@@ -79,3 +81,10 @@ def refuse_unknown(given: dict[str, Any], more: Collection[str] = ()) -> None:
             continue
         why = _WHY.get(name, "")
         raise InputError(f"{name} is not supported by 'dash' attention, got {short(value)}{why}")
+
+
+def refuse_given(where: str, /, **given: Any) -> None:
+    """Raise for every argument that has another value than None, False or 0. ``where``: ends the message."""
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value):
+            raise InputError(f"{name} is not supported {where}, got {short(value)}")

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..ops.host_reads import HostReads
 
-__all__ = ["Sizes", "assert_separate", "separate"]
+__all__ = ["Sizes", "assert_separate", "host_positions", "separate"]
 
 
 class Sizes(NamedTuple):
@@ -28,11 +28,12 @@ class Sizes(NamedTuple):
     seqlen_k: int
 
 
-def _positions(name: str, position_ids: Tensor) -> Tensor:
-    return position_ids.cpu().long()
+_READS = HostReads(lambda _, position_ids: position_ids.cpu().long())
 
 
-_READS = HostReads(_positions)
+def host_positions(position_ids: Tensor) -> Tensor:
+    """As int64 on the CPU; what is on a GPU is read once, until it is written to."""
+    return _READS.of("position_ids", position_ids)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -59,7 +60,7 @@ def separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) -> Tens
     >>> separate(torch.tensor([[0, 1, 2, 0, 1]]), None, Sizes(1, 5, 5)).diff().tolist()
     [[0, 0, 1, 0]]
     """
-    positions = _READS.of("position_ids", position_ids).reshape(-1, sizes.seqlen_q)
+    positions = host_positions(position_ids).reshape(-1, sizes.seqlen_q)
     if numbers is None and sizes.seqlen_q == sizes.seqlen_k and not bool(_begins(positions).any()):
         return None
     positions = positions.expand(sizes.batch, -1)

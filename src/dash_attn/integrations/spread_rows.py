@@ -7,15 +7,16 @@ only masks are taken that are exactly what rows of this rank look like.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ops.host_reads import HostReads
 from ..ops.spread import Spread
-from .positions import Sizes
+from .keywords import refuse_given
+from .positions import Sizes, host_positions
 
 __all__ = ["INSIDE", "Layer", "Read", "attend_spread", "check_read", "refuse_inside"]
 
@@ -112,12 +113,8 @@ def attend_spread(spread: Spread, q: Tensor, k: Tensor, v: Tensor, layer: Layer)
     return spread.attend(q, k, v, causal=causal, window=window, **layer.how)
 
 
-def refuse_inside(**given: Any) -> None:
-    """Raise for every argument that is given (not None, 0 or False): it cannot be shared."""
-    for name, value in given.items():
-        if value is not None and (isinstance(value, Tensor) or value):
-            shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise InputError(f"{name} is not supported {INSIDE}, got {shown}")
+refuse_inside = partial(refuse_given, INSIDE)
+"""Of what cannot be shared."""
 
 
 def _check_lengths(sizes: Sizes) -> None:
@@ -136,13 +133,6 @@ def _window(local_size: int | None, seqlen: int) -> tuple[int, int]:
     return (local_size - 1, 0) if local_size < seqlen else (-1, -1)
 
 
-def _host(name: str, position_ids: Tensor) -> Tensor:
-    return position_ids.cpu().long()
-
-
-_READS = HostReads(_host)
-
-
 def _check_positions(spread: Spread, position_ids: Tensor, sizes: Sizes) -> None:
     """Raise unless they are those of this rank. On a GPU they are read once for all layers of a forward."""
     shape = tuple(position_ids.shape)
@@ -151,7 +141,7 @@ def _check_positions(spread: Spread, position_ids: Tensor, sizes: Sizes) -> None
             f"position_ids have shape {shape}, the rows of this rank (batch, seqlen) {tuple(sizes[:2])}: "
             f"{INSIDE} they must be positions(...), as distributed.positions gives them"
         )
-    found = _READS.of("position_ids", position_ids).reshape(-1, sizes.seqlen_q)
+    found = host_positions(position_ids).reshape(-1, sizes.seqlen_q)
     expected = spread.positions(sizes.seqlen_q).expand_as(found)
     wrong = (found != expected).nonzero()
     if len(wrong):

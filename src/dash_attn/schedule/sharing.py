@@ -119,6 +119,20 @@ class Layout:
         """Rows of each rank."""
         return sum(self.lengths) // self.ranks
 
+    def held(self, rank: int) -> IntArray:
+        """(local_rows,) the rows of a rank, counted over all sequences."""
+        return self.counted([chunk.rows for chunk in self.chunks[rank]])
+
+    def counted(self, rows: Sequence[Rows]) -> IntArray:
+        """Some rows, counted over all sequences."""
+        parts = [np.arange(self._first[r.sequence] + r.first, self._first[r.sequence] + r.last) for r in rows]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+    @cached_property
+    def _first(self) -> IntArray:
+        """Rows of all sequences before each one, and of all."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
     def _chunks(self, rank: int) -> Iterator[Chunk]:
         offset = 0
         for sequence, length in enumerate(self.lengths):
@@ -277,13 +291,12 @@ def routes(layout: Layout, blocks: Sequence[Sequence[Rows]], rank: int) -> list[
     >>> one.local.tolist(), one.at.tolist(), two.owner, two.local.tolist(), two.at.tolist()
     ([0, 1, 2, 3], [0, 1, 6, 7], 1, [0, 1, 2, 3], [2, 3, 4, 5])
     """
-    starts = np.concatenate([[0], np.cumsum(layout.lengths, dtype=np.int64)])
-    held = {owner: _global(starts, [c.rows for c in layout.chunks[owner]]) for owner in range(layout.ranks)}
+    held = [layout.held(owner) for owner in range(layout.ranks)]
     found = []
     for worker in range(layout.ranks):
         owners = range(layout.ranks) if worker == rank else [rank]
-        place = np.full(starts[-1], -1, dtype=np.int64)
-        needed = _global(starts, blocks[worker])
+        place = np.full(sum(layout.lengths), -1, dtype=np.int64)
+        needed = layout.counted(blocks[worker])
         place[needed] = np.arange(len(needed))
         for owner in owners:
             at = place[held[owner]]
@@ -291,9 +304,3 @@ def routes(layout: Layout, blocks: Sequence[Sequence[Rows]], rank: int) -> list[
             if len(local):
                 found.append(Route(owner, worker, local, at[local]))
     return found
-
-
-def _global(starts: IntArray, rows: Sequence[Rows]) -> IntArray:
-    """Rows counted over all sequences."""
-    parts = [np.arange(starts[r.sequence] + r.first, starts[r.sequence] + r.last) for r in rows]
-    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
