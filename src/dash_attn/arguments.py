@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.base import NO_AUX, AuxTensors, check_backend, check_device
+from .backends.base import NO_AUX, AuxTensors, check_backend, check_device, given_by
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
@@ -151,28 +151,28 @@ def completed(aux: AuxTensors, dropout_p: float, q: Tensor) -> AuxTensors:
     A seed of dropout comes from the device's default generator. Where one side of the intervals of rows is
     given, the other one is the first row, or behind the last one.
     """
-    if dropout_p and aux.dropout_seed is None:
-        aux = aux._replace(dropout_seed=torch.randint(2**63 - 1, (), device=q.device))
-    if aux.row_starts is None and aux.row_ends is None:
+    if not torch.compiler.is_compiling() and aux is NO_AUX and not dropout_p:
         return aux
-    return aux._replace(**_both_sides(aux.row_starts, aux.row_ends, q.device))
+    if dropout_p and aux.dropout_seed is None:
+        seed: Tensor | None = torch.randint(2**63 - 1, (), device=q.device)
+    else:
+        seed = aux.dropout_seed
+    rows = _both_sides(aux.row_starts, aux.row_ends, q.device)
+    return AuxTensors(aux.learnable_sink, aux.alibi_slopes, seed, *rows)
 
 
-def _both_sides(starts: Tensor | None, ends: Tensor | None, device: torch.device) -> dict[str, Tensor]:
-    starts, ends = (None if x is None else _saved(x.to(device).contiguous()) for x in (starts, ends))
+def _both_sides(
+    starts: Tensor | None, ends: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    if starts is ends is None:
+        return None, None
+    starts, ends = (None if x is None else x.to(device).contiguous() for x in (starts, ends))
     if starts is None:
         assert ends is not None
         starts = torch.zeros_like(ends)
     elif ends is None:
         ends = torch.full_like(starts, 2**31 - 1)
-    assert ends is not None
-    return {"row_starts": starts, "row_ends": ends}
-
-
-def _saved(x: Tensor) -> Tensor:
-    """One that autograd may save, which it refuses to do with tensors of the inference mode."""
-    outside = not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
-    return x.clone() if outside and x.is_inference() else x
+    return starts, ends
 
 
 def check_call(
@@ -227,7 +227,7 @@ def spec_of(q: Tensor, asked: Asked, aux: AuxTensors) -> AttentionSpec:
         q_segment=check_q_segment(asked.q_segment),
         softcap=check_softcap(asked.softcap),
         dropout_p=check_dropout(asked.dropout_p),
-        **aux.given,
+        **given_by(aux),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -98,6 +98,8 @@ def check_kvcache(
     """Check a call of ``flash_attn_with_kvcache``. ``new``: k and v that are appended."""
     q, k_cache, v_cache = qkv
     _check_caches(q, k_cache, v_cache, 4)
+    beside = {"k_cache": k_cache, "v_cache": v_cache, **dict(zip(("k", "v"), new)), **kept._asdict()}
+    _refuse_transformed(beside)
     compiling = torch.compiler.is_compiling()
     given = new
     q, *new = _cast(k_cache, v_cache, q, *new)
@@ -141,6 +143,7 @@ def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> Check
     if asked.dropout_p:
         raise InputError(f"dropout_p {asked.dropout_p!r:.40} is not supported with page_table")
     _check_caches(q, k, v, 4 if cu_seqlens_q is None else 3, names=("k", "v"))
+    _refuse_transformed({"k": k, "v": v, **paged._asdict()})
     (q,) = _cast(k, v, q, names=("k", "v"))
     batch = q.shape[0]
     if cu_seqlens_q is not None:
@@ -283,6 +286,15 @@ def _share_elements(a: _Layout, b: _Layout, size: int, distance: int) -> bool:
 def _refuse_gradients(*tensors: Tensor | None) -> None:
     if not torch.compiler.is_compiling() and needs_grad(*tensors):
         raise InputError(NO_GRADIENT)
+
+
+def _refuse_transformed(tensors: Mapping[str, Any]) -> None:
+    """Values of these are read, or are written to."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+            raise InputError(f"{name} is under a transform of torch.func: over a cache of keys only q may be")
 
 
 def _table(

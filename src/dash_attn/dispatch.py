@@ -28,8 +28,9 @@ def run_dense(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """A dense call. One that is like an earlier one is neither checked nor looked up again."""
     check_flag("return_lse", return_lse)
-    more = () if aux is NO_AUX else aux
-    if call_directly(q, k, v, aux) and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
+    direct = call_directly(q, k, v, aux)
+    more = () if not direct or aux is NO_AUX else aux
+    if direct and (call := _KNOWN.find(q, k, v, asked, more)) is not None:
         out, lse = attend(call, q, k, v, completed(aux, asked.dropout_p, q))
         return (out, lse) if return_lse else out
     call, out, lse = _run(check_call(q, k, v, None, asked, aux))
@@ -44,8 +45,9 @@ def run_packed(
     """A packed call. One that is like an earlier one is not checked again, but for its lengths."""
     check_flag("return_lse", return_lse)
     q, k, v = qkv
-    more = packing if aux is NO_AUX else (*packing, *aux)
-    if call_directly(q, k, v, aux) and (known := _KNOWN_PACKED.find(q, k, v, asked, more)) is not None:
+    direct = call_directly(q, k, v, aux)
+    more = packing if not direct or aux is NO_AUX else (*packing, *aux)
+    if direct and (known := _KNOWN_PACKED.find(q, k, v, asked, more)) is not None:
         spec, longest = known
         aux = completed(aux, asked.dropout_p, q)
         if isinstance(packing, Used):

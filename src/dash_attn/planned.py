@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from .arguments import aux_of, check_aux, check_planned, check_rows, completed
-from .backends.base import NO_AUX, AuxTensors, Gradients, Prepared, Tensors, as_current, check_backend
+from .backends.base import (
+    NO_AUX,
+    AuxTensors,
+    Gradients,
+    Prepared,
+    Tensors,
+    as_current,
+    check_backend,
+    given_by,
+)
 from .errors import InputError, PlanMismatchError
 from .ops.autograd import attend, is_wrapped
 from .ops.calls import DTYPE_NAMES, first_that_covers, prepared_once
@@ -71,6 +80,8 @@ def _apply(
     how: tuple[float | None, float, float, str, random.Random | None],
 ) -> tuple[Tensor, Tensor]:
     """``how``: scale, softcap, probability of dropout, backend and disorder."""
+    if torch._C._are_functorch_transforms_active():
+        raise InputError("apply_plan is not supported under the transforms of torch.func")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a dash_attn.schedule.Plan, got {short(plan)}")
     if plan.verdict is None:
@@ -84,7 +95,7 @@ def _apply(
     packed = q.ndim == 3
     check_aux(aux, q, len(plan.problem.sequences))
     check_rows(aux, k, None)
-    scores = Scores(scale, softcap, dropout_p=p, **aux.given)
+    scores = Scores(scale, softcap, dropout_p=p, **given_by(aux))
     chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if is_wrapped(x):

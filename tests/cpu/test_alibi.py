@@ -175,6 +175,18 @@ def test_what_are_no_slopes_is_named(case: str) -> None:
     assert is_supported(q, k, v, alibi_slopes=wrong).reason == str(raised.value)
 
 
+def test_tensors_of_inference_mode_may_be_used_in_training() -> None:
+    """Autograd saves no such tensor: it saves a copy."""
+    q, k, v = (x.requires_grad_() for x in drawn(10, 10, torch.float32))
+    with torch.inference_mode():
+        slopes, seed = SLOPES.clone(), torch.tensor(3)
+    how: dict[str, Any] = {"dropout_p": 0.5, "alibi_slopes": slopes, "dropout_seed": seed}
+    found = torch.autograd.grad(attention(q, k, v, **how).sum(), (q, k, v))
+    how |= {"alibi_slopes": SLOPES, "dropout_seed": 3}
+    for a, b in zip(found, torch.autograd.grad(attention(q, k, v, **how).sum(), (q, k, v))):
+        assert_same_bytes(a, b)
+
+
 def test_slopes_that_need_a_gradient_are_refused_after_ones_that_do_not() -> None:
     """Calls that were accepted are not checked again; this one is not like them."""
     q, k, v = drawn(10, 10, torch.float32)

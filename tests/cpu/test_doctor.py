@@ -163,7 +163,21 @@ def test_kernel_caches_that_cannot_be_written(monkeypatch, tmp_path):
     assert cache_at(monkeypatch, tmp_path) == f"0 programs, 0 bytes; new ones are not kept: {reason}"
 
 
-@pytest.mark.parametrize(("found", "answer"), [("missing", "no: pip"), ("5.3.0", "no: "), ("5.4.0", "yes")])
+@pytest.mark.parametrize(
+    ("found", "answer"),
+    [
+        ("missing", "no: pip install 'dash-attn[transformers]'"),
+        ("5.3.0", "no: transformers 5.3.0 is older than 5.4"),
+        ("5.4.0", "yes: dash_attn.integrations.transformers"),
+        ("5.18.1", "yes: dash_attn.integrations.transformers"),
+        ("5.19.0", "yes: dash_attn.integrations.transformers, but not in continuous batching"),
+    ],
+)
 def test_transformers(monkeypatch, found, answer):
     monkeypatch.setattr(doctor, "_installed", lambda name: found)
-    assert doctor._transformers().startswith(answer)
+    assert doctor._transformers() == answer
+
+
+def test_the_sdpa_hook_without_a_registry(monkeypatch):
+    monkeypatch.delattr("torch.nn.attention.register_flash_attention_impl", raising=False)
+    assert doctor._sdpa_hook().startswith("yes: dash_attn.integrations.sdpa, enabled() alone")

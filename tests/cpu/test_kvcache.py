@@ -6,6 +6,7 @@ import math
 import random
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -128,6 +129,24 @@ def test_caches_that_are_columns_of_one_another() -> None:
         assert_same_bytes(caches[1][:, 3:7], -new)
 
 
+def test_only_q_may_be_under_a_transform() -> None:
+    call = partial(flash_attn_with_kvcache, Q, CACHE, CACHE, cache_seqlens=USED)
+    both = torch.stack([USED, USED])
+    for name, run in (
+        ("k_cache", lambda: torch.vmap(lambda k: flash_attn_with_kvcache(Q, k, CACHE))(CACHE[None])),
+        ("v_cache", lambda: torch.func.grad(lambda v: flash_attn_with_kvcache(Q, CACHE, v).sum())(CACHE)),
+        ("cache_seqlens", lambda: torch.vmap(lambda n: call(cache_seqlens=n))(both)),
+        ("k", lambda: torch.vmap(lambda k: call(k=k, v=k))(NEW[None])),
+    ):
+        with pytest.raises(InputError, match=f"^{name} is under a transform of torch.func"):
+            run()
+    paged = {"page_table": TABLE, "seqused_k": USED}
+    with pytest.raises(InputError, match="^seqused_k is under a transform of torch.func"):
+        torch.vmap(lambda n: flash_attn_varlen_func(Q, PAGES, PAGES, **{**paged, "seqused_k": n}))(both)
+    with pytest.raises(InputError, match="a cache of keys has no backward"):
+        torch.func.grad(lambda q: flash_attn_with_kvcache(q, CACHE, CACHE).sum())(Q)
+
+
 def test_new_keys_that_lie_in_their_place_already() -> None:
     caches = CACHE.clone(), -CACHE
     new = [x[:, 5:8] for x in caches]
@@ -173,6 +192,17 @@ def test_pages_before_a_window_are_free(hidden: int) -> None:
     for table, asked in ((seen, how), (given, wide)):
         with pytest.raises(InputError, match="page_table has"):
             flash_attn_with_kvcache(Q, moved, moved, NEW, NEW, page_table=table, **asked)
+
+
+def test_pages_that_are_written_must_be_there_though_no_row_sees_them() -> None:
+    new, how = draw(2, 20, 2, 8), {"cache_seqlens": 0, "causal": True, "window_size": (0, 0)}
+    for row, message in (
+        ((-1, 0), r"page_table has -1 at \(0, 0\)"),
+        ((2, 0), "page_table has 2 at 0 and at 1"),
+    ):
+        table = int32(*row, 2, 3).view(2, 2)
+        with pytest.raises(InputError, match=message):
+            flash_attn_with_kvcache(Q[:, :1], PAGES.clone(), PAGES.clone(), new, new, page_table=table, **how)
 
 
 def test_one_number_for_all_and_none() -> None:
@@ -292,6 +322,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "shifted": (
         {"k_cache": LONG[:, :32], "v_cache": LONG[:, 2:34], "k": NEW, "v": NEW, "cache_seqlens": 0},
+        SHARED,
+    ),
+    "other rows": (
+        {"k": NEW, "v": NEW[:1].expand(2, -1, -1, -1), "cache_seqlens": 0},
         SHARED,
     ),
     "shifted alike": (

@@ -344,6 +344,35 @@ def test_forward_derivatives_are_errors():
         flash_attn_func(forward_ad.make_dual(q, q), k, v)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_trace_of_torch_jit_is_an_error(packed):
+    q, k, v = (x.detach().flatten(0, 1) if packed else x.detach() for x in inputs())
+    ends = torch.tensor([0, len(q)], dtype=torch.int32)
+    call = (lambda q: flash_attn_varlen_func(q, k, v, ends, ends)) if packed else (
+        lambda q: flash_attn_func(q, k, v))  # fmt: skip
+    call(q)
+    with pytest.raises(InputError, match=r"torch\.jit\.trace is not supported: use torch\.export"):
+        torch.jit.trace(call, (q,))
+
+
+TRANSFORMS = {
+    "vmap": lambda call, q: torch.vmap(call)(q[None]),
+    "grad": lambda call, q: torch.func.grad(call)(q),
+    "jvp": lambda call, q: torch.func.jvp(call, (q,), (q,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of PyTorch's first jvp
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_plan_is_not_applied_under_a_transform(transform):
+    """vmap would lose the gradient."""
+    q, k, v = (x.detach() for x in inputs())
+    plan = dash_attn.plan_for(q, k, v)
+    with pytest.raises(InputError, match=r"apply_plan is not supported under the transforms of torch\.func"):
+        TRANSFORMS[transform](lambda q: apply_plan(plan, q, k, v, None)[0].sum(), q)
+
+
 def test_vmap_is_an_error():
     q, k, v = (torch.stack([x.detach()] * 2) for x in inputs())
     with pytest.raises(RuntimeError, match="no rule for torch.vmap; use its batch dimension"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.errors import InputError, UnavailableError
-from dash_attn.integrations import callers, token_masks
+from dash_attn.integrations import NO_CONTINUOUS_BATCHING, callers, token_masks
 from dash_attn.integrations.continuous import paged_attention_forward
 from dash_attn.integrations.positions import Sizes, assert_separate, separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
@@ -383,8 +383,9 @@ def test_continuous_batching(window, monkeypatch):
     """Requests of several lengths, whose prompts and steps stand beside one another."""
     from transformers.generation.continuous_batching import cache as paged_cache
 
-    if not hasattr(transformers, "ContinuousBatchingConfig"):
-        pytest.skip("this transformers has another interface for continuous batching")
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    if not hasattr(transformers, "ContinuousBatchingConfig") or version >= NO_CONTINUOUS_BATCHING:
+        pytest.skip(f"transformers {transformers.__version__} has another interface for continuous batching")
     # On a CPU it finds no memory for the cache.
     monkeypatch.setattr(
         paged_cache, "get_device_and_memory_breakdown", lambda *_: (torch.device("cpu"), 2**30, 0, 0)
@@ -827,6 +828,16 @@ def test_models_that_never_call_it_cannot_be_built(name, asked):
     assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("name", ["OpenAIGPTModel", "FSMTModel"])
+def test_models_that_never_call_it_are_known_to_older_versions_too(name, monkeypatch):
+    """They looked for other names of the classes, and let these choose."""
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "_can_set_attn_implementation", classmethod(lambda cls: True)
+    )
+    assert not callers._calls(getattr(transformers, name), transformers.PreTrainedModel)
+    assert callers._calls(transformers.LlamaModel, transformers.PreTrainedModel)
+
+
 class DebertaAttention(nn.Module):
     """With it, this file looks to transformers like one of a model that does its own attention."""
 
@@ -845,9 +856,11 @@ def test_who_calls_it(monkeypatch):
     assert not Mine._can_set_attn_implementation()
     assert Mine._from_config(llama(), attn_implementation="dash").config._attn_implementation == "dash"
     assert callers._calls(Own, transformers.PreTrainedModel)  # this file names ALL_ATTENTION_FUNCTIONS
+    assert callers._calls(Mine, transformers.PreTrainedModel)
     monkeypatch.setattr(callers, "_TABLE", "nobody " + "names this")
     assert not callers._calls(Own, transformers.PreTrainedModel)
-    assert callers._calls(Mine, transformers.PreTrainedModel)
+    # There is no attention in that file, and none of which transformers says that it cannot be chosen.
+    assert callers._calls(transformers.VisionEncoderDecoderModel, transformers.PreTrainedModel)
     assert callers._calls(type("Nameless", (Mine,), {"__module__": "nowhere"}), transformers.PreTrainedModel)
     before = transformers.PreTrainedModel.get_correct_attn_implementation
     dash.register()

@@ -48,6 +48,7 @@ __all__ = [
     "check_device",
     "finish_rows",
     "forward_shapes",
+    "given_by",
     "new_key_sums",
     "refuse_backward",
     "tensor_shapes",
@@ -103,15 +104,6 @@ class AuxTensors(NamedTuple):
     row_ends: Tensor | None = None
 
     @property
-    def given(self) -> dict[str, Any]:
-        """What fields of :class:`Scores` say of it; the seed belongs to a probability."""
-        return {
-            "sink": self.learnable_sink is not None,
-            "alibi": self.alibi_slopes is not None,
-            "row_intervals": self.row_starts is not None or self.row_ends is not None,
-        }
-
-    @property
     def rows(self) -> RowIntervals | None:
         """Which rows see each key, beside the mask; None: all."""
         if self.row_starts is None or self.row_ends is None:
@@ -120,6 +112,15 @@ class AuxTensors(NamedTuple):
 
 
 NO_AUX = AuxTensors()
+
+
+def given_by(aux: AuxTensors) -> dict[str, Any]:
+    """What fields of :class:`Scores` say of it; the seed belongs to a probability."""
+    return {
+        "sink": aux.learnable_sink is not None,
+        "alibi": aux.alibi_slopes is not None,
+        "row_intervals": aux.row_starts is not None or aux.row_ends is not None,
+    }
 
 
 _Size = tuple[int, ...]
@@ -408,7 +409,12 @@ def check_backend(value: object) -> str:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise InputError if the device has no backend. It loads nothing, so that torch.compile can trace it."""
+    """Raise InputError if the device has no backend, or if a trace is recorded in which sizes are tensors.
+
+    It loads nothing, so that torch.compile can trace it.
+    """
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        raise InputError("torch.jit.trace is not supported: use torch.export")
     if device.type != "cpu" and not (device.type == "cuda" and torch.cuda.is_available()):
         raise InputError(
             f"device {str(device)!r} is not supported; supported: cpu, and cuda where there is one"

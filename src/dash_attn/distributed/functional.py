@@ -218,18 +218,18 @@ def _checked(
     layout, mode, team = where
     q, k, v = qkv
     for name, x in (("q", q), ("k", k), ("v", v)):
-        rank = 4 if cu_seqlens is None else 3
-        if not isinstance(x, Tensor) or x.ndim != rank:
+        ndim = 4 if cu_seqlens is None else 3
+        if not isinstance(x, Tensor) or x.ndim != ndim:
             shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"{name} must have {rank} dimensions, got {shape}")
+            raise InputError(f"{name} must have {ndim} dimensions, got {shape}")
         if not x.shape[-2]:
             raise InputError(f"{name} must have at least one head, got shape {tuple(x.shape)}")
-    rows = -3
-    if q.shape[rows] != k.shape[rows]:
+    axis = -3
+    if q.shape[axis] != k.shape[axis]:
         raise InputError(
-            f"q has {q.shape[rows]} rows and k {k.shape[rows]}: only self-attention can be shared by ranks"
+            f"q has {q.shape[axis]} rows and k {k.shape[axis]}: only self-attention can be shared by ranks"
         )
-    lengths = lengths_of(q.shape[rows] * team.size, cu_seqlens)
+    lengths = lengths_of(q.shape[axis] * team.size, cu_seqlens)
     Layout(lengths, team.size, layout)
     local = None
     slopes = aux.alibi_slopes

@@ -5,3 +5,6 @@ Importing changes nothing. Each module has a function that the user calls to swi
 
 OLDEST_TRANSFORMERS = (5, 4)
 """The first release that tells mask functions where the queries start."""
+
+NO_CONTINUOUS_BATCHING = (5, 19)
+"""From this release on continuous batching takes no implementations but transformers' own."""

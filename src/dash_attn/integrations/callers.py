@@ -8,6 +8,7 @@ their own by name (SAM).
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from functools import wraps
 from typing import Any
@@ -23,6 +24,8 @@ _TABLE = "ALL_ATTENTION_FUNCTIONS"
 """Transformers' functions by name, among them ours."""
 _OWN_TABLE = "_CLASSES[config._attn_implementation]"
 """Classes of a model by name."""
+_OWN_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
+"""An attention of the model's own. Transformers looks for it, too, but older versions not for every name."""
 _PARTLY = "transformers.models.pegasus_x."
 """Its decoder calls a function of the table, its encoder does not."""
 
@@ -57,9 +60,9 @@ def refuse_models_that_do_not_call(name: str) -> None:
 def _calls(model: type, base: type) -> bool:
     """Whether the model, or one that it is made from, uses the attention of a name.
 
-    That is so if transformers knows it, or if the module of the class speaks of the table of attentions, as
-    one of somebody's own may; but not if it has a table of its own. True also of a class whose source cannot
-    be read, such as one of a notebook.
+    That is so if the module of a class speaks of the table of attentions, as one of somebody's own may; or if
+    transformers knows it and no module has an attention of its own. Not if one has a table of its own. True
+    also of a class whose source cannot be read, such as one of a notebook.
     """
     kinds = [kind for kind in model.__mro__ if issubclass(kind, base) and kind is not base]
     if any(kind.__module__.startswith(_PARTLY) for kind in kinds):
@@ -70,4 +73,7 @@ def _calls(model: type, base: type) -> bool:
         return True
     if any(_OWN_TABLE in source for source in sources):
         return False
-    return any(getattr(kind, _CAN)() for kind in kinds) or any(_TABLE in source for source in sources)
+    asks = any(_TABLE in source for source in sources)
+    if not asks and any(_OWN_CLASS.search(source) for source in sources):
+        return False
+    return asks or any(getattr(kind, _CAN)() for kind in kinds)

@@ -26,6 +26,7 @@ attention. A mask that was made inside stays what it is: a layer that is run aga
 is shared wherever that happens.
 
 ``attn_implementation="paged|dash"`` is for continuous batching (``generate_batch``), without CUDA graphs.
+From version 5.19 on transformers refuses it: there continuous batching takes no implementation but its own.
 
 Under ``torch.compile`` there is a graph break where the mask is made: plans are made from lengths, which
 are read on the host. Sequences packed by ``position_ids`` then need ``use_cache=False``; with a cache the

@@ -67,11 +67,11 @@ def call_directly(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> 
     torch.func.
     """
     return (
-        type(q) in _PLAIN
+        not torch.compiler.is_compiling()
+        and type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
         and (aux is NO_AUX or all(x is None or type(x) in _PLAIN for x in aux))
-        and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
     )
@@ -186,7 +186,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, call: Attending, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, lse = call.forward(q, k, v, AuxTensors(*aux) if aux else NO_AUX)
-        ctx.save_for_backward(q, k, v, out, lse, *aux)
+        ctx.save_for_backward(q, k, v, out, lse, *_savable(aux))
         _only_out(ctx, lse)
         ctx.call = call
         return out, lse
@@ -249,7 +249,7 @@ class _OperatorAttention(torch.autograd.Function):
         """``inputs``: q, k, v and the fields of ``AuxTensors``."""
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = functions.forward(*inputs, *lengths, *options)
-        ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:], *_own(lengths))
+        ctx.save_for_backward(*inputs[:3], out, lse, *_savable(inputs[3:]), *_own(lengths))
         _only_out(ctx, lse)
         ctx.backward_of, ctx.options = functions.backward, options
         return out, lse
@@ -272,6 +272,11 @@ def _only_out(ctx: Any, lse: Tensor) -> None:
     gradient of out that nobody has made is None then, too."""
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
+
+
+def _savable(aux: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Copies of tensors that were made in inference mode: autograd saves none of those."""
+    return [x.clone() if x is not None and x.is_inference() else x for x in aux]
 
 
 def _own(lengths: tuple[Tensor, ...]) -> list[Tensor]:
@@ -317,7 +322,7 @@ class _TransformedAttention(_OperatorAttention):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         functions, lengths, options, *tensors = inputs
-        ctx.save_for_backward(*tensors[:3], *output, *tensors[3:], *_own(lengths))
+        ctx.save_for_backward(*tensors[:3], *output, *_savable(tensors[3:]), *_own(lengths))
         _only_out(ctx, output[1])
         ctx.backward_of, ctx.options = functions.backward, options
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..backends.base import AUTO, backend_named
-from ..integrations import OLDEST_TRANSFORMERS
+from ..integrations import NO_CONTINUOUS_BATCHING, OLDEST_TRANSFORMERS
 
 __all__ = ["examine"]
 
@@ -189,13 +189,21 @@ def _sdpa_hook() -> str:
         return "no: PyTorch does not load"
     if hasattr(registry, "register_flash_attention_impl"):
         return "yes: dash_attn.integrations.sdpa"
-    return "no: this PyTorch has no registry of flash implementations"
+    return (
+        "yes: dash_attn.integrations.sdpa, enabled() alone: this PyTorch has no registry of flash "
+        "implementations, which activate() needs"
+    )
+
+
+def _version(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.split(".")[:2]))
 
 
 def _transformers() -> str:
     found = _installed("transformers")
     if found == "missing":
         return "no: pip install 'dash-attn[transformers]'"
-    if tuple(map(int, found.split(".")[:2])) < OLDEST_TRANSFORMERS:
+    if _version(found) < OLDEST_TRANSFORMERS:
         return f"no: transformers {found} is older than {'.'.join(map(str, OLDEST_TRANSFORMERS))}"
-    return "yes: dash_attn.integrations.transformers"
+    batching = "" if _version(found) < NO_CONTINUOUS_BATCHING else ", but not in continuous batching"
+    return f"yes: dash_attn.integrations.transformers{batching}"
