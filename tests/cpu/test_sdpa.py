@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from dash_attn import attention
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import aten, sdpa
+from dash_attn.ops.spread import current_spread, spread_by
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 needs_registry = pytest.mark.skipif(
@@ -170,6 +171,18 @@ def test_a_checkpoint_runs_again_inside_and_raises_outside():
         out = checkpoint(call, *tensors, use_reentrant=False)
     with pytest.raises(CheckpointError):
         out.backward(torch.ones_like(out))
+
+
+def test_of_two_contexts_of_ranks_the_inner_one_counts(monkeypatch):
+    """A backward takes the one around it to another thread; what is run again there may open its own."""
+    seen, outer, inner = [], object(), object()
+    ours = lambda *_, **__: seen.append(current_spread())  # noqa: E731
+    monkeypatch.setitem(sdpa._OURS, torch._C._nn.scaled_dot_product_attention, ours)
+    with sdpa._Mode(outer):
+        F.scaled_dot_product_attention(*leaves())
+        with spread_by(inner):
+            F.scaled_dot_product_attention(*leaves())
+    assert seen == [outer, inner]
 
 
 def test_threads_do_not_meet():
