@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,8 +18,9 @@ from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
 from .ops.autograd import needs_grad
 from .ops.cached import check_last_strides, numbers
-from .ops.cached_values import check_longest, check_tokens, rows_of_q
+from .ops.cached_values import check_tokens, rows_of_q
 from .ops.calls import DTYPE_NAMES
+from .ops.lengths import check_longest
 from .spec import AttentionSpec
 from .values import check_flash_options, is_integer, kind_of, longest, short
 
@@ -98,25 +99,25 @@ def check_kvcache(
     """Check a call of ``flash_attn_with_kvcache``. ``new``: k and v that are appended."""
     q, k_cache, v_cache = qkv
     _check_caches(q, k_cache, v_cache, 4)
-    beside = {"k_cache": k_cache, "v_cache": v_cache, **dict(zip(("k", "v"), new)), **kept._asdict()}
-    _refuse_transformed(beside)
+    _refuse_transformed(("k_cache", "v_cache", "k", "v", *Kept._fields), (k_cache, v_cache, *new, *kept))
     compiling = torch.compiler.is_compiling()
-    given = new
-    q, *new = _cast(k_cache, v_cache, q, *new)
-    checked_new = _checked_new(q, k_cache, v_cache, *new)
+    q, *cast = _cast(k_cache, v_cache, q, *new)
+    checked_new = _checked_new(q, k_cache, v_cache, *cast)
     check_aux(aux, q, q.shape[0])
     spec = spec_of(q, asked, aux)
-    _refuse_gradients(q, k_cache, v_cache, *new, *aux)
+    _refuse_gradients(q, k_cache, v_cache, *cast, *aux)
     table = _table(q, k_cache, kept.page_table, kept.cache_batch_idx)
     contiguous, more = kept.page_table is None, 0 if checked_new is None else checked_new[0].shape[1]
     room = k_cache.shape[1] * table.shape[1]
     before, known = _lengths(q, kept.cache_seqlens, room, None if checked_new is None else more)
     if not compiling:
-        seen: Any = {"rows": q.shape[1], "left": spec.mask.sides[0]}
-        check_tokens("cache_seqlens", known, more, table, k_cache, contiguous=contiguous, **seen)
+        check_tokens(
+            "cache_seqlens", known, more, table, k_cache, contiguous=contiguous,
+            rows=q.shape[1], left=spec.mask.sides[0],
+        )  # fmt: skip
         if checked_new is not None:
             check_last_strides((k_cache, v_cache))
-            _check_apart((k_cache, v_cache), given)
+            _check_apart((k_cache, v_cache), new)
     before, table = (x.to(q.device).contiguous() for x in (before, table))
     tensors = CachedTensors(q, k_cache, v_cache, before + more if more else before, table)
     return CheckedCache(tensors, aux, spec, new=checked_new, before=before)
@@ -143,7 +144,7 @@ def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> Check
     if asked.dropout_p:
         raise InputError(f"dropout_p {asked.dropout_p!r:.40} is not supported with page_table")
     _check_caches(q, k, v, 4 if cu_seqlens_q is None else 3, names=("k", "v"))
-    _refuse_transformed({"k": k, "v": v, **paged._asdict()})
+    _refuse_transformed(("k", "v", *Paged._fields), (k, v, *paged))
     (q,) = _cast(k, v, q, names=("k", "v"))
     batch = q.shape[0]
     if cu_seqlens_q is not None:
@@ -156,9 +157,12 @@ def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> Check
     table = _table(q, k, page_table, None, batch)
     most, most_keys = longest("max_seqlen_q", longest_q), longest("max_seqlen_k", longest_k)
     if not torch.compiler.is_compiling():
-        seen: Any = {"rows": rows_of_q(q, cu_seqlens_q, most), "left": spec.mask.sides[0]}
-        check_tokens("seqused_k", seqused_k, 0, table, k, contiguous=False, **seen)
-        check_longest(most_keys, seqused_k)
+        check_tokens(
+            "seqused_k", seqused_k, 0, table, k, contiguous=False,
+            rows=rows_of_q(q, cu_seqlens_q, most), left=spec.mask.sides[0],
+        )  # fmt: skip
+        if most_keys >= 0 and seqused_k.device.type == "cpu":
+            check_longest("k", most_keys, max(seqused_k.tolist(), default=0))
     seqused_k, table = (x.to(q.device).contiguous() for x in (seqused_k, table))
     if cu_seqlens_q is not None:
         cu_seqlens_q = cu_seqlens_q.to(q.device).contiguous()
@@ -256,12 +260,16 @@ def _check_apart(caches: Sequence[Tensor], new: Sequence[Tensor | None]) -> None
     span = max(k_cache.shape[3], columns + v_cache.shape[3]) - min(0, columns)
     in_one_row = all(n == 1 or stride >= span for n, stride in zip(k_cache.shape[:3], k_cache.stride()))
     k, v = (x for x in new if x is not None)
-    for a, b in (caches, (k, v)):
-        alike = all(n == 1 or i == j for n, i, j in zip(a.shape[:3], a.stride(), b.stride()))
-        if not (in_one_row and alike and b.data_ptr() - a.data_ptr() == distance):
-            raise InputError(
-                "k_cache and v_cache share memory, k and v do not in the same way: v would overwrite keys"
-            )
+    same_way = _are_alike(k_cache, v_cache) and _are_alike(k, v) and v.data_ptr() - k.data_ptr() == distance
+    if not (in_one_row and same_way):
+        raise InputError(
+            "k_cache and v_cache share memory, k and v do not in the same way: v would overwrite keys"
+        )
+
+
+def _are_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether rows of two tensors with equally many are equally far apart."""
+    return all(n == 1 or i == j for n, i, j in zip(a.shape[:3], a.stride(), b.stride()))
 
 
 @lru_cache
@@ -288,11 +296,11 @@ def _refuse_gradients(*tensors: Tensor | None) -> None:
         raise InputError(NO_GRADIENT)
 
 
-def _refuse_transformed(tensors: Mapping[str, Any]) -> None:
+def _refuse_transformed(names: Sequence[str], given: Sequence[object]) -> None:
     """Values of these are read, or are written to."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
-    for name, x in tensors.items():
+    for name, x in zip(names, given):
         if isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
             raise InputError(f"{name} is under a transform of torch.func: over a cache of keys only q may be")
 

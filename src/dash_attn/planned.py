@@ -20,7 +20,7 @@ from .backends.base import (
     given_by,
 )
 from .errors import InputError, PlanMismatchError
-from .ops.autograd import attend, is_wrapped
+from .ops.autograd import attend, is_wrapped, refuse_transforms
 from .ops.calls import DTYPE_NAMES, first_that_covers, prepared_once
 from .schedule import Plan
 from .scores import Scores
@@ -80,8 +80,7 @@ def _apply(
     how: tuple[float | None, float, float, str, random.Random | None],
 ) -> tuple[Tensor, Tensor]:
     """``how``: scale, softcap, probability of dropout, backend and disorder."""
-    if torch._C._are_functorch_transforms_active():
-        raise InputError("apply_plan is not supported under the transforms of torch.func")
+    refuse_transforms("apply_plan")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a dash_attn.schedule.Plan, got {short(plan)}")
     if plan.verdict is None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.errors import InputError, UnavailableError
-from dash_attn.integrations import NO_CONTINUOUS_BATCHING, callers, token_masks
+from dash_attn.integrations import NO_CONTINUOUS_BATCHING, callers, release, token_masks
 from dash_attn.integrations.continuous import paged_attention_forward
 from dash_attn.integrations.positions import Sizes, assert_separate, separate
 from dash_attn.integrations.token_masks import NotATensorError, isolate, token_mask
@@ -383,8 +383,8 @@ def test_continuous_batching(window, monkeypatch):
     """Requests of several lengths, whose prompts and steps stand beside one another."""
     from transformers.generation.continuous_batching import cache as paged_cache
 
-    version = tuple(map(int, transformers.__version__.split(".")[:2]))
-    if not hasattr(transformers, "ContinuousBatchingConfig") or version >= NO_CONTINUOUS_BATCHING:
+    ends = release(transformers.__version__) >= NO_CONTINUOUS_BATCHING
+    if ends or not hasattr(transformers, "ContinuousBatchingConfig"):
         pytest.skip(f"transformers {transformers.__version__} has another interface for continuous batching")
     # On a CPU it finds no memory for the cache.
     monkeypatch.setattr(

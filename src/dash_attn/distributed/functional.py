@@ -12,7 +12,7 @@ from torch import Tensor
 from ..arguments import Asked, Packing, aux_of, check_call, completed
 from ..backends.base import AuxTensors
 from ..errors import InputError
-from ..ops.autograd import empty_results
+from ..ops.autograd import empty_results, refuse_transforms
 from ..ops.policies import forget_with
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
@@ -180,8 +180,7 @@ def _run(
     group, layout, mode, return_lse = how
     team = team_of(group)
     try:
-        if torch._C._are_functorch_transforms_active():
-            raise InputError("distributed attention is not supported under the transforms of torch.func")
+        refuse_transforms("distributed attention")
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], *beside)
         (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))

@@ -46,7 +46,7 @@ from ..errors import InputError, UnavailableError
 from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
 from ..ops.spread import Spread, current_spread
-from . import OLDEST_TRANSFORMERS
+from . import OLDEST_TRANSFORMERS, release
 from .callers import refuse_models_that_do_not_call
 from .continuous import paged_attention_forward
 from .keywords import refuse_unknown
@@ -74,7 +74,7 @@ def register(name: str = NAME) -> None:
         from transformers import AttentionInterface, AttentionMaskInterface, __version__
     except ImportError as error:
         raise UnavailableError(f"{needed} ({error})") from error
-    if tuple(map(int, __version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
+    if release(__version__) < OLDEST_TRANSFORMERS:
         raise UnavailableError(f"{needed} (found {__version__})")
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, token_mask)

@@ -28,6 +28,7 @@ __all__ = [
     "is_wrapped",
     "needs_grad",
     "refuse_gradients",
+    "refuse_transforms",
     "with_gradients",
     "without_gradients",
     "without_second_derivative",
@@ -137,8 +138,13 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
     """Raise InputError where a gradient is wanted of a forward with ``seqused_k``, or a transform of it."""
     if needs_grad(*tensors):
         raise InputError(NO_BACKWARD)
+    refuse_transforms("seqused_k")
+
+
+def refuse_transforms(what: str) -> None:
+    """Raise InputError under a transform of torch.func."""
     if torch._C._are_functorch_transforms_active():
-        raise InputError("seqused_k is not supported under the transforms of torch.func")
+        raise InputError(f"{what} is not supported under the transforms of torch.func")
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..backends.cached import first_key
 from ..errors import InputError
-from .lengths import host_lengths
+from .lengths import packed_lengths
 
-__all__ = ["check_longest", "check_tokens", "rows_of_q"]
+__all__ = ["check_tokens", "rows_of_q"]
 
 
 def check_tokens(
@@ -99,21 +99,4 @@ def rows_of_q(q: Tensor, cu_seqlens_q: Tensor | None, longest_q: int) -> int | t
         return q.shape[1]
     if cu_seqlens_q.device.type != "cpu":
         return q.shape[0]
-    lengths = host_lengths("cu_seqlens_q", cu_seqlens_q)
-    if lengths.total != q.shape[0]:
-        raise InputError(f"cu_seqlens_q ends at {lengths.total}, q has {q.shape[0]} rows")
-    if 0 <= longest_q < lengths.longest:
-        raise InputError(f"max_seqlen_q is {longest_q}, the longest sequence has {lengths.longest}")
-    return lengths.seqlens
-
-
-def check_longest(longest_k: int, seqused_k: Tensor) -> None:
-    """No sequence may use more keys than the caller says; -1: any number.
-
-    Raises:
-        InputError: one does.
-    """
-    if longest_k < 0 or seqused_k.device.type != "cpu":
-        return
-    if longest_k < (found := max(seqused_k.tolist(), default=0)):
-        raise InputError(f"max_seqlen_k is {longest_k}, the longest sequence has {found}")
+    return packed_lengths("q", q, cu_seqlens_q, longest_q).seqlens

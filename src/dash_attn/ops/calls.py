@@ -31,7 +31,7 @@ from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
 from ..scores import ORIGIN, Origin, Scores
 from ..spec import AttentionSpec
-from .lengths import Lengths, host_lengths, host_used
+from .lengths import check_longest, host_used, packed_lengths
 from .policies import forget_with, schedule_named
 from .segments import Part, fingerprint_of_parts, parts_of, run_parts
 
@@ -228,9 +228,10 @@ def packed_call(
         InputError: the lengths do not fit the tensors, or are longer than the caller says.
     """
     bounds_q, bounds_k, longest_q, longest_k = packing
-    lengths_q = lengths_k = _lengths("q", q, bounds_q, longest_q, check)
+    lengths_q = lengths_k = packed_lengths("q", q, bounds_q, longest_q, check=check)
     if bounds_k is not bounds_q or longest_k != longest_q or len(k) != len(q):
-        lengths_k = _lengths("k", k, bounds_k, longest_k, check and bounds_k is not bounds_q)
+        check = check and bounds_k is not bounds_q
+        lengths_k = packed_lengths("k", k, bounds_k, longest_k, check=check)
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     return _packed(lengths_q.seqlens, lengths_k.seqlens, sizes, q.dtype, q.device, spec)
 
@@ -258,20 +259,20 @@ def used_call(q: Tensor, k: Tensor, v: Tensor, used: Used, spec: AttentionSpec) 
     bounds_q, bounds_k, seqused_k, longest_q, longest_k = used
     if bounds_q is None:
         seqlens_q = (q.shape[1],) * q.shape[0]
-        _check_longest("q", longest_q, q.shape[1])
+        check_longest("q", longest_q, q.shape[1])
     else:
-        seqlens_q = _lengths("q", q, bounds_q, longest_q, True).seqlens
+        seqlens_q = packed_lengths("q", q, bounds_q, longest_q).seqlens
     starts: tuple[int, ...] | None = None
     if bounds_k is None:
         places = (k.shape[1],) * k.shape[0]
     else:
-        places = _lengths("k", k, bounds_k, -1, bounds_k is not bounds_q).seqlens
+        places = packed_lengths("k", k, bounds_k, check=bounds_k is not bounds_q).seqlens
         starts = tuple(accumulate(places, initial=0))[:-1]
     found = host_used("seqused_k", seqused_k)
     for at, (length, rows) in enumerate(zip(found.seqlens, places)):
         if length > rows:
             raise InputError(f"seqused_k has {length} at {at}, but sequence {at} has {rows} keys")
-    _check_longest("k", longest_k, found.longest)
+    check_longest("k", longest_k, found.longest)
     keys = Keys(tuple(k.shape), starts)
     sequences = tuple(zip(seqlens_q, found.seqlens))
     sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
@@ -290,19 +291,6 @@ def _used(
 ) -> Call:
     """``packed``: q is."""
     return Call(spec, _Shapes(sequences, sizes, dtype), device, packed, keys)
-
-
-def _lengths(side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int, check: bool) -> Lengths:
-    lengths = host_lengths(f"cu_seqlens_{side}", cu_seqlens, check=check)
-    if lengths.total != x.shape[0]:
-        raise InputError(f"cu_seqlens_{side} ends at {lengths.total}, {side} has {x.shape[0]} rows")
-    _check_longest(side, max_seqlen, lengths.longest)
-    return lengths
-
-
-def _check_longest(side: str, max_seqlen: int, longest: int) -> None:
-    if 0 <= max_seqlen < longest:
-        raise InputError(f"max_seqlen_{side} is {max_seqlen}, the longest sequence has {longest}")
 
 
 def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InputError
 from .host_reads import HostReads
 
-__all__ = ["Lengths", "host_lengths", "host_used"]
+__all__ = ["Lengths", "check_longest", "host_lengths", "host_used", "packed_lengths"]
 
 
 class Lengths(NamedTuple):
@@ -40,6 +40,34 @@ def host_used(name: str, seqused: Tensor) -> Lengths:
         InputError: one is negative, or it would have to be read while a CUDA graph is being captured.
     """
     return _USED_READS.of(name, seqused)
+
+
+def packed_lengths(
+    side: str, x: Tensor, cu_seqlens: Tensor, max_seqlen: int = -1, *, check: bool = True
+) -> Lengths:
+    """The lengths of the sequences of packed q or k, (total, heads, head_dim).
+
+    Args:
+        side: "q" or "k".
+        x: the tensor.
+        cu_seqlens: (batch + 1,) int32 on any device.
+        max_seqlen: no sequence may be longer; -1: any may.
+        check: as of :func:`host_lengths`.
+
+    Raises:
+        InputError: the lengths do not fit the tensor, or one is longer than the caller says.
+    """
+    lengths = host_lengths(f"cu_seqlens_{side}", cu_seqlens, check=check)
+    if lengths.total != x.shape[0]:
+        raise InputError(f"cu_seqlens_{side} ends at {lengths.total}, {side} has {x.shape[0]} rows")
+    check_longest(side, max_seqlen, lengths.longest)
+    return lengths
+
+
+def check_longest(side: str, max_seqlen: int, longest: int) -> None:
+    """Raise InputError where the longest sequence is longer than the caller says; -1: nothing is said."""
+    if 0 <= max_seqlen < longest:
+        raise InputError(f"max_seqlen_{side} is {max_seqlen}, the longest sequence has {longest}")
 
 
 def _used(name: str, seqused: Tensor) -> Lengths:

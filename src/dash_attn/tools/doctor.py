@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import __version__
 from ..backends.base import AUTO, backend_named
-from ..integrations import NO_CONTINUOUS_BATCHING, OLDEST_TRANSFORMERS
+from ..integrations import NO_CONTINUOUS_BATCHING, OLDEST_TRANSFORMERS, release
 
 __all__ = ["examine"]
 
@@ -195,15 +195,11 @@ def _sdpa_hook() -> str:
     )
 
 
-def _version(name: str) -> tuple[int, ...]:
-    return tuple(map(int, name.split(".")[:2]))
-
-
 def _transformers() -> str:
     found = _installed("transformers")
     if found == "missing":
         return "no: pip install 'dash-attn[transformers]'"
-    if _version(found) < OLDEST_TRANSFORMERS:
+    if release(found) < OLDEST_TRANSFORMERS:
         return f"no: transformers {found} is older than {'.'.join(map(str, OLDEST_TRANSFORMERS))}"
-    batching = "" if _version(found) < NO_CONTINUOUS_BATCHING else ", but not in continuous batching"
+    batching = "" if release(found) < NO_CONTINUOUS_BATCHING else ", but not in continuous batching"
     return f"yes: dash_attn.integrations.transformers{batching}"
