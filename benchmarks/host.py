@@ -3,9 +3,11 @@
 Problems are so small that the GPU waits for the host: a call takes what Python takes for it.
 Contenders take turns, call by call, and every figure is a median. Measured are the forward without gradients,
 the forward with its backward, a packed batch of known lengths, batches of lengths never seen before, and
-a small problem in a CUDA graph, whose replay shows what the start of the kernels costs on the GPU.
+a small problem in a CUDA graph, whose replay shows what the start of the kernels costs on the GPU. And first
+calls, in processes of their own: how long kernels are compiled, or loaded from the cache on disk.
 
     python benchmarks/host.py --output benchmarks/results/h200-host.json
+    python benchmarks/host.py --first-calls        # these alone
     python benchmarks/host.py --profile            # where the host's time goes
 """
 
@@ -14,11 +16,14 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import random
 import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
@@ -307,6 +312,62 @@ def replayed(steps: dict[str, Call], rounds: int) -> dict[str, float]:
     return {name: round(statistics.median(found), 2) for name, found in times.items()}
 
 
+FIRST = {"dash_attn, compiled": 3, "dash_attn, from the cache": 3, "fa4, compiled": 1}
+"""How many processes make their first calls."""
+
+FIRST_CALLS = """
+import json, sys, time
+import torch
+
+shape = dict(device="cuda", dtype=torch.bfloat16)
+q, k, v = (torch.randn(1, 512, 4, 128, **shape).requires_grad_() for _ in range(3))
+dout = torch.randn(1, 512, 4, 128, **shape)
+torch.cuda.synchronize()
+took = {}
+
+def timed(what, call):
+    start = time.perf_counter()
+    found = call()
+    torch.cuda.synchronize()
+    took[what] = (time.perf_counter() - start) * 1e6
+    return found
+
+def imported():
+    if sys.argv[1] == "dash_attn":
+        from dash_attn import flash_attn_func
+    else:
+        from flash_attn.cute import flash_attn_func
+    return flash_attn_func
+
+function = timed("import", imported)
+for call in ("first", "second"):
+    out = timed(f"{call} forward", lambda: function(q, k, v, causal=True))
+    out = out[0] if isinstance(out, tuple) else out
+    timed(f"{call} backward", lambda: torch.autograd.grad(out, (q, k, v), dout))
+print(json.dumps(took))
+"""
+"""Forward and backward with a causal mask, in a process that has done nothing else but to wake the GPU."""
+
+
+def first_calls() -> Iterator[dict[str, Any]]:
+    times: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for contender, processes in FIRST.items():
+            package, _, how = contender.partition(", ")
+            for number in range(processes):
+                place = folder if how == "from the cache" else f"{folder}/{number}"
+                environment = os.environ | {"DASH_ATTN_CACHE_DIR": place}
+                command = [sys.executable, "-W", "ignore", "-c", FIRST_CALLS, package]
+                if how == "from the cache" and number == 0:
+                    subprocess.run(command, env=environment, check=True, capture_output=True)
+                done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+                for what, us in json.loads(done.stdout.splitlines()[-1]).items():
+                    times.setdefault(what, {}).setdefault(contender, []).append(us)
+    for what, of_each in times.items():
+        us = {name: round(statistics.median(found), 1) for name, found in of_each.items()}
+        yield {"problem": "1 x 512, 4 heads", "what": what, "us": us}
+
+
 def profile() -> None:
     for name, measurements in (
         ("dense", dense_calls(DENSE["dense, causal"])),
@@ -351,15 +412,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300, help="calls of each contender (default 300)")
     parser.add_argument("--output", type=Path, help="JSON file of the rows")
     parser.add_argument("--profile", action="store_true", help="where the host's time goes, and nothing else")
+    parser.add_argument("--first-calls", action="store_true", help="measure first calls, and nothing else")
     args = parser.parse_args()
     if args.profile:
         profile()
         profile_unseen()
         return
-    rows = []
-    for row in chain(
-        known(args.rounds), unseen(max(args.rounds // 4, 10)), graphs(max(args.rounds // 3, 10))
-    ):
+    rows, measured = [], [first_calls()]
+    if not args.first_calls:
+        measured += [known(args.rounds), unseen(max(args.rounds // 4, 10)), graphs(max(args.rounds // 3, 10))]
+    for row in chain.from_iterable(measured):
         rows.append(row)
         print(f"{row['problem']:<36} {row['what']:<22} {row['us']}", flush=True)
     if args.output:

@@ -33,7 +33,9 @@ from dash_attn.backends.sm90.add_sums.config import AddSumsConfig
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig
-from dash_attn.backends.sm90.compile import Config, program, variants
+from dash_attn.backends.sm90.compile import Config, backward_variants, forward_variants, program, variants
+from dash_attn.backends.sm90.convert.config import ConvertConfig, convert_config
+from dash_attn.backends.sm90.fold.config import FoldConfig, fold_config
 from dash_attn.backends.sm90.forward import launch as forward_launcher
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.launch import Forward
@@ -210,12 +212,35 @@ def launch_all(chosen: dict[str, Config]) -> None:
             for label, plan in plans(config):
                 launch(config, plan)
                 print(f"launched {name}, {label}", flush=True)
+        elif isinstance(config, FoldConfig):
+            launch_fold(config)
+            print(f"launched {name}", flush=True)
+        elif isinstance(config, ConvertConfig):
+            for label, before, plan in behind_backwards(config):
+                launch(before, plan)
+                print(f"launched {name}, {label}", flush=True)
         else:
             if isinstance(config, SinkConfig):
                 launch_sinks()
             else:
                 launch_segments(config)
             print(f"launched {name}", flush=True)
+
+
+def launch_fold(config: FoldConfig) -> None:
+    """Behind a forward that splits a tile."""
+    before = next(each for each in forward_variants().values() if fold_config(each) == config)
+    for label, problem, blocks in forward_problems(before, 0):
+        if label == "a fold":
+            launch_forward(before, problem, blocks, behind=0)
+
+
+def behind_backwards(config: ConvertConfig) -> Iterator[tuple[str, BackwardConfig, Plan]]:
+    """Backwards that leave something to do: sums of head groups, and dQ without order."""
+    before = [each for each in backward_variants().values() if convert_config(each) == config]
+    yield "head groups", before[0], dict(plans(before[0]))["head groups"]
+    unordered = next(each for each in before if not each.ordered)
+    yield "without order", unordered, dict(plans(unordered))["window"]
 
 
 def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) -> dict[str, Any]:

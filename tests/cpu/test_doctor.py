@@ -127,6 +127,11 @@ def test_kernel_cache(monkeypatch, tmp_path):
     assert really_used(folder)
     (folder / "a.program").write_bytes(b"1234")
     assert cache_at(monkeypatch, folder) == "1 program, 4 bytes"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    without = (
+        "1 program, 4 bytes; no linker (cc, gcc or clang) is on the PATH: a program that is loaded imports"
+    )
+    assert cache_at(monkeypatch, folder) == f"{without} the compiler"
 
 
 def test_unsafe_kernel_caches(monkeypatch, tmp_path):

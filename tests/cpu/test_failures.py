@@ -18,7 +18,8 @@ from dash_attn.backends.sm90 import backend, launch, resident
 from dash_attn.backends.sm90 import compile as compiling
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import MissingCompilerError, program
+from dash_attn.backends.sm90.compile import Config, MissingCompilerError
+from dash_attn.backends.sm90.compile import program as compiled
 from dash_attn.errors import (
     CompilationError,
     DashError,
@@ -44,7 +45,7 @@ def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, "dash_attn.backends.sm90.backward.program", raising=False)
     with pytest.raises(MissingCompilerError, match=r"pip install 'dash-attn\[cuda\]'") as caught:
-        program(CONFIG)
+        compiled(CONFIG)
     assert missing.partition(".")[0] in str(caught.value)
     assert isinstance(caught.value, DashError)
 
@@ -59,9 +60,9 @@ def test_a_compiler_that_fails_is_named_with_the_variant(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr(cute, "compile", fail)
         with pytest.raises(CompilationError, match=r"BackwardConfig\(head_dim=64.*sm_90a.*ptxas died"):
-            program(CONFIG)
+            compiled(CONFIG)
     monkeypatch.setattr(compiling._PROGRAMS, "_compile", lambda config: Exported())
-    assert isinstance(program(CONFIG), Exported)
+    assert isinstance(compiled(CONFIG), Exported)
 
 
 class Exported:
@@ -100,9 +101,13 @@ class Allocator:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The launcher on the CPU: instead of a launch, its number of blocks is noted."""
+    """The launcher on the CPU: instead of a launch of the main kernel, its number of blocks is noted."""
     found: list[int] = []
-    monkeypatch.setattr(launch, "program", lambda config: lambda *a: found.append(a[-3]))
+
+    def program(config: Config) -> Callable[..., None]:
+        return lambda *a: found.append(a[-3]) if isinstance(config, BackwardConfig) else None
+
+    monkeypatch.setattr(launch, "program", program)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "in_turn", lambda device: nullcontext())  # tested in test_turns.py
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)

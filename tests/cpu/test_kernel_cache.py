@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import errno
 import gc
 import hashlib
@@ -10,7 +11,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,11 +106,40 @@ def test_other_settings_of_the_compiler_are_another_entry(
     assert len(run(folder)[0].loaded) == 1
 
 
-def test_the_compiler_is_named() -> None:
-    pytest.importorskip(
-        "cutlass", reason="the kernel compiler is not installed: pip install 'dash-attn[cuda]'"
+def test_the_compiler_of_a_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package has a compiler for each, and takes one by what the driver says."""
+
+    def library(name: str) -> SimpleNamespace:
+        def of_the_driver(version: Any) -> int:
+            version._obj.value = 12_090
+            return 0
+
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(cuDriverGetVersion=of_the_driver)
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    assert _flavour() == "CUDA 12"
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert _flavour() == "no driver"
+
+
+def test_another_compiler_in_the_same_place_is_another_entry(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same one in another place: programs name the libraries that they need."""
+    assert module._installed("no-such-package") == "unknown"
+    assert module._installed("torch") != "unknown"
+    others = product(
+        ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi"), ("4.8.2 /a", "4.8.1 /b")
     )
-    assert ".cu1" in _flavour()
+    for package, changed in [("", ""), *others]:
+        found = {package: changed}
+        monkeypatch.setattr(module, "_installed", lambda name, found=found: found.get(name, "4.8.1 /a"))
+        assert len(run(folder)[0].compiled) == 1
+        assert len(run(folder)[0].loaded) == 1
 
 
 def test_nothing_is_compiled_of_files_that_are_not_those_imported(

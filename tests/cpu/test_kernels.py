@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dash_attn.backends.cuda.cubin import resources_of_cubin
+from dash_attn.backends.cuda.linking import linker
 from dash_attn.backends.sm90 import machine_code as machine_code_module
 from dash_attn.backends.sm90.backward.config import THREADS, BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig, ChunkConfig
@@ -70,7 +71,7 @@ EXPERIMENTS = {
 def test_what_ablations_measure_compiles(name: str) -> None:
     """No variant has these options. They stay comparable with what ships."""
     config = replace(variants()["forward-d128-bf16"], **EXPERIMENTS[name])
-    assert [kernel.stack for kernel in machine_code(config).kernels] == [0, 0, 0]
+    assert [kernel.stack for kernel in machine_code(config).kernels] == [0, 0]
 
 
 def launched_with(config: BackwardConfig | ForwardConfig) -> int:
@@ -256,12 +257,15 @@ if sys.argv[1] == "load":
 print("ready", flush=True)
 sys.stdin.readline()
 assert callable(compile.program(compile.variants()["add-sums"]))  # the one that compiles fastest
+assert sys.argv[1] == "compile" or "cutlass" not in sys.modules
 """
 
 
 @pytest.mark.slow
 def test_processes_that_make_the_first_call_together(tmp_path: Path) -> None:
-    """Two processes compile and store one variant at the same time; a third one loads it."""
+    """Two processes compile and store one variant at the same time; a third one loads it, and no compiler."""
+    if linker() is None:
+        pytest.skip("no C compiler on the PATH (cc, gcc, clang)")
     environment = {**os.environ, "DASH_ATTN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(SOURCES)}
 
     def start(what: str) -> subprocess.Popen[str]:

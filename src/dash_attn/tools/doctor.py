@@ -165,6 +165,7 @@ def _support(
 def _kernel_cache() -> str:
     """The folder, and what the next kernel would do with it."""
     from ..backends.cuda.cache import cache_folder, examine_folder
+    from ..backends.cuda.linking import linker
 
     try:
         folder = cache_folder()
@@ -179,6 +180,10 @@ def _kernel_cache() -> str:
         sizes = [entry.stat().st_size for entry in folder.glob("*.program")]
         found = f"{len(sizes)} program{'s' * (len(sizes) != 1)}, {sum(sizes):,} bytes"
         found += f"; new ones are not kept: {reason}" if reason else ""
+        if linker() is None:
+            found += (
+                "; no linker (cc, gcc or clang) is on the PATH: a program that is loaded imports the compiler"
+            )
     return f"{folder} ({found})"
 
 

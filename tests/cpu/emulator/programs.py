@@ -16,6 +16,8 @@ from dash_attn.backends.sm90.backward import arguments as backward
 from dash_attn.backends.sm90.backward.config import SEEN_WORDS
 from dash_attn.backends.sm90.cached import arguments as cached
 from dash_attn.backends.sm90.compile import Config, compiler_output
+from dash_attn.backends.sm90.convert import arguments as convert
+from dash_attn.backends.sm90.fold import arguments as fold
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ROWS, WARP_ROWS
 from dash_attn.backends.sm90.places import Sizes, sizes_of
@@ -90,7 +92,7 @@ class Emulated:
         workspace = forward.Workspace(named["table"], **work)
         tensors, scales = forward.Tensors(**matrices), cap or [launch.scale]
         extra = [x for name, x in named.items() if name not in ("table", "work")]
-        claims, *bounds, main, fold = kernels(c)
+        claims, *bounds, main = kernels(c)
         heads, k = tensors.q.shape[2], tensors.k
         if launch.grid < launch.entries * heads:
             self._launch(claims, (1, 1), [_tensor(workspace.claimed)], memory)
@@ -111,11 +113,14 @@ class Emulated:
         named = [tensors.lse, *workspace, *extra]
         parameters = [*_maps(maps), *[DUMMY] * (4 if c.rest else 2), *map(_tensor, named)]
         self._launch(main, (launch.grid, 1), [*parameters, *map(_number, (*scales, *numbers))], memory)
-        if launch.folds:
-            sink = extra[:1] if c.sink else []
-            named = [tensors.out, tensors.lse, workspace.table, workspace.partial, *sink]
-            parameters = [*map(_tensor, named), _number(launch.entries)]
-            self._launch(fold, (launch.folds, heads), parameters, memory)
+
+    def _fold(self, memory: Memory, given: list[Any]) -> None:
+        (table, *sink), flat = given[: 1 + self.config.sink], given[1 + self.config.sink :]
+        out, sizes, launch = flat[0], Sizes._make(flat[1:9]), fold.Launch(*flat[9:])
+        assert sizes.of_out == out.shape
+        assert launch.partial_words == launch.partial.numel()
+        parameters = [*map(_tensor, (out, launch.lse, table, launch.partial, *sink)), _number(launch.entries)]
+        self._launch(kernels(self.config)[0], (launch.folds, sizes.heads), parameters, memory)
 
     def _cached(self, memory: Memory, given: list[Any]) -> None:
         c = self.config
@@ -209,7 +214,7 @@ class Emulated:
         rows = [passed.pop(name) for name in backward.Intervals._fields] if c.intervals else []
         workspace = backward.Workspace(table=table, **(unused | work | passed))
         tensors = backward.Tensors(**matrices)
-        before, *marking, main, after = kernels(c)
+        before, *marking, main = kernels(c)
         heads, named = tensors.q.shape[2], tensors._asdict() | workspace._asdict()
 
         def memory_of(fields: tuple[str, ...]) -> list[Parameter]:
@@ -239,10 +244,16 @@ class Emulated:
         products = [DUMMY] * (len(main.parameters) - len(maps) - len(places) - len(numbers))
         parameters = [*maps, *products, *places, *numbers]
         self._launch(main, (launch.grid, 1), parameters, memory)
-        converted = 0 if c.ordered else launch.q_tiles
-        if converted + launch.kv_tiles:
-            parameters = [*memory_of(backward.AfterMemory._fields), _number(launch.scale), _number(converted)]
-            self._launch(after, (converted + launch.kv_tiles, heads), parameters, memory)
+
+    def _convert(self, memory: Memory, given: list[Any]) -> None:
+        table, *matrices = given[: 1 + len(convert.MATRICES)]
+        sizes, *flat = Sizes._make(given[4:12]), *given[12:]
+        parts, launch = convert.Parts(*flat[:4]), convert.Launch(*flat[4:])
+        assert [x.shape for x in matrices] == [sizes.of_q, sizes.of_k, sizes.of_v]
+        assert [x.numel() for x in parts[:2]] == [*parts[2:]]
+        parameters = [*map(_tensor, (*parts[:2], *matrices, table)), *map(_number, launch[:2])]
+        tiles = launch.q_tiles + launch.kv_tiles
+        self._launch(kernels(self.config)[0], (tiles, sizes.heads), parameters, memory)
 
 
 def _given(module: Any, config: Config, given: list[Any]) -> tuple[Any, ...]:

@@ -1,10 +1,11 @@
 """Compiled kernels, kept in the process and on disk.
 
-An entry on disk is one file: the SHA-256 of an object file, and the object file. Its name is a hash of
-everything that decides its contents: configuration, every source file of the kernels, the compiler with its
-settings, the version of Python, architecture. And of the processor: the part of a program that runs on the
-host is made for the one it is compiled on. A missing, damaged or unreadable entry is compiled again; a folder
-that cannot be written costs the disk cache and nothing else.
+An entry on disk is one file: the SHA-256 of a program, and the program, a shared library or an object file
+(linking.py). Its name is a hash of everything that decides its contents: configuration, every source file of
+the kernels, the compiler with its settings and its place, the version of Python, architecture. And of the
+processor: the part of a program that runs on the host is made for the one it is compiled on. A missing,
+damaged or unreadable entry is compiled again; a folder that cannot be written costs the disk cache and no
+more.
 
 Loading an entry runs its code. The digest finds damage; it cannot find an attacker, who would write it anew.
 Against other users there are owners and modes: the folder and its entries must be the user's and be writable
@@ -23,7 +24,7 @@ import threading
 import warnings
 from collections.abc import Callable, Hashable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ __all__ = ["KernelCache", "cache_folder", "examine_folder", "why_unsafe"]
 _FUNCTION = "dash_attn_program"
 _SUFFIX = ".program"
 _SETTINGS = "CUTE_DSL_"  # variables of the environment that the compiler reads
+_PACKAGES = (
+    "nvidia-cutlass-dsl",
+    *(f"nvidia-cutlass-dsl-libs-{part}" for part in ("base", "core", "cu12", "cu13")),
+    "apache-tvm-ffi",
+)
 _DIGEST = hashlib.sha256().digest_size
 _PACKAGE = Path(__file__).parents[2]
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -117,9 +123,10 @@ class KernelCache:
 
     Args:
         compile: makes the function of a configuration (``cute.compile`` with TVM-FFI).
-        load: makes a function of an object file and the name it was exported under.
+        load: makes a function of a program and the name it was exported under.
         folder: where entries are kept, default :func:`cache_folder`.
         compiler: names the compiler that `compile` has, beyond its version.
+        packed: makes a program, what is kept, of an object file.
     """
 
     def __init__(
@@ -128,8 +135,10 @@ class KernelCache:
         load: Callable[[Path, str], Any],
         folder: Path | None = None,
         compiler: Callable[[], str] = str,
+        packed: Callable[[Path], bytes] = Path.read_bytes,
     ) -> None:
         self._compile, self._load, self._folder, self._compiler = compile, load, folder, compiler
+        self._packed = packed
         self._functions: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
@@ -168,7 +177,7 @@ class KernelCache:
                 f"{config} did not compile for {arch}: {type(error).__name__}: {error}"
             ) from error
         if entry is not None:
-            _store(function, entry)
+            self._store(function, entry)
         return function
 
     def _usable_folder(self) -> Path | None:
@@ -192,7 +201,9 @@ class KernelCache:
         try:
             program = _read(entry)
             return None if program is None else self._load_bytes(program)
-        except (OSError, RuntimeError, AttributeError):
+        except DashError:
+            raise
+        except Exception:
             return None  # compiled again, and the entry replaced
 
     def _load_bytes(self, program: bytes) -> Any:
@@ -202,6 +213,19 @@ class KernelCache:
             file.write(program)
             file.flush()
             return self._load(Path(f"/proc/self/fd/{memory}"), _FUNCTION)
+
+    def _store(self, function: Any, entry: Path) -> None:
+        """Write beside the entry, then rename: a reader sees a whole one or none, whoever else writes it."""
+        try:
+            with tempfile.TemporaryDirectory(dir=entry.parent) as scratch:
+                made, whole = Path(scratch) / "program.o", Path(scratch) / "entry"
+                function.export_to_c(str(made), _FUNCTION)
+                program = self._packed(made)
+                with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(hashlib.sha256(program).digest() + program)
+                os.replace(whole, entry)
+        except OSError as error:
+            warnings.warn(f"a kernel could not be cached on disk: {error}", RuntimeWarning, stacklevel=7)
 
 
 def _read(entry: Path) -> bytes | None:
@@ -218,32 +242,25 @@ def _read(entry: Path) -> bytes | None:
     return program if hashlib.sha256(program).digest() == digest else None
 
 
-def _store(function: Any, entry: Path) -> None:
-    """Write beside the entry, then rename: a reader sees a whole entry or none, whoever else writes it."""
-    try:
-        with tempfile.TemporaryDirectory(dir=entry.parent) as scratch:
-            made, whole = Path(scratch) / "program.o", Path(scratch) / "entry"
-            function.export_to_c(str(made), _FUNCTION)
-            program = made.read_bytes()
-            with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(hashlib.sha256(program).digest() + program)
-            os.replace(whole, entry)
-    except OSError as error:
-        warnings.warn(f"a kernel could not be cached on disk: {error}", RuntimeWarning, stacklevel=6)
-
-
 def _key(config: Hashable, arch: str, compiler: str) -> str:
     digest = hashlib.sha256(_IMPORTED)
     settings = sorted(x for x in os.environ.items() if x[0].startswith(_SETTINGS))
     facts = (repr(config), arch, compiler, platform.python_version(), platform.machine(), _processor())
     for fact in (*facts, repr(settings)):
         digest.update(fact.encode() + b"\0")
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        try:
-            digest.update(f"{package}={version(package)}\0".encode())
-        except PackageNotFoundError:
-            digest.update(f"{package}=unknown\0".encode())
+    for package in _PACKAGES:
+        digest.update(f"{package}={_installed(package)}\0".encode())
     return digest.hexdigest()
+
+
+@cache
+def _installed(package: str) -> str:
+    """Version and place of a package: a program names the libraries there that it needs."""
+    try:
+        found = distribution(package)
+    except PackageNotFoundError:
+        return "unknown"
+    return f"{found.version} {found.locate_file('')}"
 
 
 @cache

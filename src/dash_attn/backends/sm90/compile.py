@@ -5,11 +5,11 @@ Compiling needs no GPU: tensors are fake and the target is always sm_90a.
 
 from __future__ import annotations
 
+import ctypes
 import gc
-import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
@@ -18,9 +18,12 @@ from typing import Any, NamedTuple
 
 from ...errors import DashError
 from ..cuda.cache import KernelCache
+from ..cuda.linking import is_shared, link
 from .add_sums.config import AddSumsConfig
 from .backward.config import Accumulation, BackwardConfig
 from .cached.config import CHUNK_PIECES, PIECES, CachedConfig, cached_config, chunk_config
+from .convert.config import ConvertConfig, convert_config
+from .fold.config import FoldConfig, fold_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import SinkConfig
@@ -41,7 +44,16 @@ __all__ = [
     "variants",
 ]
 
-Config = BackwardConfig | ForwardConfig | CachedConfig | KeySumsConfig | AddSumsConfig | SinkConfig
+Config = (
+    BackwardConfig
+    | ConvertConfig
+    | ForwardConfig
+    | FoldConfig
+    | CachedConfig
+    | KeySumsConfig
+    | AddSumsConfig
+    | SinkConfig
+)
 
 ARCH = "sm_90a"
 DTYPES = "bf16", "fp16"
@@ -64,9 +76,12 @@ def variants() -> dict[str, Config]:
         name: KeySumsConfig(head_dim, dtype, head_dim_v)
         for name, (head_dim, head_dim_v), dtype in _kinds("key-sums")
     }
+    backwards, forwards = backward_variants(), forward_variants()
     return {
-        **backward_variants(),
-        **forward_variants(),
+        **backwards,
+        **{_name_of(found): found for found in map(convert_config, backwards.values())},
+        **forwards,
+        **{_name_of(found): found for found in map(fold_config, forwards.values())},
         **finish,
         "add-sums": AddSumsConfig(),
         "sinks": SinkConfig(),
@@ -163,6 +178,13 @@ def _name(direction: str, head_dim: int, head_dim_v: int, dtype: str) -> str:
     return f"{direction}-d{head_dim}{of_v}-{dtype}"
 
 
+def _name_of(config: ConvertConfig | FoldConfig) -> str:
+    """Of what runs behind others: one serves many of them."""
+    if isinstance(config, FoldConfig):
+        return _name("fold", config.head_dim_v, config.head_dim_v, config.dtype) + "-sink" * config.sink
+    return _name("convert", config.head_dim, config.head_dim_v, config.dtype) + "-padded" * config.padded
+
+
 def program(config: Config) -> Any:
     """The compiled function of a configuration: from this process, from disk, or from the compiler.
 
@@ -197,9 +219,31 @@ def _uncollected() -> Iterator[None]:
 
 
 def _load(path: Path, name: str) -> Any:
+    """The function of a program. The compiler is imported only if the program is an object file."""
+    if is_shared(path):
+        with _compiler_or_error():
+            import tvm_ffi
+        with tempfile.TemporaryDirectory() as folder:
+            # A name of its own: the system takes a library that it has loaded under a name for this one.
+            library = Path(folder) / f"{name}.so"
+            library.symlink_to(path.absolute())
+            return tvm_ffi.load_module(library)[name]
     with _compiler_or_error():
         import cutlass.cute as cute
     return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), name)
+
+
+def _packed(made: Path) -> bytes:
+    """An object file, linked if it can be linked and loaded here."""
+    import tvm_ffi
+    from cutlass.cute.runtime import find_runtime_libraries
+
+    library = made.with_suffix(".so")
+    if link(made, library, find_runtime_libraries(enable_tvm_ffi=True)):
+        with suppress(OSError, RuntimeError):
+            tvm_ffi.load_module(library, keep_module_alive=False)
+            return library.read_bytes()
+    return made.read_bytes()
 
 
 @contextmanager
@@ -216,14 +260,17 @@ def _compiler_or_error() -> Iterator[None]:
 
 
 def _flavour() -> str:
-    """Which of the compilers that the package brings is in use: the driver decides, or its absence."""
-    with _compiler_or_error():
-        import cutlass.cute  # noqa: F401
-    library = sys.modules.get("cutlass._mlir._mlir_libs._cutlass_ir")
-    return "unknown" if library is None else Path(str(library.__file__)).name
+    """What decides which of the compilers that the package brings is in use: the CUDA version of the driver,
+    or its absence. Asked without the compiler, whose import takes longer than a program's."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return "no driver"
+    return f"CUDA {version.value // 1000}"
 
 
-_PROGRAMS = KernelCache(_compile, _load, compiler=_flavour)
+_PROGRAMS = KernelCache(_compile, _load, compiler=_flavour, packed=_packed)
 
 
 def compiler_output(config: Config) -> CompilerOutput:

@@ -32,6 +32,7 @@ from ..cuda.upload import loadable
 from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program
+from .convert.config import convert_config
 from .places import Buffer, address_of, place_of
 from .resident import OnDevice, on_device
 from .sinks.config import SinkConfig
@@ -55,6 +56,8 @@ __all__ = [
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SPIN_LIMIT = 2_000_000
 """Polls after which a bounded wait gives up: a few seconds."""
+_SUMS = slice(arguments.PARTS.index("dq_acc"), arguments.PARTS.index("group_sums") + 1)
+"""The parts of a buffer that `convert.arguments.Parts` names."""
 
 
 @dataclass(frozen=True)
@@ -168,20 +171,27 @@ def launch(
     blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
     # As in arguments.MATRICES. They, and what is copied, live until the launch is on its stream.
     matrices = [*map(loadable, (q, k, v, given.out, given.dout)), *grads[:3]]
+    places, extents = [*map(place_of, matrices)], place.extents(q, k, v)
     lse = given.lse.contiguous()
     numbers = arguments.Launch(
         scale=scores.softmax_scale,
         q_tiles=place.q_tiles,
-        kv_tiles=place.kv_tiles if place.group_sums else 0,
         grid=blocks,
         workers=with_items,
         complete=place.complete_tiles,
     )
     with as_current(q.device), in_turn(q.device) if ring else NOTHING:
         variant.run(
-            *work.tensors, *chain.from_iterable(map(place_of, matrices)), address_of(lse),
-            *place.extents(q, k, v), *work.buffer.addresses, *variant.sizes, *numbers, *cap_of(scores),
+            *work.tensors, *chain.from_iterable(places), address_of(lse), *extents, *work.buffer.addresses,
+            *variant.sizes, *numbers, *cap_of(scores),
         )  # fmt: skip
+        if variant.convert is not None:
+            # As in convert.arguments.Launch.
+            left = 0 if ordered else place.q_tiles, place.kv_tiles if place.group_sums else 0
+            variant.convert(
+                work.tensors[0], *chain.from_iterable(places[-3:]), *extents, *work.buffer.addresses[_SUMS],
+                *variant.sizes[_SUMS], scores.softmax_scale, *left,
+            )  # fmt: skip
         return None if sink is None else _sink_gradient(plan, work, sink)
 
 
@@ -194,10 +204,12 @@ def _sink_gradient(plan: Plan, work: Workspace, sink: Tensor) -> Tensor:
 
 
 class Variant(NamedTuple):
-    """A kernel variant for a plan: its configuration, the compiled program, and the sizes of its buffers."""
+    """A kernel variant for a plan: its configuration, the compiled program, the one behind it if there is
+    something left to do, and the sizes of its buffers."""
 
     config: BackwardConfig
     run: Any
+    convert: Any
     sizes: list[int]
 
 
@@ -215,7 +227,9 @@ def variant_of(place: OnDevice, plan: Plan, asked: Demand) -> Variant:
     problem = plan.problem
     kernel = kernel_of(problem.head_dim, problem.head_dim_v)
     config = _config(kernel, problem.dtype, asked, SPIN_LIMIT)
-    found = place.variants[asked] = Variant(config, program(config), place.workspace(config))
+    leaves = not asked.ordered or place.group_sums > 0
+    convert = program(convert_config(config)) if leaves else None
+    found = place.variants[asked] = Variant(config, program(config), convert, place.workspace(config))
     return found
 
 

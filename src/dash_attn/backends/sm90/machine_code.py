@@ -32,8 +32,7 @@ class MachineCode(NamedTuple):
     Attributes:
         compiler: version of the package, and of the CUDA tools in it that made PTX and machine code.
         ptx: of all kernels.
-        kernels: what each kernel uses, named by its role: "preprocess", "backward" or "convert"; "claims",
-            "forward" or "fold".
+        kernels: what each kernel uses, named by its role, such as "preprocess" or "backward".
         hashes: SHA-256 in hex by what it is of: "ptx" (without names of kernels and comments), and the
             instructions (SASS) of each role.
     """

@@ -93,7 +93,6 @@ class Launch(NamedTuple):
     Attributes:
         scale: softmax scale, fp32. All others are int32.
         q_tiles: q tiles of one head, over all sequences.
-        kv_tiles: kv tiles of one head, over all sequences; 0 where every kv head is one head group.
         grid: blocks of the main kernel.
         workers: so many of them, the first to arrive, execute the plan. All convert dQ if there is an order.
         complete: dQ tiles of all heads that get contributions.
@@ -101,7 +100,6 @@ class Launch(NamedTuple):
 
     scale: Any
     q_tiles: Any
-    kv_tiles: Any
     grid: Any
     workers: Any
     complete: Any
@@ -239,14 +237,3 @@ class UnseenMemory(NamedTuple):
     control: Any
     dq_acc: Any
     seen: Any
-
-
-class AfterMemory(NamedTuple):
-    """Global memory of the kernel after the main one."""
-
-    dq_acc: Any
-    group_sums: Any
-    dq: Any
-    dk: Any
-    dv: Any
-    table: Any

@@ -131,7 +131,7 @@ class BackwardConfig:
     def kernels(self) -> tuple[str, ...]:
         """Class names, which the compiler puts into the names of the kernels, in the order of launches."""
         before = ["MarkSeen"] * self.intervals + ["PutUnseen"] * (self.intervals and self.ordered)
-        return ("Preprocess", *before, "Backward", "Convert")
+        return ("Preprocess", *before, "Backward")
 
     @property
     def registers(self) -> Registers:

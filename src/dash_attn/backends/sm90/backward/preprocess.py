@@ -1,7 +1,4 @@
-"""The kernels before and after the main one.
-
-Before: row statistics, counters, empty dQ tiles. After: dK and dV of head groups and, without order, dQ.
-"""
+"""The kernel before the main one: row statistics, counters, empty dQ tiles."""
 
 import math
 
@@ -10,10 +7,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from ....schedule.layout import HEADER
-from ..device import plan_view
 from . import finish
-from .add_up import GroupsOf, RowsOf, add_up
-from .arguments import AfterMemory, BeforeMemory, Launch, Tensors, Workspace
+from .arguments import BeforeMemory, Launch, Tensors, Workspace
 from .config import ARRIVED, CLAIMED, CONTROL_WORDS, FINISHED, TAKEN, BackwardConfig
 
 THREADS = 256
@@ -152,59 +147,3 @@ class Preprocess:
             if 8 * index < columns:
                 cute.autovec_copy(source, values)
         return values.load()
-
-
-class Convert:
-    """What is left after the main kernel.
-
-    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile and head (`q_tiles`
-    of a head). Where kv heads have several head groups, `kv_tiles` more blocks per head add the groups' sums
-    of dK and dV of a kv tile, in ascending order, and finish them (dV unscaled).
-    """
-
-    def __init__(self, config: BackwardConfig):
-        self.config = config
-
-    @cute.jit
-    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, q_tiles, stream):
-        named = tensors._asdict() | workspace._asdict()
-        memory = AfterMemory(*[named[name] for name in AfterMemory._fields])
-        self.kernel(memory, launch.scale, q_tiles).launch(
-            grid=(q_tiles + launch.kv_tiles, tensors.dq.shape[2], 1),
-            block=(THREADS, 1, 1),
-            stream=stream,
-            use_pdl=True,
-        )
-
-    @cute.kernel
-    def kernel(self, memory: AfterMemory, scale: Float32, q_tiles: Int32) -> None:
-        mdQ, table = memory.dq, memory.table
-        index, y, _ = cute.arch.block_idx()
-        cute.arch.griddepcontrol_wait()
-        if index < q_tiles:
-            key = index * mdQ.shape[2] + y
-            tile, where = finish.locate(self.config, table, table[HEADER.q_map_offset], key, mdQ)
-            piece = cute.arch.warp_idx()
-            start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
-            values = finish.load_piece(self.config, memory.dq_acc.iterator + start, piece)
-            finish.store_piece(self.config, values, mdQ, where, piece, scale)
-        elif y // 2 < memory.dk.shape[2]:  # a kv head of two head groups has two q heads at least
-            if y % 2 == 0:
-                self.add_groups(memory, 0, scale, index - q_tiles, y // 2)
-            else:
-                self.add_groups(memory, 1, Float32(1.0), index - q_tiles, y // 2)
-
-    @cute.jit
-    def add_groups(
-        self, memory, which: cutlass.Constexpr[int], scale: Float32, index: Int32, kv_head: Int32
-    ) -> None:
-        """dK (`which` 0) or dV (1) of one kv tile: its groups' sums added up, 32 columns at a time."""
-        c, table, mdX = self.config, memory.table, (memory.dk, memory.dv)[which]
-        sequence, seq = plan_view.sequence_of_tile(table, HEADER.kv_map_offset, index)
-        batch, first_row = plan_view.first_k_row(seq, sequence, mdX.shape[0])
-        if seq.head_groups > 1:
-            kv_tile = index - seq.kv_tile_first
-            slot = seq.group_sum_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
-            of = GroupsOf(slot, seq.head_groups, which, scale)
-            to = RowsOf(mdX, batch, first_row, kv_tile, kv_head, seq.seqlen_k)
-            add_up(c, memory.group_sums, of, to)

@@ -1,4 +1,4 @@
-"""One compiled callable per configuration: the kernel before, the main one and, where needed, one after."""
+"""One compiled callable per configuration: the main kernel and those before it."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -13,16 +13,16 @@ from ..softcap import Cap
 from .arguments import MATRICES, PARTS, Intervals, Launch, Tensors, Workspace, named, tensors_of
 from .config import BackwardConfig
 from .kernel import Backward
-from .preprocess import Convert, Preprocess
+from .preprocess import Preprocess
 from .seen import MarkSeen, PutUnseen
 
 
 class Program:
-    """The launches of one backward pass, in stream order."""
+    """The launches of one backward pass, in stream order. What may be left after them: ../convert."""
 
     def __init__(self, config: BackwardConfig):
         self.config = config
-        self.preprocess, self.backward, self.convert = Preprocess(config), Backward(config), Convert(config)
+        self.preprocess, self.backward = Preprocess(config), Backward(config)
         self.mark_seen, self.put_unseen = MarkSeen(config), PutUnseen(config)
 
     @cute.jit
@@ -40,9 +40,6 @@ class Program:
             if const_expr(c.ordered):
                 self.put_unseen(tensors, workspace, given.launch, stream)
         self.backward(tensors, workspace, given.launch, given.cap, stream)
-        converted = 0 if const_expr(c.ordered) else given.launch.q_tiles
-        if converted + given.launch.kv_tiles > 0:
-            self.convert(tensors, workspace, given.launch, converted, stream)
 
     def _tensors(self, given: Given) -> Tensors:
         c, dtype, sizes = self.config, DTYPES[self.config.dtype], given.sizes

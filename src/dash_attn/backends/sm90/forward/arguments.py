@@ -47,12 +47,11 @@ class Workspace(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """scale: softmax scale, fp32; entries and folds of the table; heads: q heads per section; grid: blocks;
+    """scale: softmax scale, fp32; entries of the table; heads: q heads per section; grid: blocks;
     left, right: mask sides, -1 unbounded."""
 
     scale: Any
     entries: Any
-    folds: Any
     heads: Any
     grid: Any
     left: Any

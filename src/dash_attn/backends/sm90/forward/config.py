@@ -96,7 +96,7 @@ class ForwardConfig:
     @property
     def kernels(self) -> tuple[str, ...]:
         """Class names, which the compiler puts into the names of the kernels, in the order of launches."""
-        return ("Claims", *["KeyBounds"] * self.intervals, "Forward", "Fold")
+        return ("Claims", *["KeyBounds"] * self.intervals, "Forward")
 
     @property
     def few(self) -> float:
@@ -140,12 +140,17 @@ class ForwardConfig:
     def partial_words(self) -> int:
         """fp32 words of what a warpgroup leaves of one segment: O, then two maxima and two sums per
         thread."""
-        return ROWS * self.head_dim_v + 4 * 128
+        return partial_words_of(self.head_dim_v)
 
     @property
     def state_words(self) -> int:
         """fp32 words that a block keeps of its rows between segments."""
         return self.tile_m * self.head_dim_v
+
+
+def partial_words_of(head_dim_v: int) -> int:
+    """`ForwardConfig.partial_words`."""
+    return ROWS * head_dim_v + 4 * 128
 
 
 @cache

@@ -6,8 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device import registers
 from ..device.operands import DTYPES
-from .arguments import Launch, Tensors, Workspace
-from .config import ROWS, ForwardConfig
+from .config import ROWS
 from .exact import folded, inverse, lse_of, row_sum, weights, with_sink, without_sign
 from .table import ENTRY_WORDS
 
@@ -15,18 +14,16 @@ from .table import ENTRY_WORDS
 class Fold:
     """One block per split tile and q head, with the threads that the tile has in the main kernel."""
 
-    def __init__(self, config: ForwardConfig):
+    def __init__(self, config):
         self.config = config
         self.dtype = DTYPES[config.dtype]
 
     @cute.jit
-    def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, sink, stream):
-        c = self.config
-        self.kernel(
-            tensors.out, tensors.lse, workspace.table, workspace.partial, sink, launch.entries
-        ).launch(
-            grid=(launch.folds, tensors.out.shape[2], 1),
-            block=(128 * c.warpgroups, 1, 1),
+    def __call__(self, memory, launch, stream):
+        """`memory`: out, lse, table, partial and sink."""
+        self.kernel(*memory, launch.entries).launch(
+            grid=(launch.folds, memory[0].shape[2], 1),
+            block=(128 * self.config.warpgroups, 1, 1),
             stream=stream,
             use_pdl=True,
         )

@@ -16,6 +16,7 @@ from ...base import Keys, RowIntervals
 from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
 from ..compile import program
+from ..fold.config import fold_config
 from ..launch import DTYPES
 from ..places import Buffer, address_of, place_of, sizes_of
 from ..softcap import Cap
@@ -102,8 +103,11 @@ class Forward:
         # As in arguments.PARTS.
         self._words = [32, *(max(n, 32) for n in (several * grid * config.state_words, partial))]
         # As in arguments.Launch, behind the scale.
-        self._numbers = (len(plan.entries), len(plan.folds), plan.section, grid, *problem.mask.sides)
+        self._numbers = (len(plan.entries), plan.section, grid, *problem.mask.sides)
         self._program = program(config)
+        # As in fold.arguments.Launch, behind the addresses.
+        self._of_fold = (self._words[-1], len(plan.entries), len(plan.folds))
+        self._fold = program(fold_config(config)) if len(plan.folds) else None
         return self._uploads.setdefault(step, upload)
 
     def __call__(
@@ -149,13 +153,17 @@ class Forward:
         extents = sizes_of(q, k, v)
         shape = (extents.batch, extents.heads, extents.rows)[4 - q.dim() :]
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        buffer = Buffer(self._words, q.device)
+        buffer, (table,) = Buffer(self._words, q.device), upload.use()
+        sinks, of_out, of_lse = () if sink is None else (sink,), place_of(out), address_of(lse)
+        traces = () if trace is None else (trace.view(-1),)
         self._program(
-            upload.use()[0], buffer.whole, *(() if sink is None else (sink,)),
-            *(() if trace is None else (trace.view(-1),)), *self._intervals(rows),
-            *place_of(q), *place_of(k), *place_of(v), *place_of(out), address_of(lse), *extents,
+            table, buffer.whole, *sinks, *traces, *self._intervals(rows),
+            *place_of(q), *place_of(k), *place_of(v), *of_out, of_lse, *extents,
             *buffer.addresses, *self._words, softmax_scale, *self._numbers, *cap,
         )  # fmt: skip
+        if self._fold is not None:
+            partial = buffer.addresses[-1]
+            self._fold(table, *sinks, *of_out, *extents, of_lse, partial, *self._of_fold)
         return out, lse
 
     def _intervals(self, rows: RowIntervals | None) -> tuple[Tensor, ...]:

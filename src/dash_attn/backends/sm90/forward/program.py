@@ -1,4 +1,4 @@
-"""One compiled callable per configuration."""
+"""One compiled callable per configuration. What may be left after it: ../fold."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -13,14 +13,13 @@ from .arguments import MATRICES, PARTS, Extra, Intervals, Launch, Tensors, Works
 from .bounds import KeyBounds
 from .claims import Claims
 from .config import ForwardConfig
-from .fold import Fold
 from .kernel import Forward
 
 
 class Program:
     def __init__(self, config: ForwardConfig):
         self.config = config
-        self.claims, self.forward, self.fold = Claims(), Forward(config), Fold(config)
+        self.claims, self.forward = Claims(), Forward(config)
         self.key_bounds = KeyBounds(config)
 
     @cute.jit
@@ -38,8 +37,6 @@ class Program:
         if const_expr(self.config.intervals):
             self.key_bounds(workspace.table, extra.intervals, launch.entries, stream)
         self.forward(tensors, workspace, launch, extra, stream)
-        if launch.folds > 0:
-            self.fold(tensors, workspace, launch, extra.sink, stream)
 
     def _tensors(self, given: Given) -> Tensors:
         dtype, sizes = DTYPES[self.config.dtype], given.sizes

@@ -1,0 +1,3 @@
+"""What is left to do after the main kernel of a backward: dK and dV of head groups, dQ without order.
+
+A program of its own, so that a first call compiles it only if it launches it."""
