@@ -322,6 +322,7 @@ import torch
 shape = dict(device="cuda", dtype=torch.bfloat16)
 q, k, v = (torch.randn(1, 512, 4, 128, **shape).requires_grad_() for _ in range(3))
 dout = torch.randn(1, 512, 4, 128, **shape)
+torch.autograd.grad(2 * q, q, dout)  # imports SymPy
 torch.cuda.synchronize()
 took = {}
 
@@ -346,7 +347,7 @@ for call in ("first", "second"):
     timed(f"{call} backward", lambda: torch.autograd.grad(out, (q, k, v), dout))
 print(json.dumps(took))
 """
-"""Forward and backward with a causal mask, in a process that has done nothing else but to wake the GPU."""
+"""Forward and backward with a causal mask, in a process that has only used PyTorch on the GPU before."""
 
 
 def first_calls() -> Iterator[dict[str, Any]]:
