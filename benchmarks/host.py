@@ -3,11 +3,12 @@
 Problems are so small that the GPU waits for the host: a call takes what Python takes for it.
 Contenders take turns, call by call, and every figure is a median. Measured are the forward without gradients,
 the forward with its backward, a packed batch of known lengths, batches of lengths never seen before, and
-a small problem in a CUDA graph, whose replay shows what the start of the kernels costs on the GPU. And first
-calls, in processes of their own: how long kernels are compiled, or loaded from the cache on disk.
+a small problem in a CUDA graph, whose replay shows what the start of the kernels costs on the GPU.
+First calls are measured in processes of their own: how long kernels are compiled, or loaded from the cache on
+disk.
 
     python benchmarks/host.py --output benchmarks/results/h200-host.json
-    python benchmarks/host.py --first-calls        # these alone
+    python benchmarks/host.py --first-calls --output benchmarks/results/h200-first-calls.json
     python benchmarks/host.py --profile            # where the host's time goes
 """
 
@@ -419,10 +420,9 @@ def main() -> None:
         profile()
         profile_unseen()
         return
-    rows, measured = [], [first_calls()]
-    if not args.first_calls:
-        measured += [known(args.rounds), unseen(max(args.rounds // 4, 10)), graphs(max(args.rounds // 3, 10))]
-    for row in chain.from_iterable(measured):
+    measured = [known(args.rounds), unseen(max(args.rounds // 4, 10)), graphs(max(args.rounds // 3, 10))]
+    rows = []
+    for row in first_calls() if args.first_calls else chain.from_iterable(measured):
         rows.append(row)
         print(f"{row['problem']:<36} {row['what']:<22} {row['us']}", flush=True)
     if args.output:

@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 
 from ablation_values import ablation_values
 from block_values import block_values, measured
@@ -261,6 +261,31 @@ def host_values() -> Iterator[tuple[str, Value]]:
         yield name, partial(_host, problem, what, key)
 
 
+def first_call_values() -> Iterator[tuple[str, Value]]:
+    """Seconds of first calls, ``WHAT-HOW``; and a table."""
+    for what, (how, key) in product(("import", "forward", "backward"), FIRST_CALLS.items()):
+        yield f"{what}-{how}", partial(_first_call, what, key)
+    yield "first-calls", first_call_table
+
+
+FIRST_CALLS = {
+    "compiled": "dash_attn, compiled", "cached": "dash_attn, from the cache", "fa4": "fa4, compiled"
+}  # fmt: skip
+
+
+def _first_call(what: str, key: str) -> str:
+    named = what if what == "import" else f"first {what}"
+    (us,) = (row["us"][key] for row in read("h200-first-calls.json") if row["what"] == named)
+    return f"{us / 1e6:.2f}"
+
+
+def first_call_table() -> str:
+    """Seconds of import, first forward and first backward."""
+    lines = [[key, *(_first_call(what, key) for what in ("import", "forward", "backward"))]
+             for key in FIRST_CALLS.values()]  # fmt: skip
+    return table_of(["seconds", "import", "first forward", "first backward"], lines)
+
+
 def _host(problem: str, what: str, key: str) -> str:
     (us,) = (
         row["us"][key] for row in read("h200-host.json") if (row["problem"], row["what"]) == (problem, what)
@@ -281,6 +306,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         f"{folder}traces.json": trace_values(),
         f"{folder}ranking.json": ranking_values(),
         "benchmarks/results/h200-host.json": host_values(),
+        f"{folder}first-calls.json": first_call_values(),
         "benchmarks/results/h200-decode.json": decode_values(),
         "benchmarks/results/h100-choices.json": schedule_values(),
         f"{folder}grid.json": shape_values("h200-grid.json"),
