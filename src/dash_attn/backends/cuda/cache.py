@@ -200,14 +200,14 @@ class KernelCache:
     def _from_disk(self, entry: Path) -> Any | None:
         try:
             program = _read(entry)
-            return None if program is None else self._load_bytes(program)
+            return None if program is None else self.loaded(program)
         except DashError:
             raise
         except Exception:
             return None  # compiled again, and the entry replaced
 
-    def _load_bytes(self, program: bytes) -> Any:
-        """Load from memory: a file with a name could change after it was checked."""
+    def loaded(self, program: bytes) -> Any:
+        """The function of a program, from memory: a file with a name could change after it was checked."""
         memory = os.memfd_create(_FUNCTION)
         with open(memory, "wb") as file:
             file.write(program)

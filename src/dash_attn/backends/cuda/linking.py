@@ -15,6 +15,7 @@ from pathlib import Path
 __all__ = ["is_shared", "link", "linker"]
 
 _NAMES = "cc", "gcc", "clang"
+_PATIENCE = 60  # seconds for what takes 0.03
 _SHARED = 3  # ET_DYN, in the third word of an ELF file
 
 
@@ -33,11 +34,17 @@ def link(made: Path, library: Path, needed: Sequence[str]) -> bool:
     """
     if (command := linker()) is None:
         return False
-    where = [f"-Wl,-rpath,{Path(path).parent}" for path in needed]
-    options = ["-shared", "-Wl,-z,now", "-Wl,-z,defs", *where]
+    options = ["-z", "now", "-z", "defs"]
+    for path in needed:
+        options += ["-rpath", str(Path(path).parent)]
+    passed = [word for option in options for word in ("-Xlinker", option)]
     try:
-        done = subprocess.run([command, *options, "-o", library, made, *needed], capture_output=True)
-    except OSError:
+        done = subprocess.run(
+            [command, "-shared", *passed, "-o", library, made, *needed],
+            capture_output=True,
+            timeout=_PATIENCE,
+        )
+    except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
 

@@ -235,14 +235,14 @@ def _load(path: Path, name: str) -> Any:
 
 def _packed(made: Path) -> bytes:
     """An object file, linked if it can be linked and loaded here."""
-    import tvm_ffi
     from cutlass.cute.runtime import find_runtime_libraries
 
     library = made.with_suffix(".so")
     if link(made, library, find_runtime_libraries(enable_tvm_ffi=True)):
-        with suppress(OSError, RuntimeError):
-            tvm_ffi.load_module(library, keep_module_alive=False)
-            return library.read_bytes()
+        with suppress(OSError, RuntimeError, AttributeError):
+            program = library.read_bytes()
+            _PROGRAMS.loaded(program)
+            return program
     return made.read_bytes()
 
 
