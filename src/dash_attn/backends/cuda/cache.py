@@ -229,7 +229,7 @@ class KernelCache:
 
 
 def _read(entry: Path) -> bytes | None:
-    """The object file in an entry, or None if it is damaged or somebody else could have written it."""
+    """The program in an entry, or None if it is damaged or somebody else could have written it."""
     # A link or a pipe in the place of an entry is an error rather than another file or a wait.
     descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
