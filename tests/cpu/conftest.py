@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+import outputs
 import pytest
 from hypothesis import settings
 
@@ -14,6 +17,15 @@ FIRST = ("test_triton.py", "test_distributed.py")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in FIRST)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all processes of this session
+    outputs.folder = base / "outputs"
+    outputs.folder.mkdir(exist_ok=True)
 
 
 @pytest.fixture

@@ -15,16 +15,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from emulator.phases import Barrier
+from outputs import output_of
 
-from dash_attn.backends.sm90 import compile
 from dash_attn.backends.sm90.backward.config import CLAIMED, CONTROL_WORDS, THREADS, BackwardConfig
+from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.tiles import kernel_of, row_bytes_of
 from dash_attn.schedule import Plan, to_table
 
@@ -44,12 +42,10 @@ class DeadlockError(Exception):
     """No thread can do anything that another one could notice; says where each warp stands."""
 
 
-@cache
-def main_kernel_ptx(config: compile.Config) -> str:
+def main_kernel_ptx(config: Config) -> str:
     """The PTX file that has the main kernel of a configuration."""
-    with TemporaryDirectory() as folder:
-        compile._compile(config, f"--keep-ptx --dump-dir={folder}")
-        (ptx,) = (text for path in Path(folder).rglob("*.ptx") if "wgmma" in (text := path.read_text()))
+    ptx = output_of(config).ptx
+    assert "wgmma" in ptx
     return ptx
 
 

@@ -12,15 +12,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from outputs import output_of
 
 from dash_attn.backends.cuda.cubin import resources_of_cubin
 from dash_attn.backends.cuda.linking import linker
 from dash_attn.backends.sm90 import machine_code as machine_code_module
 from dash_attn.backends.sm90.backward.config import THREADS, BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig, ChunkConfig
-from dash_attn.backends.sm90.compile import ARCH, variants
+from dash_attn.backends.sm90.compile import ARCH, Config, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
-from dash_attn.backends.sm90.machine_code import MachineCode, hashes_of, machine_code, normalised
+from dash_attn.backends.sm90.machine_code import MachineCode, code_of, hashes_of, machine_code, normalised
 from dash_attn.errors import DashError
 from dash_attn.tools.cli import main
 
@@ -34,7 +35,10 @@ KNOWN = json.loads(RECORD.read_text())
 FAST = ("backward-d64-bf16", "backward-d128-bf16", "forward-d64-bf16", "forward-d128-bf16")
 VARIANTS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in variants()]
 
-compiled = cache(machine_code)
+
+@cache
+def compiled(config: Config) -> MachineCode:
+    return code_of(config, output_of(config))
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

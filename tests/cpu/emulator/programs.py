@@ -10,12 +10,13 @@ from math import gcd
 from typing import Any
 
 import torch
+from outputs import output_of
 from torch import Tensor
 
 from dash_attn.backends.sm90.backward import arguments as backward
 from dash_attn.backends.sm90.backward.config import SEEN_WORDS
 from dash_attn.backends.sm90.cached import arguments as cached
-from dash_attn.backends.sm90.compile import Config, compiler_output
+from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.convert import arguments as convert
 from dash_attn.backends.sm90.fold import arguments as fold
 from dash_attn.backends.sm90.forward import arguments as forward
@@ -40,7 +41,7 @@ DUMMY = b"\0"
 @cache
 def kernels(config: Config) -> list[Kernel]:
     """The kernels of a variant, in the order of their launches."""
-    return kernels_of(compiler_output(config).ptx)
+    return kernels_of(output_of(config).ptx)
 
 
 @cache

@@ -19,7 +19,7 @@ from .backward.config import BackwardConfig
 from .compile import ARCH, CompilerOutput, Config, compiler_output
 from .forward.config import ForwardConfig
 
-__all__ = ["MachineCode", "hashes_of", "machine_code", "normalised"]
+__all__ = ["MachineCode", "code_of", "hashes_of", "machine_code", "normalised"]
 
 _COMMENT = re.compile(r"//.*")
 _KERNEL = re.compile(r"\bkernel_cutlass_\w+?(?=_param_\d+|\b)")
@@ -48,9 +48,17 @@ def machine_code(config: Config) -> MachineCode:
 
     Raises:
         MissingCompilerError: nvidia-cutlass-dsl or apache-tvm-ffi is not installed.
+        DashError: as :func:`code_of`.
+    """
+    return code_of(config, compiler_output(config))
+
+
+def code_of(config: Config, output: CompilerOutput) -> MachineCode:
+    """What is in the output of the compiler for a variant.
+
+    Raises:
         DashError: there are other kernels than one per role.
     """
-    output = compiler_output(config)
     roles = config.kernels
     code = {_role(name, roles): data for name, data in code_of_cubin(output.cubin).items()}
     if sorted(code) != sorted(role.lower() for role in roles):
