@@ -37,6 +37,7 @@ __all__ = [
     "cast_to",
     "check_aux",
     "check_call",
+    "check_dtype",
     "check_planned",
     "check_rows",
     "check_tensor",
@@ -291,10 +292,15 @@ def cast_to(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in DTYPE_NAMES:
-            raise InputError(f"{name} must be one of {', '.join(DTYPES)}, got {x.dtype}")
+        check_dtype(name, x)
         if x.dtype != q.dtype:
             raise InputError(f"{name} has dtype {x.dtype}, q has {q.dtype}")
+
+
+def check_dtype(name: str, x: Tensor) -> None:
+    """Raise InputError if nothing here computes with a tensor of this dtype."""
+    if x.dtype not in DTYPE_NAMES:
+        raise InputError(f"{name} must be one of {', '.join(DTYPES)}, got {x.dtype}")
 
 
 def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -12,14 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .arguments import Asked, cast_to, check_aux, check_tensor, dense, spec_of
+from .arguments import Asked, cast_to, check_aux, check_dtype, check_tensor, dense, spec_of
 from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
 from .ops.autograd import needs_grad
 from .ops.cached import check_last_strides, numbers
 from .ops.cached_values import check_tokens, rows_of_q
-from .ops.calls import DTYPE_NAMES
 from .ops.lengths import check_longest
 from .spec import AttentionSpec
 from .values import check_flash_options, is_integer, kind_of, longest, short
@@ -217,7 +216,8 @@ def _cast(
         q, *others = (cast_to(dtype, x) if isinstance(x, Tensor) else x for x in (q, *others))
         why = f" (under autocast to {dtype}, which does not cast a cache)"
     for name, x in (("q", q), (names[0], k), (names[1], v)):
-        if x.dtype not in DTYPE_NAMES or x.dtype != q.dtype:
+        check_dtype(name, x)
+        if x.dtype != q.dtype:
             raise InputError(f"{name} has dtype {x.dtype}, q has {q.dtype}{why}")
     return [q, *others]
 

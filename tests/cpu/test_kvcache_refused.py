@@ -26,7 +26,7 @@ from dash_attn.ops.cached import _call
 from dash_attn.ops.cached_values import check_tokens
 from dash_attn.ops.operators import APPEND
 
-LONG = draw(2, 40, 2, 8, seed=4)
+LONG, WIDE = draw(2, 40, 2, 8, seed=4), draw(2, 32, 2, 16, seed=5)
 SHARED = "k_cache and v_cache share memory, k and v do not in the same way: v would overwrite keys"
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -63,6 +63,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
          "cache_seqlens": 9},
         SHARED,
     ),
+    "other heads": (
+        {"k_cache": WIDE[..., :8], "v_cache": WIDE.as_strided((2, 32, 2, 8), (1024, 32, 8, 1), 8),
+         "k": WIDE[:, :3, :, :8], "v": WIDE[:, :3, :, 8:], "cache_seqlens": 9},
+        SHARED,
+    ),
     "new dtype": ({"k": NEW.half(), "v": NEW, "cache_seqlens": 0}, "k has dtype torch.float16, q has"),
     "new layout": (
         {"k": NEW.to_sparse(), "v": NEW, "cache_seqlens": 0},
@@ -79,6 +84,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "negative": ({"cache_seqlens": int32(3, -1)}, "cache_seqlens must not be negative, got -1 at 1"),
     "number": ({"cache_seqlens": 33}, "cache_seqlens is 33, a sequence has room for 0 to 32 keys"),
+    "number with pages": (
+        {"k_cache": PAGES, "v_cache": PAGES, "page_table": TABLE, "cache_seqlens": 33},
+        "cache_seqlens is 33, a sequence has room for 0 to 32 keys",
+    ),
     "flag": ({"cache_seqlens": True}, "cache_seqlens must be None, an integer or a tensor, got True"),
     "int64": ({"cache_seqlens": USED.long()}, "cache_seqlens must be torch.int32, got torch.int64"),
     "shape": ({"cache_seqlens": int32(3)}, r"cache_seqlens must have shape \(2,\), got \(1,\)"),
@@ -108,8 +117,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "head_dim": ({"k_cache": CACHE[..., :4], "v_cache": CACHE}, "k_cache has head_dim 4, q has 8"),
     "heads": ({"q": Q[:, :, :3]}, r"heads \(3\) must be a multiple of kv_heads \(2\)"),
     "dtype": ({"k_cache": CACHE.half()}, "k_cache has dtype torch.float16, q has torch.float32"),
+    "dtype of all": (
+        {"q": Q.int(), "k_cache": CACHE.int(), "v_cache": CACHE.int()},
+        "q must be one of bfloat16, float16, float32, float64, got torch.int32",
+    ),
+    "dtype of a cache": (
+        {"k_cache": CACHE.to(torch.float8_e4m3fn)},
+        "k_cache must be one of bfloat16, float16, float32, float64, got torch.float8_e4m3fn",
+    ),
     "ndim": ({"q": Q[0]}, r"q must have 4 dimensions, got shape \(3, 4, 8\)"),
     "gradient": ({"q": Q.clone().requires_grad_()}, "a cache of keys has no backward: call it under"),
+    "gradient of keys": ({"k_cache": CACHE.clone().requires_grad_()}, "a cache of keys has no backward"),
+    "gradient of values": ({"v_cache": CACHE.clone().requires_grad_()}, "a cache of keys has no backward"),
+    "gradient of new keys": (
+        {"k": NEW.clone().requires_grad_(), "v": NEW, "cache_seqlens": 0},
+        "a cache of keys has no backward",
+    ),
+    "gradient of new values": (
+        {"k": NEW, "v": NEW.clone().requires_grad_(), "cache_seqlens": 0},
+        "a cache of keys has no backward",
+    ),
+    "gradient of a sink": (
+        {"learnable_sink": torch.zeros(4, requires_grad=True)},
+        "a cache of keys has no backward",
+    ),
+    "sink": ({"learnable_sink": torch.zeros(3)}, r"learnable_sink must have shape \(heads,\) = \(4,\), got"),
     "leftpad": ({"cache_leftpad": USED}, "cache_leftpad=a tensor .* is not supported, only None"),
     "backend": ({"backend": "sm90"}, "the sm90 backend does not run on cpu"),
     "alibi": ({"alibi_slopes": USED}, "alibi_slopes=a tensor .* is not supported, only None"),
@@ -157,6 +189,17 @@ def test_refused_calls_name_what_is_wrong(case: str) -> None:
 
 PAGED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"seqused_k": None}, "page_table needs seqused_k and no cu_seqlens_k, got None and None"),
+    "ends of k": (
+        {"cu_seqlens_k": int32(0, 3, 6)},
+        "page_table needs seqused_k and no cu_seqlens_k, got a Tensor and a Tensor",
+    ),
+    "no end": ({"cu_seqlens_q": int32()}, r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(0,\)"),
+    "gradient": ({"v": PAGES.clone().requires_grad_()}, "has no backward: call it under"),
+    "gradient of a sink": (
+        {"learnable_sink": torch.zeros(4, requires_grad=True)},
+        "has no backward: call it",
+    ),
+    "sink": ({"learnable_sink": torch.zeros(3)}, r"learnable_sink must have shape \(heads,\) = \(4,\), got"),
     "ends": ({"cu_seqlens_q": int32(0, 3, 7)}, "cu_seqlens_q ends at 7, q has 6 rows"),
     "batch": ({"cu_seqlens_q": int32(0, 6)}, r"seqused_k must have shape \(1,\), got \(2,\)"),
     "longest": ({"max_seqlen_q": 2}, "max_seqlen_q is 2, the longest sequence has 3"),
