@@ -227,7 +227,7 @@ def _load(path: Path, name: str) -> Any:
             # A name of its own: the system takes a library that it has loaded under a name for this one.
             library = Path(folder) / f"{name}.so"
             library.symlink_to(path.absolute())
-            return tvm_ffi.load_module(library)[name]
+            return tvm_ffi.load_module(str(library))[name]
     with _compiler_or_error():
         import cutlass.cute as cute
     return getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), name)
