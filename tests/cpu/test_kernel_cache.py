@@ -131,7 +131,9 @@ def test_another_compiler_in_the_same_place_is_another_entry(
 ) -> None:
     """And the same one in another place: programs name the libraries that they need."""
     assert module._installed("no-such-package") == "unknown"
-    assert module._installed("torch") != "unknown"
+    version, _, place = module._installed("pytest").partition(" ")
+    assert version == pytest.__version__
+    assert Path(pytest.__file__).is_relative_to(place)
     others = product(
         ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-cu13", "apache-tvm-ffi"), ("4.8.2 /a", "4.8.1 /b")
     )
@@ -392,6 +394,19 @@ def test_a_compilation_leaves_the_collector_as_it_was(is_on: bool) -> None:
         assert (seen, gc.isenabled()) == ([False], is_on)
     finally:
         gc.enable()
+
+
+def test_a_missing_compiler_is_no_damaged_entry(folder: Path) -> None:
+    """What loads an entry says what is missing; compiling would not find more."""
+    run(folder)
+    compiler = Compiler()
+
+    def missing(path: Path, name: str) -> None:
+        raise MissingCompilerError("pip install 'dash-attn[cuda]'")
+
+    with pytest.raises(MissingCompilerError):
+        KernelCache(compiler.compile, missing, folder)("a", "sm_90a")
+    assert compiler.compiled == []
 
 
 def test_a_missing_compiler_says_so(folder: Path) -> None:

@@ -76,14 +76,18 @@ def test_without_a_linker_it_stays_an_object_file(monkeypatch: pytest.MonkeyPatc
     assert loaded(program) == 5
 
 
-@pytest.mark.parametrize("command", ["false", "a folder", "a text"])
+@pytest.mark.parametrize("command", ["false", "a folder", "a text", "a wait"])
 def test_a_linker_that_does_not_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str) -> None:
-    """It may end with an error, be no program, or leave something that is no library."""
+    """It may end with an error, be no program, leave something that is no library, or not end."""
     other = tmp_path / "linker"
     if command == "a folder":
         other.mkdir()
     elif command == "a text":
         other.write_text("#!/bin/sh\necho no library > a.so\n")
+        other.chmod(0o700)
+    elif command == "a wait":
+        monkeypatch.setattr(linking, "_PATIENCE", 0.1)
+        other.write_text("#!/bin/sh\nexec sleep 60\n")
         other.chmod(0o700)
     where = command if command == "false" else str(other)
     object_file = made(5)
