@@ -357,11 +357,10 @@ def first_calls() -> Iterator[dict[str, Any]]:
         for contender, processes in FIRST.items():
             package, _, how = contender.partition(", ")
             for number in range(processes):
-                place = folder if how == "from the cache" else f"{folder}/{number}"
+                # What the first process has compiled is found by those that look.
+                place = f"{folder}/{0 if how == 'from the cache' else number}"
                 environment = os.environ | {"DASH_ATTN_CACHE_DIR": place}
                 command = [sys.executable, "-W", "ignore", "-c", FIRST_CALLS, package]
-                if how == "from the cache" and number == 0:
-                    subprocess.run(command, env=environment, check=True, capture_output=True)
                 done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
                 for what, us in json.loads(done.stdout.splitlines()[-1]).items():
                     times.setdefault(what, {}).setdefault(contender, []).append(us)
