@@ -391,17 +391,18 @@ def test_items_without_keys_leave_their_place_when_all_have_read_it(rows: int, s
 
 # What is found
 
-ONLY_LOOKS = 2
-"""Acquires behind which nothing is read: of the number of claimed items, and of that of finished tiles."""
+ONLY_LOOKS = {64: 1, 128: 2}
+"""Acquires behind which nothing is read: of the number of claimed items, and, at 128, of a tile that is waited
+for, which none is here."""
 
 
 @slow
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_fence_acquire_and_release_of_the_backward_is_missed(head_dim: int) -> None:
-    """Every item has several tasks."""
-    case = Case("mutants", ((400, 400),), (1, 1), head_dim)
+    """Every item has several tasks, and a block converts more tiles of dQ than it has places for."""
+    case = Case("mutants", ((400, 400),), (2, 2), head_dim)
     places, missed = unnoticed(variants()[f"backward-d{head_dim}-bf16"], case.run)
-    assert missed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS
+    assert missed == ["ld.acquire.gpu.global.b32"] * ONLY_LOOKS[head_dim]
     assert places >= 12
 
 

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from loads import under_way
 from outputs import output_of
 
-from dash_attn.backends.cuda.cubin import resources_of_cubin
+from dash_attn.backends.cuda.cubin import code_of_cubin, resources_of_cubin
 from dash_attn.backends.cuda.linking import linker
 from dash_attn.backends.sm90 import machine_code as machine_code_module
 from dash_attn.backends.sm90.backward.config import THREADS, BackwardConfig
@@ -111,6 +112,19 @@ def test_memory_is_touched_when_the_kernel_before_is_done(name: str) -> None:
         assert touching(ptx), "the control: behind the wait something is found"
         if name != "add-sums":  # which is launched when the kernel before has ended
             assert not touching(ptx.partition("griddepcontrol.wait")[0])
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_a_warp_has_read_is_there_when_it_arrives(name: str) -> None:
+    """Behind an arrival the copy engine may write over it. It never does so over single words, which are
+    mail between warps. Where dQ is a task late, LSE of the next task is read when dO of this one is done."""
+    config = variants()[name]
+    allowed = {32, 64} if isinstance(config, BackwardConfig) and config.head_dim in (80, 96) else {32}
+    kernels = code_of_cubin(output_of(config).cubin).values()
+    for code in kernels:
+        assert {bits for _, bits in under_way(code)} <= allowed
+    if name in FAST:
+        assert any(under_way(code, waits=False) for code in kernels), "the control: loads are found"
 
 
 def touching(ptx: str) -> list[str]:

@@ -6,7 +6,7 @@ warpgroup's (wgmma) on a GPU, nor what one kernel does beside the next one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from dash_attn import flash_attn_func, flash_attn_with_kvcache
 from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.cached.launch import Cached
+from dash_attn.backends.sm90.spread import launch as spread_launch
 from dash_attn.backends.sm90.spread.launch import Spread, spreads
 from dash_attn.ops import cached as calls
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -165,6 +166,39 @@ def test_replays_one_behind_the_other(monkeypatch: pytest.MonkeyPatch, replays: 
     assert all(same_bytes(first, other) for other in found)
     other = flash_attn_with_kvcache(q, k, v, **(how | {"cache_seqlens": int32(7999)}))
     assert not same_bytes(first, other)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_tile_is_read_before_the_next_one_is_in_its_place(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, rows: int
+) -> None:
+    """Every kv tile has scores of its own, so a row that reads those of another one has other bytes."""
+    tile = torch.arange(20_100, device="cuda")[:, None] // 128
+    k = torch.zeros(6, 20_100, 2, head_dim, dtype=BF16, device="cuda")
+    k[..., 0] = 0.03 * tile
+    v = (tile % 32 == torch.arange(head_dim, device="cuda") % 32).to(BF16)
+    v = v[None, :, None].expand(k.shape).contiguous()
+    q = torch.zeros(1, rows, 8, head_dim, dtype=BF16, device="cuda")
+    q[..., 0] = head_dim**0.5
+    how = {"cache_seqlens": int32(8183 + rows), "cache_batch_idx": int32(1), "causal": True}
+    how |= {"backend": "sm90"}
+    ask(monkeypatch, False)
+    wanted = flash_attn_with_kvcache(q, k, v, **how)  # type: ignore[arg-type]
+    ask(monkeypatch, True)
+    differ = torch.zeros((), dtype=torch.int64, device="cuda")
+    allocate = spread_launch.allocate
+
+    def filled(words: list[int], device: torch.device) -> Sequence[Tensor]:
+        torch.full((sum(words),), 50.0, device=device)  # memory that the workspace gets
+        return allocate(words, device)
+
+    monkeypatch.setattr(spread_launch, "allocate", filled)
+    for _ in range(3000):
+        found = flash_attn_with_kvcache(q, k, v, **how)  # type: ignore[arg-type]
+        differ += (found.view(torch.int16) != wanted.view(torch.int16)).any()
+    assert prepared() == {Cached, Spread}
+    assert int(differ) == 0, f"{int(differ)} of 3000 calls differ"
 
 
 def test_values_out_of_range_are_clamped(monkeypatch: pytest.MonkeyPatch) -> None:

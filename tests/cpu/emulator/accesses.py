@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 
 def _touch(
-    machine: Machine, warp: Warp, i: Instruction, at: np.ndarray, size: int, *, writes: bool = False
+    machine: Machine,
+    warp: Warp,
+    i: Instruction,
+    at: np.ndarray,
+    size: int,
+    *,
+    writes: bool = False,
+    to: tuple[int, ...] = (),
 ) -> None:
-    """Tell who watches; what synchronises is not raced for."""
+    """Tell who watches; what synchronises is not raced for. ``to``: registers of a load."""
     if machine.watch is None:
         return
     if "acquire" in i.form or "release" in i.form:
@@ -27,6 +34,9 @@ def _touch(
                 machine.watch.release(warp.agent, address, replaces=i.form[0] == "st")
             else:
                 machine.watch.acquire(warp.agent, address)
+        return
+    if to and "shared" in i.operation:
+        machine.watch.load(warp.agent, to, *in_shared(warp, at, size))
         return
     where = in_shared(warp, at, size) if "shared" in i.operation else in_global(machine, at, size)
     (machine.watch.write if writes else machine.watch.read)(warp.agent, *where)
@@ -48,7 +58,7 @@ def load(i: Instruction, _slot: Slot) -> Act:
     def act(machine: Machine, warp: Warp, lanes: np.ndarray) -> bool:
         where, width = addresses(warp, at)[lanes], size * len(to)
         assert (where % width == 0).all(), f"misaligned: {i.text}"
-        _touch(machine, warp, i, where, width)
+        _touch(machine, warp, i, where, width, to=to)
         if "shared" in i.operation:
             found = warp.block.shared[where[:, None] + np.arange(width)]
         else:
@@ -169,7 +179,7 @@ def load_matrix(i: Instruction, _slot: Slot) -> Act:
         if not together(warp, lanes):
             return False
         where, lane = addresses(warp, at)[: 8 * len(to)], np.arange(LANES)
-        _touch(machine, warp, i, where, 16)
+        _touch(machine, warp, i, where, 16, to=to)
         for number, register in enumerate(to):
             rows = where[8 * number : 8 * number + 8]
             matrix = warp.block.shared[rows[:, None] + np.arange(16)].view(np.uint16)

@@ -78,12 +78,16 @@ class Warp:
 
 @dataclass(frozen=True)
 class Step:
-    """An instruction that is ready to be executed: it computes, acts, goes to ``target``, or ends."""
+    """An instruction that is ready to be executed: it computes, acts, goes to ``target``, or ends.
+
+    ``reads``: the registers whose values it needs.
+    """
 
     instruction: Instruction
     compute: Callable[[Registers], np.ndarray] | None
     target: int
     act: Act | None
+    reads: frozenset[int]
 
 
 class Machine:
@@ -144,7 +148,7 @@ class Machine:
         act = None
         if compute is None and instruction.form[0] not in ("bra", "ret"):
             act = warps.action(instruction, self._slot)
-        return Step(instruction, compute, instruction.target, act)
+        return Step(instruction, compute, instruction.target, act, instruction.reads)
 
     def _block(self, index: tuple[int, int, int], grid: tuple[int, int, int]) -> Block:
         block = Block(index, np.zeros(SHARED_BYTES, np.uint8))
@@ -225,6 +229,8 @@ class Machine:
                 if not acting.any():
                     self._go(warp, lanes, pc + 1)
                     continue
+            if self.watch is not None and self.watch.loads[warp.agent]:
+                self.watch.use(warp.agent, step.reads)
             if step.compute is not None:
                 self._compute(warp, step, acting)
             elif step.target >= 0:

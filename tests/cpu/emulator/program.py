@@ -34,6 +34,22 @@ class Instruction:
     target: int
     text: str
 
+    @property
+    def reads(self) -> frozenset[int]:
+        """Registers whose values it needs: all, but for those that it only writes to."""
+        only_written = self.operands and self.form[0] not in _READ_THEIR_FIRST
+        found = {self.predicate}
+        for operand in self.operands[bool(only_written) :]:
+            if isinstance(operand, Address):
+                found |= {operand.register, *operand.parts}
+            else:
+                found |= {*operand} if isinstance(operand, tuple) else {operand}
+        return frozenset(found)
+
+
+_READ_THEIR_FIRST = ("st", "stmatrix", "red", "wgmma", "cp", "mbarrier", "bar", "barrier")
+"""Operations whose first operand is no result."""
+
 
 @dataclass(frozen=True)
 class Address:

@@ -8,18 +8,25 @@ floats) are writes here: without order they are the same races, and they decide 
 
 Lanes of a warp are one agent, so what they do to each other is not seen. Nor is what another kernel did.
 
+Copies write over what warps have read. A load of shared memory may be under way until its value is used, or
+until a proxy fence (``loads``), even where its warp has arrived at a barrier meanwhile: an H200 does so.
+
 A product may read what nothing orders if nobody uses it. Such products are kept in ``doubtful``. Whoever runs
 the launch again, with NaN in their place, sees whether that is so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 WORD = 4
 PRODUCTS = "products of "
+
+
+NEVER = np.iinfo(np.int64).max
 
 
 class RaceError(Exception):
@@ -59,15 +66,25 @@ class Meeting:
 
 @dataclass
 class Shadow:
-    """Of each word who wrote it last, and when each agent read it."""
+    """Of each word who wrote it last, when each agent read it, and when each warp had what it read."""
 
     writer: np.ndarray
     written: np.ndarray
     read: dict[int, np.ndarray] = field(default_factory=dict)
+    had: dict[int, np.ndarray] = field(default_factory=dict)
 
     @classmethod
     def of(cls, words: int) -> Shadow:
         return cls(np.zeros(words, np.int32), np.zeros(words, np.int64))
+
+
+@dataclass(frozen=True)
+class Load:
+    """A load of shared memory that is under way: where to, of which words."""
+
+    registers: tuple[int, ...]
+    shadow: Shadow
+    at: np.ndarray
 
 
 class Races:
@@ -90,6 +107,7 @@ class Races:
         self.meetings: dict[object, Meeting] = {}
         self.released: dict[int, Clock] = {}
         self.doubtful: set[tuple[int, int]] = set()
+        self.loads: dict[int, dict[int, Load]] = {number: {} for number in range(len(warps))}
 
     # Agents
 
@@ -128,6 +146,23 @@ class Races:
     def read(self, warp: int, region: object, words: int, places: np.ndarray) -> None:
         self._read(warp, int(self.counts[warp]), self.clocks[warp].seen, (region, words), places)
 
+    def load(self, warp: int, to: tuple[int, ...], region: object, words: int, places: np.ndarray) -> None:
+        """A warp reads shared memory to registers."""
+        self.read(warp, region, words, places)
+        self.use(warp, to)  # nobody has asked for what was there
+        load = Load(to, self._shadow(region, words), places)
+        load.shadow.had.setdefault(warp, np.zeros(words, np.int64))[places] = NEVER
+        self.loads[warp] |= dict.fromkeys(to, load)
+
+    def use(self, warp: int, registers: Iterable[int]) -> None:
+        """A warp has what it has loaded to these."""
+        under_way = self.loads[warp]
+        for register in registers:
+            if (load := under_way.get(register)) is not None:
+                load.shadow.had[warp][load.at] = self.counts[warp]
+                for each in load.registers:
+                    del under_way[each]
+
     def write(self, warp: int, region: object, words: int, places: np.ndarray) -> None:
         self._write(warp, int(self.counts[warp]), self.clocks[warp].seen, (region, words), places)
 
@@ -144,6 +179,10 @@ class Races:
         agent, time, known = by
         seen = known.seen if space == "shared" else known.proxy[space]
         self._write(agent, time, seen, (region, words), places)
+        for reader, times in self._shadow(region, words).had.items():
+            if (late := times[places] > seen[reader]).any():
+                first = places[np.argmax(late)]
+                raise RaceError(self._said(agent, "writes", region, first, reader, "may still be reading"))
 
     def _read(self, agent: int, time: int, known: np.ndarray, of: tuple[object, int], at: np.ndarray) -> None:
         shadow = self._shadow(*of)
@@ -190,6 +229,8 @@ class Races:
         clock = self.clocks[warp]
         for space in spaces:
             np.maximum(clock.proxy[space], clock.seen, out=clock.proxy[space])
+        if "shared" in spaces:
+            self.use(warp, list(self.loads[warp]))
         self._tick(warp)
 
     def meeting(self, at: object) -> Meeting:

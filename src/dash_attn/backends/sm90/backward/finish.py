@@ -16,7 +16,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from ....schedule.layout import HEADER
 from ..device import plan_view, ptx, registers
-from ..device.ring import arrive_together
+from ..device.ring import arrive_for_copies, arrive_together
 from .config import (
     CONTROL_WORDS,
     FINISH_BARRIER,
@@ -188,7 +188,7 @@ def convert_role(config: cutlass.Constexpr, mdQ, shared, rings, n_item: Int32, s
         where = tuple(places[word, stage] for word in range(PLACE_WORDS))
         pieces = (warp % 4, warp % 4 + MMA_WARPS // 2)
         values = [load_piece(config, shared.complete[None, stage].iterator, piece) for piece in pieces]
-        arrive_together(ring.empty + stage)
+        arrive_for_copies(ring.empty + stage)
         for piece, value in zip(pieces, values):
             store_piece(config, value, mdQ, where, piece, scale)
         n += MMA_WARPGROUPS

@@ -85,3 +85,14 @@ def arrive_together(barrier) -> None:
     """One lane arrives for its warp, once all lanes have come so far."""
     cute.arch.sync_warp()
     arrive(barrier)
+
+
+@cute.jit
+def arrive_for_copies(barrier) -> None:
+    """As `arrive_together`, where the warp has read what the copy engine will then write over.
+
+    A load of shared memory may still be under way when its warp arrives. It ends before a proxy fence, or
+    where what was loaded is used.
+    """
+    cute.arch.fence_view_async_shared()
+    arrive_together(barrier)

@@ -180,6 +180,7 @@ class Spread:
                 for i in cutlass.range(cutlass.min(left, GROUP_TILES), unroll=1):
                     self._multiply_tile(t, shared, rings, group, i, True)
             cute.arch.mbarrier_arrive(rings.p.empty_of(group))
+            # V needs no `arrive_for_copies`, which takes 2 % longer: products have used what was read.
             arrive_together(rings.v.empty_of(group))
         of_rows = cute.make_rmem_tensor(4, Float32)
         for half in cutlass.range_constexpr(2):

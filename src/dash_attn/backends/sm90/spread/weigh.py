@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 
 from ..cached.mma import CachedSoftmax
 from ..device import ptx
-from ..device.ring import arrive_together
+from ..device.ring import arrive_for_copies
 from ..forward.config import ROWS, WARP_ROWS
 from ..forward.exact import finite, fma
 from ..softcap import Cap
@@ -128,7 +128,7 @@ class Weigh:
                     start = cute.assume(place_in_scores(c, row, j), divby=2)
                     source = cute.make_tensor(scores + start, cute.make_layout(2))
                     cute.autovec_copy(source, cute.make_tensor(t.acc_S.iterator + 4 * j + 2 * half, 2))
-        arrive_together(ring.empty_of(n))
+        arrive_for_copies(ring.empty_of(n))
         p = cute.make_rmem_tensor(c.tile_n // 4, Int32)
         for x in (sums, p):
             x.fill(0)
