@@ -1,8 +1,8 @@
 """The public functions: attention whose gradients are the same bytes every time, and what it supports.
 
 The same inputs give the same bytes, forward and backward, run after run. The bytes of one sequence do
-not depend on the batch it is in, dense or packed. They do depend on the numerics (:func:`fingerprints`), on
-the backend, and on the CPU backend also on the PyTorch build and the kind of CPU.
+not depend on the batch it is in, dense or packed, but for dropout. They do depend on the numerics
+(:func:`fingerprints`), on the backend, and on the CPU backend also on the PyTorch build and the kind of CPU.
 
 ``attention`` is this package's own function. ``flash_attn_func`` and ``flash_attn_varlen_func`` have the
 names, layouts and keywords of FlashAttention. What they cannot honour is refused, never ignored.

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose. All derive from :class:`DashError`."""
+"""Errors that this package raises on purpose. All derive from :class:`DashError`."""
 
 from __future__ import annotations
 

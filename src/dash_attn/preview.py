@@ -23,7 +23,7 @@ from .errors import DashError, InputError
 from .ops.cached import cached_call
 from .ops.calls import Call
 from .schedule import Numerics, Plan, Schedule
-from .values import Window, check_flag, check_flash_options
+from .values import Window, check_flag, check_flash_options, short
 
 __all__ = ["Fingerprints", "Support", "fingerprints", "is_supported", "plan_for"]
 
@@ -34,7 +34,7 @@ class Support:
 
     Attributes:
         ok: True if the function accepts these arguments.
-        reason: the message of the error it raises otherwise, empty if ok.
+        reason: the message of the error otherwise, empty if ok.
         backend: what would run it ("cpu", "sm90" or "triton"), None if not ok.
     """
 
@@ -112,6 +112,8 @@ def is_supported(
             # There it is another name of return_lse.
             check_flag("return_softmax_lse", flash_options.pop("return_softmax_lse", False))
             check_cache_options(_beyond_a_cache(packing, asked, aux, dropout_seed) | flash_options)
+            if new is not None and not (isinstance(new, (tuple, list)) and len(new) == 2):
+                raise InputError(f"new must be None or (k, v), got {short(new)}")
             checked = check_kvcache((q, k, v), (None, None) if new is None else new, kept, aux, asked)
             return Support(True, backend=_backend_over_cache(checked))
         check_flash_options("is_supported", flash_options)
@@ -173,6 +175,7 @@ def plan_for(
     causal: bool = False,
     window: Window = None,
     window_size: Window = None,
+    softmax_scale: float | None = None,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     q_segment: int | None = None,
@@ -185,11 +188,12 @@ def plan_for(
 ) -> Plan:
     """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
 
-    It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide; they may lead to another backend.
+    It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide. They, ``softmax_scale`` and
+    ``softcap`` may lead to another backend.
 
     Raises:
         InputError, UnsupportedMaskError: as :func:`dash_attn.attention`; also for sequences longer than
-            ``q_segment``, which have several plans.
+            ``q_segment``, which have several plans, and for a batch without sequences, which has none.
 
     >>> import torch
     >>> q = torch.zeros(1, 512, 2, 64)
@@ -198,8 +202,8 @@ def plan_for(
     """
     window = _one_window(window, window_size)
     asked = Asked(
-        causal=causal, window=window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p,
-        q_segment=q_segment,
+        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
+        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
     aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
@@ -239,6 +243,7 @@ def fingerprints(
     causal: bool = False,
     window: Window = None,
     window_size: Window = None,
+    softmax_scale: float | None = None,
     policy: str | Numerics | Schedule = "auto",
     backend: str = "auto",
     q_segment: int | None = None,
@@ -262,8 +267,8 @@ def fingerprints(
     """
     window = _one_window(window, window_size)
     asked = Asked(
-        causal=causal, window=window, policy=policy, backend=backend, softcap=softcap, dropout_p=dropout_p,
-        q_segment=q_segment,
+        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
+        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
     aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)

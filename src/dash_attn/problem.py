@@ -73,6 +73,8 @@ class Problem:
     def __post_init__(self) -> None:
         if self.head_dim_v == -1:
             object.__setattr__(self, "head_dim_v", self.head_dim)
+        if not isinstance(self.mask, Mask):
+            raise ProblemError(f"mask must be a Mask, such as Mask.causal(), got {self.mask!r}")
         if not self.tile_m and not self.tile_n:
             tile_m, tile_n = default_tiles(self.head_dim, self.head_dim_v)
             object.__setattr__(self, "tile_m", tile_m)
@@ -145,7 +147,7 @@ class Problem:
         >>> Problem.varlen([128, (64, 256)], heads=1).sequences
         ((128, 128), (64, 256))
         """
-        pairs = tuple(s if isinstance(s, tuple) else (s, s) for s in seqlens)
+        pairs: Any = tuple(tuple(s) if isinstance(s, (tuple, list)) else (s, s) for s in seqlens)
         kv_heads = heads if kv_heads is None else kv_heads
         mask = Mask() if mask is None else mask
         return cls(pairs, heads, kv_heads, head_dim, mask, dtype, tile_m, tile_n, head_dim_v=head_dim_v)

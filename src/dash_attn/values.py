@@ -153,6 +153,8 @@ def short(value: object) -> str:
     """The value, or what it is if it would be long."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)[-40:]
     return f"{value!r:.40}"
 
 

@@ -179,6 +179,18 @@ def test_with_the_compiler_auto_takes_sm90() -> None:
         assert fingerprints(q, q, q, causal=True).backend == "sm90"
 
 
+def test_a_scale_may_lead_to_another_backend() -> None:
+    pytest.importorskip("triton")
+    with absent_gpu():
+        q = of_head_dim()
+        for scale, backend in ((0.1, "sm90"), (-0.1, "triton")):
+            assert is_supported(q, q, q, softmax_scale=scale).backend == backend
+            names = fingerprints(q, q, q, softmax_scale=scale)
+            plan = plan_for(q, q, q, softmax_scale=scale)
+            assert names == fingerprints(q, q, q, backend=backend)
+            assert plan.fingerprint == plan_for(q, q, q, backend=backend).fingerprint
+
+
 def test_what_the_kernels_lack_is_said_before_what_is_not_installed() -> None:
     with absent_gpu(installed=lambda module: None):
         q = of_head_dim(264)

@@ -392,8 +392,8 @@ def test_items_without_keys_leave_their_place_when_all_have_read_it(rows: int, s
 # What is found
 
 ONLY_LOOKS = {64: 1, 128: 2}
-"""Acquires behind which nothing is read: of the number of claimed items, and, at 128, of a tile that is waited
-for, which none is here."""
+"""Acquires behind which nothing is read: of the number of claimed items, and, at 128, of a tile that is
+waited for, which none is here."""
 
 
 @slow

@@ -296,6 +296,7 @@ ENDS = cu(0, 5, 20)
 
 FLASH = {
     "dropout": ({"dropout_p": 1}, "dropout_p must be at least 0 and less than 1, got 1"),
+    "a function": ({"score_mod": abs}, "score_mod=abs is not supported, only None"),
     "block table": ({"block_table": [1]}, r"block_table=\[1\] is not supported, only None"),
     "probabilities": ({"return_attn_probs": True}, "return_attn_probs=True is .*; use return_lse"),
     "sinks": ({"s_aux": torch.ones(4)}, "s_aux=a tensor .*; learnable_sink is its name here"),

@@ -253,6 +253,12 @@ def test_arguments_of_other_functions(name: str) -> None:
     assert found == Support(False, str(error.value))
 
 
+@pytest.mark.parametrize("new", [(NEW,), NEW, 5], ids=["one", "tensor", "int"])
+def test_new_tokens_that_are_no_pair(new: Any) -> None:
+    said = is_supported(Q, CACHE, CACHE, cache_seqlens=USED, new=new).reason
+    assert said.startswith("new must be None or (k, v), got ")
+
+
 def test_what_is_supported_is_not_run() -> None:
     caches = CACHE.clone(), CACHE.clone()
     given = {"cache_seqlens": USED, "causal": True, "learnable_sink": torch.zeros(4), "softcap": 3.0}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import dash_attn
+from dash_attn.errors import ScheduleNameError
 from dash_attn.ops import calls
 from dash_attn.problem import Mask, Problem, TileGrid
 from dash_attn.schedule import Schedule, build, build_plan, choose_policy, proof, to_table
@@ -92,6 +93,11 @@ def test_the_forward_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     leaf = q.clone().requires_grad_()
     with pytest.raises(pytest.fail.Exception, match="a plan was made"):
         dash_attn.attention(leaf, q, q, window=(3, 0)).sum().backward()
+
+
+def test_auto_names_no_schedule() -> None:
+    with pytest.raises(ScheduleNameError, match="auto is no schedule: choose_policy"):
+        build_plan(Problem.dense(seqlen=300), "auto")
 
 
 @pytest.mark.parametrize("mask", [*MASKS, Mask.window(10, 10)], ids=str)

@@ -67,11 +67,16 @@ def test_ragged_rectangular_causal() -> None:
         ({"dtype": "int8"}, "dtype must be one of .*, got 'int8'"),
         ({"tile_m": 0, "tile_n": 64}, "tile_m must be an integer >= 1, got 0"),
         ({"heads": True}, "heads must be an integer >= 1, got True"),
+        ({"mask": "causal"}, r"mask must be a Mask, such as Mask.causal\(\), got 'causal'"),
     ],
 )
 def test_bad_values_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ProblemError, match=message):
         Problem.dense(**{"seqlen": 128, **change})  # type: ignore[arg-type]
+
+
+def test_a_batch_of_pairs_of_any_kind() -> None:
+    assert Problem.varlen([5, (3, 4), [6, 7]], heads=1).sequences == ((5, 5), (3, 4), (6, 7))
 
 
 @pytest.mark.parametrize("side", [2**30, 2**31 - 1, 2**40])

@@ -45,10 +45,10 @@ def _features(rank: int) -> None:
         compared(Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=64, sink=True), "cuda")
         compared(Case((4, 2), "full", mode, "zigzag", 1024, q_segment=256, head_dim=80), "cuda")
         dropped = Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=64, extra="dropout")
-        compared(dropped, "cuda")  # triton, like the next two
+        compared(dropped, "cuda")  # triton, like alibi
         for extra in ("alibi", "intervals"):
             compared(Case((4, 2), "causal", mode, "zigzag", 1024, head_dim=64, extra=extra), "cuda")
-        compared(Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=192), "cuda")  # triton
+        compared(Case((4, 2), "causal", mode, "zigzag", 1024, q_segment=256, head_dim=192), "cuda")
         half = Case(
             (4, 2), "window", mode, "contiguous", 1024, q_segment=256, head_dim=128, dtype=torch.float16
         )

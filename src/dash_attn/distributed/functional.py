@@ -89,7 +89,7 @@ def attention(
 
     Returns:
         out: (batch, seqlen / N, heads, head_dim of v) of the rows of this rank; with ``return_lse`` also
-            (batch, heads, seqlen / N), float32.
+            (batch, heads, seqlen / N), float32 (float64 for float64).
 
     Raises:
         InputError: an argument cannot be used; the message names it.
@@ -207,6 +207,12 @@ def _run(
 _LONGEST_SAID = 200
 """Characters of lengths that ranks compare; of longer ones these and a checksum."""
 
+_ASKED_BY = {
+    "left": "window", "right": "causal, window", "sink": "learnable_sink", "alibi": "alibi_slopes",
+    "row_intervals": "row_starts, row_ends", "head_ranks": "mode", "in_turns": "mode",
+}  # fmt: skip
+"""Arguments that decide what has another name here."""
+
 _Checked = tuple[_QKV, AuxTensors, AttentionSpec, Given]
 
 
@@ -264,7 +270,9 @@ def _said(qkv: _QKV, checked: _Checked, shared: Shared | None) -> tuple[tuple[st
     gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in wanted)
     seeded = ("a seed given", aux.dropout_seed is not None)
     runs_by = () if shared is None else (("the backend that runs it", shared.backend),)
-    return (*shapes, *spec._asdict().items(), *same.items(), ("gradients", gradients), seeded, *runs_by)
+    decided = (*spec._asdict().items(), *same.items())
+    named = [(f"{name} ({_ASKED_BY[name]})" if name in _ASKED_BY else name, x) for name, x in decided]
+    return (*shapes, *named, ("gradients", gradients), seeded, *runs_by)
 
 
 def _numbers(checked: _Checked) -> tuple[tuple[str, Any], ...]:

@@ -56,6 +56,8 @@ class Schedule(NamedTuple):
             PlacementError: there is no such placement.
             UnsupportedMaskError: a parameter is out of range.
         """
+        if name == "auto":
+            raise ScheduleNameError("auto is no schedule: choose_policy(problem) says which one it takes")
         policy, plus, placement = name.partition(" + ")
         kind, parameters = _name_and_parameters(policy)
         try:
