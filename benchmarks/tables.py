@@ -8,9 +8,10 @@ from __future__ import annotations
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, combinations, product
+from typing import Any
 
 from ablation_values import ablation_values
 from block_values import block_values, measured
@@ -237,17 +238,31 @@ def shared_table() -> str:
 def host_table() -> str:
     """Host time of a call beside FlashAttention-4's, microseconds."""
     lines = [
-        [row["problem"], row["what"], f"{row['us']['dash_attn']:.0f}", f"{row['us']['fa4']:.0f}",
-         f"{row['us']['dash_attn'] / row['us']['fa4']:.2f}"]
-        for row in read("h200-host.json")
-        if row["what"] in ("forward", "forward and backward") and "unseen" not in row["problem"]
-    ]  # fmt: skip
+        [row["problem"], what, f"{row['us']['dash_attn']:.0f}", f"{row['us']['fa4']:.0f}", f"{ratio:.2f}"]
+        for row, what, ratio in _host_ratios()
+    ]
     return table_of(["problem", "call", "ours, us", "FA4, us", "ours / FA4"], lines)
+
+
+HOST_CALLS = {"forward": "forward", "both": "forward and backward"}
+
+
+def _host_ratios() -> Iterator[tuple[dict[str, Any], str, float]]:
+    """Rows of known lengths, what was called, and our time / FlashAttention-4's."""
+    for row in read("h200-host.json"):
+        if row["what"] in HOST_CALLS.values() and "unseen" not in row["problem"]:
+            yield row, row["what"], row["us"]["dash_attn"] / row["us"]["fa4"]
+
+
+def _host_ratio(call: str, which: Callable[[Iterable[float]], float]) -> str:
+    return f"{which(ratio for _, what, ratio in _host_ratios() if what == call):.2f}"
 
 
 def host_values() -> Iterator[tuple[str, Value]]:
     """Host times: known lengths as a table, the others by what they are of. New lengths in ms."""
     yield "known", host_table
+    for (name, call), (extreme, which) in product(HOST_CALLS.items(), {"least": min, "most": max}.items()):
+        yield f"{name}-{extreme}", partial(_host_ratio, call, which)
     for name, problem, what, key in (
         ("plan", "64 unseen lengths on cpu", "forward and backward", "plan_for"),
         ("unseen-on-cpu", "64 unseen lengths on cpu", "forward and backward", "new lengths"),
