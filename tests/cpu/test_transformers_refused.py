@@ -1,0 +1,150 @@
+"""Models of transformers that ask for what is not supported, or that never call our attention, raise."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from token_cases import padding_of
+from torch import nn
+
+from dash_attn.errors import InputError, UnavailableError
+from dash_attn.integrations import callers
+from dash_attn.integrations.token_masks import NotATensorError
+
+transformers = pytest.importorskip("transformers")
+
+from transformers_models import (  # noqa: E402
+    SMALL,
+    llama,
+    model_of,
+    qwen,
+    tokens_of,
+)
+
+from dash_attn.integrations import transformers as dash  # noqa: E402
+
+
+def minimax():
+    """Every layer attends to blocks of keys that the model chooses."""
+    modeling = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    shape = {**SMALL, "head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    index = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2}
+    sizes = {"dense_intermediate_size": 64, "shared_intermediate_size": 64, "index_local_blocks": 1}
+    kinds = {"layer_types": ["minimax_m3_sparse"] * 2}
+    config = modeling.MiniMaxM3VLTextConfig(
+        **shape, **index, **sizes, **kinds, bos_token_id=1, eos_token_id=2
+    )
+    return modeling.MiniMaxM3VLTextModel._from_config(config, attn_implementation="dash")
+
+
+def test_sparse_attention_is_refused():
+    with pytest.raises(InputError, match="block_indices is not supported .*: 'dash' attention has no sparse"):
+        minimax()(tokens_of(), use_cache=False)
+
+
+def test_models_with_masks_of_their_own_raise():
+    with pytest.raises(InputError, match=r"attention_mask must be None"):
+        model_of(qwen)(tokens_of(), attention_mask=torch.zeros(3, 1, 33, 33))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BloomConfig(vocab_size=61, hidden_size=64, n_layer=1, n_head=4),
+        transformers.CodeGenConfig(
+            vocab_size=61, n_embd=64, n_layer=1, n_head=4, rotary_dim=8, bos_token_id=0, eos_token_id=0
+        ),
+        transformers.XGLMConfig(vocab_size=61, d_model=64, ffn_dim=64, num_layers=1, attention_heads=4),
+    ],
+    ids=lambda config: config.model_type,
+)
+@pytest.mark.parametrize("side", [None, "right"])
+def test_models_that_do_their_own_attention_raise(config, side, monkeypatch):
+    """Also where nobody has noticed it before they use their mask."""
+    monkeypatch.setattr(callers, "_calls", lambda *_: True)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash")
+    mask = padding_of(side)
+    with pytest.raises(NotATensorError, match="this model does its own attention"):
+        model(tokens_of(), attention_mask=mask)
+
+
+OWN = {  # with what makes it small
+    "WavLMModel": {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1},
+    "XLNetModel": {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 32},
+    "OpenAIGPTModel": {"n_embd": 32, "n_layer": 1, "n_head": 4},
+    "PegasusXModel": {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    },
+    "SamVisionModel": {
+        "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "mlp_dim": 32,
+        "output_channels": 8, "global_attn_indexes": [0],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("asked", ["dash", "paged|dash"])
+def test_models_that_never_call_it_cannot_be_built(name, asked):
+    made = getattr(transformers, name)
+    config = made.config_class(vocab_size=61, **OWN[name])
+    with pytest.raises(
+        InputError, match=rf"{name} does its own attention: .* call '{asked.replace('|', '.')}'"
+    ):
+        made._from_config(config, attn_implementation=asked)
+    assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["OpenAIGPTModel", "FSMTModel"])
+def test_models_that_never_call_it_are_known_to_older_versions_too(name, monkeypatch):
+    """They looked for other names of the classes, and let these choose."""
+    monkeypatch.setattr(
+        transformers.PreTrainedModel, "_can_set_attn_implementation", classmethod(lambda cls: True)
+    )
+    assert not callers._calls(getattr(transformers, name), transformers.PreTrainedModel)
+    assert callers._calls(transformers.LlamaModel, transformers.PreTrainedModel)
+
+
+class DebertaAttention(nn.Module):
+    """With it, this file looks to transformers like one of a model that does its own attention."""
+
+
+class Mine(transformers.LlamaForCausalLM):
+    """A model that is made from one that calls it."""
+
+
+class Own(transformers.PreTrainedModel):
+    """A model of somebody's own; what is in this file would not do for transformers."""
+
+
+def test_who_calls_it(monkeypatch):
+    assert model_of(llama).config._attn_implementation == "dash"
+    Mine._can_set_attn_implementation_cached_value = None
+    assert not Mine._can_set_attn_implementation()
+    assert Mine._from_config(llama(), attn_implementation="dash").config._attn_implementation == "dash"
+    assert callers._calls(Own, transformers.PreTrainedModel)  # this file names ALL_ATTENTION_FUNCTIONS
+    assert callers._calls(Mine, transformers.PreTrainedModel)
+    monkeypatch.setattr(callers, "_TABLE", "nobody " + "names this")
+    assert not callers._calls(Own, transformers.PreTrainedModel)
+    # There is no attention in that file, and none of which transformers says that it cannot be chosen.
+    assert callers._calls(transformers.VisionEncoderDecoderModel, transformers.PreTrainedModel)
+    assert callers._calls(type("Nameless", (Mine,), {"__module__": "nowhere"}), transformers.PreTrainedModel)
+    before = transformers.PreTrainedModel.get_correct_attn_implementation
+    dash.register()
+    assert transformers.PreTrainedModel.get_correct_attn_implementation is before
+    monkeypatch.delattr(transformers.PreTrainedModel, "_can_set_attn_implementation")
+    monkeypatch.delattr(transformers.PreTrainedModel, "get_correct_attn_implementation")
+    dash.register()  # of another version: nothing to check with
+    assert not hasattr(transformers.PreTrainedModel, "get_correct_attn_implementation")
+
+
+def test_an_old_or_missing_transformers(monkeypatch):
+    with monkeypatch.context() as old:
+        old.setattr(sys.modules["transformers"], "__version__", "5.3.1")
+        with pytest.raises(UnavailableError, match=r"transformers >= 5.4 is needed: .* \(found 5.3.1\)"):
+            dash.register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UnavailableError, match="transformers >= 5.4 is needed"):
+        dash.register()
