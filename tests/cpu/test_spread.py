@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from emulator.backend import emulated
+from emulator.mutants import unnoticed
 
 from dash_attn import flash_attn_with_kvcache
 from dash_attn.backends.base import AuxTensors
@@ -211,6 +212,17 @@ def test_any_order_of_warps_has_the_same_bytes(seed: int) -> None:
     x = given(Case("orders", (700, 130), rows=5, heads=(6, 2), growth=30.0), 7)
     wanted, found = whole(x), spread(x, seed=100 + seed, races=True, late=seed != 1)
     assert all(same_bytes(a, b) for a, b in zip(wanted, found))
+
+
+@slow
+def test_the_fence_behind_reads_is_missed() -> None:
+    """Twelve tiles go round eight places. The other fence is for what the kernel before has written, which is
+    not seen here."""
+    x = given(Case("mutants", (1500,), rows=3, heads=(2, 1), keys=1536, segment=2048))
+    config = replace(spread_config(64, "bf16", 128), segment=2048)
+    places, missed = unnoticed(config, lambda: spread(x, seed=1, races=True, segment=2048), product="mma")
+    assert [operation for operation in missed if "fence" in operation] == ["fence.proxy.async.global"]
+    assert places > len(missed)
 
 
 @slow

@@ -16,10 +16,13 @@ from .races import RaceError
 ORDERS = ("fence.proxy", "ld.acquire", "red.release", "st.release")
 
 
-def unnoticed(config: Config, run: Callable[[], object], blocks: int = 2) -> tuple[int, list[str]]:
-    """How many such instructions the main kernel has, and those without which ``run`` fails nowhere."""
+def unnoticed(
+    config: Config, run: Callable[[], object], blocks: int = 2, product: str = "wgmma"
+) -> tuple[int, list[str]]:
+    """How many such instructions the first kernel with a product has, and those without which ``run`` fails
+    nowhere."""
     kernels, missed = programs.kernels(config), []
-    at = next(n for n, kernel in enumerate(kernels) if _multiplies(kernel))
+    at = next(n for n, kernel in enumerate(kernels) if _multiplies(kernel, product))
     main = kernels[at]
     places = [n for n, i in enumerate(main.instructions) if i.operation.startswith(ORDERS)]
     for place in places:
@@ -39,8 +42,8 @@ def unnoticed(config: Config, run: Callable[[], object], blocks: int = 2) -> tup
     return len(places), missed
 
 
-def _multiplies(kernel: Kernel) -> bool:
-    return any(i.operation.startswith("wgmma") for i in kernel.instructions)
+def _multiplies(kernel: Kernel, product: str) -> bool:
+    return any(i.operation.startswith(product) for i in kernel.instructions)
 
 
 def _without(instruction: Instruction) -> Instruction:
