@@ -72,7 +72,7 @@ rows, a backward and a forward have one store more. Of ``Spread``: the bulk load
 times. racecheck counts plain arrivals of the thread that wrote, on the barrier for which the reader waits.
 Here the writer's arrival is arrive.expect_tx. Of ``Cached`` others arrive: the warps that copy Q, which meet
 the writer at a named barrier.
-For more, see docs/reliability.md.
+For more, see docs/sanitizers.md.
 
 ``Deal`` has bar.sync and atomics, ``CachedFold`` no shared memory: nothing of them is excused."""
 RACE_READERS = {"Backward": 4, "Forward": 0, "Chunk": 0, "Cached": 1, "Spread": 0}

@@ -34,7 +34,9 @@ def test_pages_quote_what_was_measured(page: Path, quoted: ModuleType) -> None:
     assert quoted.stale(page.read_text()) == [], "python benchmarks/figures.py writes them anew"
 
 
-@pytest.mark.parametrize("name", ["performance", "measurements", "roofline", "reliability", "replication"])
+@pytest.mark.parametrize(
+    "name", ["performance", "measurements", "roofline", "reliability", "hand-over", "replication"]
+)
 def test_pages_of_figures_quote_some(name: str, quoted: ModuleType) -> None:
     assert len(list(quoted.quotes((ROOT / "docs" / f"{name}.md").read_text()))) >= 4
 
@@ -121,8 +123,11 @@ def test_the_contract_names_tests_that_exist() -> None:
         assert not test or any(f"def {test}" in text for text in files.values()), test
 
 
-def test_the_page_on_reliability_names_files_and_tests_that_exist() -> None:
-    named = re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", (ROOT / "docs/reliability.md").read_text())
+def test_the_pages_on_reliability_name_files_and_tests_that_exist() -> None:
+    pages = "".join(
+        (ROOT / f"docs/{name}.md").read_text() for name in ("reliability", "hand-over", "sanitizers")
+    )
+    named = re.findall(r"`([\w/]+\.py)(?:::(test_\w+))?`", pages)
     assert len(named) > 40
     for file, test in named:
         path = next((path for top in ("", "src/dash_attn") if (path := ROOT / top / file).is_file()), None)
