@@ -34,6 +34,6 @@ def test_a_flag_raised_too_early_shows(shape):
 
 @pytest.mark.parametrize("shape", ["small-order", "large-order"])
 def test_a_relaxed_flag_after_a_complete_wait_shows(shape):
-    """Why the flag is released: see docs/reliability.md."""
+    """Why the flag is released: see docs/hand-over.md."""
     found = run(replace(SHAPES[shape], form=FORMS["relaxed"]), ROUNDS, load="dram", tickets=TICKETS)
     assert sum(found.wrong) > 0
