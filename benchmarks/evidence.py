@@ -1,4 +1,4 @@
-"""What the pages on reliability quote: the litmus test of the hand-over, the soak, the counts of CPU tests."""
+"""What pages on reliability quote: the litmus test of the hand-over, the soak, the counts of CPU tests."""
 
 from __future__ import annotations
 
