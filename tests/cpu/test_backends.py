@@ -24,6 +24,7 @@ from dash_attn.backends import base
 from dash_attn.backends.base import AUTO, BACKENDS, backend_named, backends_for
 from dash_attn.backends.cached import CachedProblem
 from dash_attn.backends.cpu.backend import _CPU
+from dash_attn.backends.sm90 import backend as sm90
 from dash_attn.backends.triton import tiles
 from dash_attn.errors import InputError
 from dash_attn.ops import policies
@@ -177,6 +178,21 @@ def test_with_the_compiler_auto_takes_sm90() -> None:
         q = of_head_dim()
         assert is_supported(q, q, q).backend == "sm90"
         assert fingerprints(q, q, q, causal=True).backend == "sm90"
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ("CUDA 13", ""),
+        ("no driver", ""),
+        ("CUDA 12", "by the kernel compiler's build for CUDA 12, never run on a GPU: tested with CUDA 13"),
+    ],
+)
+def test_a_build_of_the_compiler_that_was_not_tested(
+    found: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sm90, "flavour", lambda: found)
+    assert backend_named("sm90").untried(torch.device("cuda")) == said
 
 
 def test_a_scale_may_lead_to_another_backend() -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from dash_attn.backends.cuda import cache as module
 from dash_attn.backends.cuda.cache import KernelCache, _sources, cache_folder, why_unsafe
-from dash_attn.backends.sm90.compile import MissingCompilerError, _flavour, _uncollected
+from dash_attn.backends.sm90.compile import MissingCompilerError, _uncollected, flavour
 from dash_attn.errors import CompilationError
 from dash_attn.tools import doctor
 
@@ -121,9 +121,9 @@ def test_the_compiler_of_a_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", library)
-    assert _flavour() == "CUDA 12"
+    assert flavour() == "CUDA 12"
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert _flavour() == "no driver"
+    assert flavour() == "no driver"
 
 
 def test_another_compiler_in_the_same_place_is_another_entry(

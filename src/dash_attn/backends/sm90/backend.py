@@ -33,6 +33,7 @@ from ..base import (
 from ..cached import CachedProblem, PreparedCached
 from ..cuda.multiprocessors import multiprocessors
 from .cached.launch import Cached
+from .compile import flavour
 from .forward.launch import Forward, config_of, numerics_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment, words_of_sum
@@ -44,6 +45,10 @@ __all__ = ["BACKEND"]
 
 COMPILER = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 """Modules that kernels are compiled and loaded with, and the packages that have them."""
+
+
+TESTED = "CUDA 13"
+"""Of drivers: it decides which build of the compiler is in use, and builds make other machine code."""
 
 
 class _Prepared(Prepared):
@@ -241,6 +246,12 @@ class _SM90(Backend):
         if not scores.softcap:
             return fingerprint
         return hashlib.sha256(repr(("softcap", SOFTCAP_VERSION, fingerprint)).encode()).hexdigest()
+
+    def untried(self, device: torch.device) -> str:
+        found = flavour()
+        if device.type != "cuda" or found in (TESTED, "no driver"):
+            return ""
+        return f"by the kernel compiler's build for {found}, never run on a GPU: tested with {TESTED}"
 
     def prepare(
         self, problem: Problem, device: torch.device, packed: bool, keys: Keys | None = None

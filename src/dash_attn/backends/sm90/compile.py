@@ -38,6 +38,7 @@ __all__ = [
     "backward_variants",
     "cached_variants",
     "compiler_output",
+    "flavour",
     "forward_variants",
     "program",
     "spread_variants",
@@ -259,7 +260,7 @@ def _compiler_or_error() -> Iterator[None]:
         ) from error
 
 
-def _flavour() -> str:
+def flavour() -> str:
     """What decides which of the compilers that the package brings is in use: the CUDA version of the driver,
     or its absence. Asked without the compiler, whose import takes longer than a program's."""
     version = ctypes.c_int(0)
@@ -270,7 +271,7 @@ def _flavour() -> str:
     return f"CUDA {version.value // 1000}"
 
 
-_PROGRAMS = KernelCache(_compile, _load, compiler=_flavour, packed=_packed)
+_PROGRAMS = KernelCache(_compile, _load, compiler=flavour, packed=_packed)
 
 
 def compiler_output(config: Config) -> CompilerOutput:
