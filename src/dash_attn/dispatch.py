@@ -13,7 +13,7 @@ from .ops.calls import Call, dense_call, packed_call, shaped_call, used_call
 from .ops.known import KnownCalls
 from .ops.operators import DENSE, USED, VARLEN
 from .spec import AttentionSpec
-from .values import check_flag
+from .values import check_flag, known
 
 __all__ = ["QKV", "backend_of_nothing", "find_call", "is_empty", "run_dense", "run_packed"]
 
@@ -107,10 +107,10 @@ def backend_of_nothing(checked: CheckedCall) -> str:
 
 
 def is_empty(checked: CheckedCall) -> bool:
-    """Whether there is no sequence at all."""
+    """Whether there is no sequence at all, as far as a compiler knows."""
     packing = checked.packing
     if packing is None:
-        return checked.q.shape[0] == 0
+        return known(checked.q.shape[0] == 0)
     if isinstance(packing, Used):
         if packing.seqused_k.shape[0]:
             return False

@@ -25,6 +25,7 @@ __all__ = [
     "check_softcap",
     "is_integer",
     "kind_of",
+    "known",
     "longest",
     "scale_of",
     "short",
@@ -167,18 +168,18 @@ def longest(name: str, value: Any) -> int:
     """-1 for a tensor: the lengths say what it holds, and reading it would wait for the device."""
     if value is None or isinstance(value, Tensor):
         return -1
-    if not is_integer(value) or _negative(value):
+    if not is_integer(value) or known(value < 0):
         raise InputError(f"{name} must be None, a tensor or an integer >= 0, got {value!r}")
     return int(value)
 
 
-def _negative(value: Any) -> bool:
-    """Whether it is; False while torch.compile traces a call with a number that is read from a tensor."""
+def known(condition: Any) -> bool:
+    """Whether it holds; False while torch.compile traces it for a size that it does not know."""
     if not torch.compiler.is_compiling():
-        return bool(value < 0)
+        return bool(condition)
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
-    return statically_known_true(value < 0)
+    return statically_known_true(condition)
 
 
 def sides_of(causal: bool, window: Window) -> tuple[int, int]:

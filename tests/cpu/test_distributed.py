@@ -451,6 +451,19 @@ def test_no_sequence_is_no_error() -> None:
     spawn(_nothing_to_do, 2)
 
 
+def _of_inference(rank: int) -> None:
+    with torch.inference_mode():
+        slopes, starts = torch.rand(4), torch.zeros(1, 32, dtype=torch.int32)
+    q = torch.randn(1, 32, 4, 16).requires_grad_()
+    for aux in ({"alibi_slopes": slopes}, {"row_starts": starts}):
+        (dq,) = torch.autograd.grad(attention(q, q, q, causal=True, **aux).sum(), q)
+        assert dq.isfinite().all()
+
+
+def test_tensors_made_in_inference_mode_may_stand_beside_a_training_call() -> None:
+    spawn(_of_inference, 2)
+
+
 def _another_kind_later(rank: int) -> None:
     group, x = _short(), torch.zeros(1, 64, 4, 32)
     attention(x, x, x, group=group)

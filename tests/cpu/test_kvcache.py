@@ -123,6 +123,20 @@ def test_new_keys_that_lie_in_their_place_already() -> None:
     assert_same_bytes(caches[1], -CACHE)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_new_keys_that_lie_elsewhere_in_the_caches(swapped: bool) -> None:
+    """An append would write over what it has not read yet."""
+
+    def appended(copied: bool) -> list[Tensor]:
+        caches = [CACHE.clone(), -CACHE]
+        new = [x[:, 2:5] for x in (reversed(caches) if swapped else caches)]
+        flash_attn_with_kvcache(Q, *caches, *(x.clone() if copied else x for x in new), cache_seqlens=3)
+        return caches
+
+    for found, wanted in zip(appended(False), appended(True)):
+        assert_same_bytes(found, wanted)
+
+
 def test_caches_of_inference_mode() -> None:
     with torch.inference_mode():
         cache = torch.zeros(2, 20, 2, 8)

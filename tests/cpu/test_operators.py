@@ -108,6 +108,21 @@ def test_compiled_dense_calls_have_the_same_bytes(policy):
         assert_all_same(gradients(compiled, tensors), gradients(run, tensors))
 
 
+def test_a_batch_whose_size_the_compiler_does_not_know():
+    """That of what a model has chosen, such as the rows of a mask."""
+
+    def run(x):
+        return flash_attn_func(*x.unbind(2), causal=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for batch in (3, 2):
+        x = torch.randn(batch, 20, 3, 4, 8).requires_grad_()
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        found, wanted = compiled(x), run(x)
+        assert_same_bytes(found, wanted)
+        assert_all_same(*(torch.autograd.grad(out.sum(), [x]) for out in (found, wanted)))
+
+
 def test_every_size_and_the_scale_may_be_dynamic():
     def run(q, k, v, scale):
         return flash_attn_func(q, k, v, softmax_scale=scale, causal=True)

@@ -113,6 +113,17 @@ def test_errors_are_those_of_plain_attention(how: dict[str, Any], dtype: torch.d
 # Bytes
 
 
+def test_the_layout_of_dout_leaves_every_byte_alone() -> None:
+    tensors = drawn(dtype=torch.float32)
+    out = with_sink(*tensors, causal=True)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    turned = dout.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    assert turned.stride() != dout.stride()
+    grads = [torch.autograd.grad(out, tensors, x, retain_graph=True) for x in (dout, turned)]
+    for a, b in zip(*grads):
+        assert_same_bytes(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes(dtype: torch.dtype) -> None:
     """Two runs; packed and dense; by a plan of one's own. Another sink gives others."""

@@ -1091,6 +1091,30 @@ def test_histories_over_a_cache(number: int, longest: int, monkeypatch: pytest.M
     history.run()
 
 
+@pytest.mark.parametrize(("rows", "keys", "causal"), [(200, 77, False), (200, 150, True)])
+def test_a_segment_that_sees_less_than_a_tile_of_keys(rows: int, keys: int, causal: bool) -> None:
+    q, k = torch.randn(1, rows, 2, 16).requires_grad_(), torch.randn(1, keys, 1, 16).requires_grad_()
+    found = []
+    for backend in ("triton", "cpu"):
+        out = dash_attn.attention(q, k, k, causal=causal, backend=backend, q_segment=128)
+        found.append(torch.autograd.grad(out.square().sum(), (q, k)))
+    for mine, wanted in zip(*found):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_sink_has_a_gradient_where_rows_end_within_a_tile() -> None:
+    q, k, v = (torch.randn(1, 100, 1, 16) for _ in range(3))
+    sink = torch.tensor([100.0], requires_grad=True)
+    out = dash_attn.attention(q, k, v, causal=True, learnable_sink=sink, backend="triton")
+    assert torch.autograd.grad(out.sum(), sink)[0].isfinite()
+
+
+def test_a_scale_that_is_0_in_float32() -> None:
+    q, k, v = (torch.randn(1, 20, 1, 16) for _ in range(3))
+    out, wanted = (dash_attn.attention(q, k, v, softmax_scale=s, backend="triton") for s in (1e-46, 0.0))
+    assert_same_bytes(out, wanted)
+
+
 def test_lengths_pages_and_bounds_out_of_range_are_clamped() -> None:
     """As on a GPU, where nobody sees them before."""
     k = torch.randn(4, 16, 1, 16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients
-from ..ops.autograd import gradients_once, needs_grad
+from ..ops.autograd import gradients_once, needs_grad, savable
 from .passes import Saved, backward, forward
 from .shared import Shared
 
@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
         if shared.given.packed:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
         out, lse, saved = forward(shared, q, k, v, AuxTensors(*aux))
-        ctx.save_for_backward(tie, *saved, *aux)
+        ctx.save_for_backward(tie, *saved, *savable(aux))
         ctx.mark_non_differentiable(lse)
         ctx.shared = shared
         return out, lse

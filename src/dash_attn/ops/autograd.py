@@ -29,6 +29,7 @@ __all__ = [
     "needs_grad",
     "refuse_gradients",
     "refuse_transforms",
+    "savable",
     "with_gradients",
     "without_gradients",
     "without_second_derivative",
@@ -192,7 +193,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, call: Attending, q: Tensor, k: Tensor, v: Tensor, *aux: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         out, lse = call.forward(q, k, v, AuxTensors(*aux) if aux else NO_AUX)
-        ctx.save_for_backward(q, k, v, out, lse, *_savable(aux))
+        ctx.save_for_backward(q, k, v, out, lse, *savable(aux))
         _only_out(ctx, lse)
         ctx.call = call
         return out, lse
@@ -255,7 +256,7 @@ class _OperatorAttention(torch.autograd.Function):
         """``inputs``: q, k, v and the fields of ``AuxTensors``."""
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = functions.forward(*inputs, *lengths, *options)
-        ctx.save_for_backward(*inputs[:3], out, lse, *_savable(inputs[3:]), *_own(lengths))
+        ctx.save_for_backward(*inputs[:3], out, lse, *savable(inputs[3:]), *_own(lengths))
         _only_out(ctx, lse)
         ctx.backward_of, ctx.options = functions.backward, options
         return out, lse
@@ -280,7 +281,7 @@ def _only_out(ctx: Any, lse: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _savable(aux: Sequence[Tensor | None]) -> list[Tensor | None]:
+def savable(aux: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Copies of tensors that were made in inference mode: autograd saves none of those."""
     return [x.clone() if x is not None and x.is_inference() else x for x in aux]
 
@@ -328,7 +329,7 @@ class _TransformedAttention(_OperatorAttention):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         functions, lengths, options, *tensors = inputs
-        ctx.save_for_backward(*tensors[:3], *output, *_savable(tensors[3:]), *_own(lengths))
+        ctx.save_for_backward(*tensors[:3], *output, *savable(tensors[3:]), *_own(lengths))
         _only_out(ctx, output[1])
         ctx.backward_of, ctx.options = functions.backward, options
 

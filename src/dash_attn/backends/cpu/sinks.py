@@ -32,7 +32,8 @@ def sink_gradient(problem: Problem, tensors: Tensors, aux: AuxTensors) -> Tensor
     starts = TileRows(problem).q_start
     for begin, end in pairwise(starts):
         rows = slice(begin, end)
-        delta = (tensors.dout[rows].to(wide) * tensors.out[rows].to(wide)).sum(2).T
+        products = tensors.dout[rows].to(wide) * tensors.out[rows].to(wide)
+        delta = products.contiguous().sum(2).T  # strides decide in which order PyTorch adds
         lse = tensors.lse[:, rows]
         parts = (sink.detach().to(wide)[:, None] - lse).exp_() * delta
         total.add_(_sum(parts.masked_fill_(lse == -torch.inf, 0.0)))  # no key, and a sink of -inf

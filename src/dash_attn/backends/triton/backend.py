@@ -112,9 +112,9 @@ class _Prepared(Prepared):
             both = torch.cat([grads.dk, grads.dv], -1)
             tile_n, rows = self.problem.tile_n, both.shape[1]
             tiles, batch, kv_heads, _, words = sums.shape
-            by_row = sums.view(tiles, batch, kv_heads, tile_n, words // tile_n).permute(1, 0, 3, 2, 4)
-            whole = rows // tile_n
-            by_row[:, :whole] += both[:, : whole * tile_n].reshape(batch, whole, tile_n, kv_heads, -1)
+            whole, columns = rows // tile_n, words // tile_n
+            by_row = sums.view(tiles, batch, kv_heads, tile_n, columns).permute(1, 0, 3, 2, 4)
+            by_row[:, :whole] += both[:, : whole * tile_n].reshape(batch, whole, tile_n, kv_heads, columns)
             if rows % tile_n:
                 by_row[:, whole, : rows % tile_n] += both[:, whole * tile_n :]
         return grads.dsink

@@ -94,7 +94,7 @@ def sink_kernel(
     for top in range(0, seqlen_q, ROWS):
         rows = top + tl.arange(0, ROWS)
         there = rows < seqlen_q
-        natural = tl.load(lse + first + rows, mask=there, other=0.0)
+        natural = tl.load(lse + first + rows, mask=there, other=float("inf"))
         p = tl.where(natural == float("-inf"), 0.0, tl.exp2((score - natural) * LOG2E))
         total += tl.sum(p * tl.load(place + rows * 2, mask=there, other=0.0), 0)
     tl.store(sums + pid, total)

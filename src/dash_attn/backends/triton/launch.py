@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -275,9 +276,10 @@ def options_of(shape: Shape) -> dict[str, Any]:
 def is_scaled(scores: Scores, aux: AuxTensors) -> bool:
     """Whether the forward scales scores where they are made, not where they become exponents.
 
-    The largest product is not the largest score where the scale is negative.
+    The largest product is not the largest score where the scale is negative, or 0 in float32.
     """
-    return scores.softcap > 0 or aux.alibi_slopes is not None or scores.softmax_scale <= 0
+    scale = np.float32(scores.softmax_scale * math.log2(math.e))
+    return scores.softcap > 0 or aux.alibi_slopes is not None or bool(scale <= 0)
 
 
 assert WORDS == 16, "the kernels know it"
