@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -278,8 +277,12 @@ def is_scaled(scores: Scores, aux: AuxTensors) -> bool:
 
     The largest product is not the largest score where the scale is negative, or 0 in float32.
     """
-    scale = np.float32(scores.softmax_scale * math.log2(math.e))
-    return scores.softcap > 0 or aux.alibi_slopes is not None or bool(scale <= 0)
+    is_positive = scores.softmax_scale * math.log2(math.e) > ROUNDED_TO_0
+    return scores.softcap > 0 or aux.alibi_slopes is not None or not is_positive
+
+
+ROUNDED_TO_0 = 2.0**-150
+"""The largest number that float32 rounds to 0."""
 
 
 assert WORDS == 16, "the kernels know it"
