@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
 import dash_attn
 from dash_attn.distributed import attention, attention_varlen, shard
+from dash_attn.distributed.exchange import team_of
+from dash_attn.distributed.notes import notes_of
+from dash_attn.errors import InputError
 from dash_attn.testing import assert_same_bytes
 
 MASKS: dict[str, dict[str, Any]] = {
@@ -19,6 +25,17 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 MODES = ("ulysses", "gather", "ring", "ulysses+gather", "ulysses+ring", "auto")
 LAYOUTS = ("zigzag", "contiguous")
+
+
+@contextmanager
+def refused(match: str) -> Iterator[None]:
+    """An error of arguments, which this rank has told the others once, or they it."""
+    team = team_of(None)
+    notes = notes_of(team.group, team.rank, team.size)
+    before = notes.calls
+    with pytest.raises(InputError, match=match):
+        yield
+    assert notes.calls == before + 1
 
 
 class Case(NamedTuple):

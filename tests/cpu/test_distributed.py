@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from itertools import cycle, product
@@ -221,6 +223,12 @@ def _rows_and_positions(rank: int) -> None:
         starts = torch.zeros(24) if cu_seqlens is None else torch.tensor([0] * 8 + [8] * 16)
         there = shard((x[0, :, 0] - starts), dim=0, layout=layout, cu_seqlens=cu_seqlens)
         assert torch.equal(positions(24, layout=layout, cu_seqlens=cu_seqlens), there.long())
+    for dtype in (torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.float64):
+        whole = torch.arange(1, 73).remainder(5).view(3, 8, 3).to(dtype)
+        again = unshard(shard(whole.view(torch.uint8), dim=1).view(dtype), dim=-2)
+        assert again.shape == whole.shape
+        assert_same_bytes(again, whole)
+    assert unshard(x[:, :, :0]).shape == (1, 48, 0)
     leaf = x.clone().requires_grad_()
     shard(leaf).sum().backward()
     assert leaf.grad is not None
@@ -328,6 +336,12 @@ def _refused(rank: int) -> None:
                 call()
     with pytest.raises(InputError, match="cu_seqlens must be a torch.Tensor, got None"):
         attention_varlen(x[0], x[0], x[0], None)  # type: ignore[arg-type]
+    for dim in (3, -4, 1.0, None):
+        for function in (shard, unshard):
+            with pytest.raises(InputError, match=f"dim must be one of the 3 dimensions of x, got {dim}"):
+                function(x[0], dim=dim)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="x must be a torch.Tensor, got list"):
+        shard([1, 2])  # type: ignore[arg-type]
     for seqlen in (-8, 8.0, "8", True):
         with pytest.raises(InputError, match=f"seqlen must be an integer >= 0, got {seqlen!r}"):
             positions(seqlen)  # type: ignore[arg-type]
@@ -371,6 +385,9 @@ def _disagreeing(rank: int) -> None:
     with pytest.raises(kind, match=said):
         attention(x, x, x, mode="auto" if rank == 0 else "torus")
     attention(x, x, x)  # and they still can
+    empty = x[: 1 - rank]  # only one rank has sequences
+    with pytest.raises(CommunicationError, match=r"rank . has q=\(\([01], 64.*, rank . has q=\(\([01], 64"):
+        attention(empty, empty, empty, softcap=2.0)
 
 
 def test_ranks_that_disagree_are_all_told() -> None:
@@ -418,6 +435,8 @@ def _policies_refuse(rank: int) -> None:
         for policy in ("shift", "shift + lpt"):
             with pytest.raises(UnsupportedMaskError, match=said):
                 attention(dense, dense, dense, group=group, causal=True, policy=policy, mode=mode)
+            with pytest.raises(UnsupportedMaskError, match=said):  # as dash_attn.attention
+                attention(*[dense[:0]] * 3, group=group, causal=True, policy=policy, mode=mode)
             with pytest.raises(UnsupportedMaskError, match=said):
                 attention_varlen(*[packed] * 3, bounds, group=group, causal=True, policy=policy, mode=mode)
         attention(dense, dense, dense, group=group, causal=True, policy="symmetric_shift", mode=mode)
@@ -480,6 +499,111 @@ def _another_kind_later(rank: int) -> None:
 
 def test_a_rank_that_makes_another_kind_of_call_is_named() -> None:
     spawn(_another_kind_later, 2)
+
+
+def _out_of_step(rank: int) -> None:
+    """Ranks that are not at the same call know it before anything moves: no size differs here."""
+    x = torch.randn(1, 64, 4, 32).requires_grad_()
+    bounds = torch.tensor([[0, 64, 128], [0, 40, 128], [0, 88, 128]], dtype=torch.int32)
+    one, two = (attention(x, x, x).sum() for _ in range(2))  # type: ignore[union-attr]
+    attention(x, x, x, causal=True)
+    attention_varlen(*[x[0]] * 3, bounds[0], mode="ulysses")
+    unshard(x.detach())
+
+    def calls(function: Callable[[], object]) -> list[tuple[str, ...]]:
+        with pytest.raises(CommunicationError, match="all ranks make the same calls") as caught:
+            function()
+        found = re.findall(r"rank (\d)(?: of 2 is)? in the (\w+) of call (\d+)", str(caught.value))
+        assert len(found) == 2, caught.value
+        return sorted(found)
+
+    another_order = calls(lambda: (two if rank else one).backward(retain_graph=True))
+    assert another_order == [("0", "backward", "1"), ("1", "backward", "2")]
+    for number, function in enumerate(
+        (
+            lambda: attention(x, x, x, causal=rank == 1),
+            lambda: attention_varlen(*[x[0]] * 3, bounds[1 + rank], mode="ulysses"),
+            lambda: unshard(x.detach()[:, : 64 - 32 * rank]),
+        ),
+        start=6,
+    ):
+        assert calls(function) == [("0", "forward", f"{number}"), ("1", "forward", f"{number}")]
+    two.backward()  # and they still can
+    left_out = calls(lambda: one.backward() if rank else attention(x, x, x))
+    assert left_out == [("0", "forward", "9"), ("1", "backward", "1")]
+    assert calls(lambda: attention(x, x, x)) == [("0", "forward", "10"), ("1", "forward", "9")]
+
+
+def test_ranks_at_different_calls_are_told_before_anything_moves() -> None:
+    spawn(_out_of_step, 2)
+
+
+def _refused_before(rank: int) -> None:
+    """What one rank refuses before it makes a call, the others know when their exchange fails; its next call
+    is not taken for the one that they make."""
+    x = torch.zeros(1, 64, 4, 32)
+    for refused, said in (
+        (lambda group: attention_varlen(*[x[0]] * 3, None, group=group), "cu_seqlens must be"),
+        (lambda group: shard(x[:, :33], group), "sequence 0 has 33 rows"),
+        (lambda group: positions(-1, group), "seqlen must be"),
+        (lambda group: unshard(x.clone().requires_grad_(), group), "unshard carries no gradient"),
+    ):
+        group = _short()
+        attention(x, x, x, group=group)
+        if rank:
+            with pytest.raises(InputError, match=said):
+                refused(group)
+        expected = "could not be compared" if rank else f"failed: rank 1 of 2 refused its arguments: {said}"
+        with pytest.raises(CommunicationError, match=expected):
+            attention(x, x, x, group=group)
+        dist.barrier()
+    none = x[:0]
+    attention(none, none, none)
+    with pytest.raises(InputError if rank else CommunicationError, match=r"softcap must be 0 or in"):
+        attention(none, none, none, softcap=-1.0 * rank)
+    attention(none, none, none)
+
+
+@pytest.mark.slow
+def test_what_a_rank_refuses_before_a_call_is_told() -> None:
+    spawn(_refused_before, 2)
+
+
+def _late(rank: int) -> None:
+    """Who comes when another rank has waited in vain need not wait, too."""
+    group, x = _short(), torch.zeros(1, 64, 4, 32)
+    if rank:
+        time.sleep(4)
+    start = time.monotonic()
+    said = "rank 0 of 2 has waited" if rank else "could not be compared: not all ranks have come within 3 s"
+    with pytest.raises(CommunicationError, match=said):
+        attention(x, x, x, group=group)
+    assert (time.monotonic() - start < 2) == bool(rank)
+    attention(x, x, x, group=group)
+
+
+@pytest.mark.slow
+def test_who_comes_too_late_is_told_at_once() -> None:
+    spawn(_late, 2)
+
+
+def _outside(rank: int) -> None:
+    x = torch.zeros(1, 64, 4, 32)
+    for one in (dist.new_group([0]), dist.DeviceMesh("cpu", [0])):
+        if rank:
+            with pytest.raises(InputError, match="this process is not in the group"):
+                attention(x, x, x, group=one)
+        else:
+            attention(x, x, x, group=one)
+    both = dist.new_group([0, 1])
+    dist.destroy_process_group(both)
+    with pytest.raises(InputError, match="the process group was destroyed"):
+        attention(x, x, x, group=both)
+
+
+@pytest.mark.slow
+def test_groups_that_cannot_be_used_are_named() -> None:
+    spawn(_outside, 2)
 
 
 def _groups_come_and_go(rank: int) -> None:

@@ -6,6 +6,7 @@ import contextvars
 import importlib
 import threading
 from contextlib import contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn.distributed import LAYOUTS, context, positions, shard, unshard
-from dash_attn.errors import InputError
+from dash_attn.errors import CommunicationError, InputError
 from dash_attn.integrations import sdpa
 from dash_attn.ops.spread import current_spread
 from dash_attn.testing import assert_same_bytes
+from sharing_cases import refused
 from spawned import RankError, spawn
 
 SEQLEN, SEGMENT = 512, 128
@@ -175,9 +177,9 @@ def on_errors():
         ({"dropout_p": 1.0}, "dropout_p must be at least 0 and less than 1, got 1.0"),
         ({"attn_mask": mask, "is_causal": False}, r"attn_mask is not supported .* shape \(256, 256\)"),
     ]:
-        with inside(), pytest.raises(InputError, match=message):
+        with inside(), refused(message):
             call(q, k, v, **change)
-    with inside(), pytest.raises(InputError, match="query has 256 rows and key 128"):
+    with inside(), refused("query has 256 rows and key 128"):
         call(q, k[:, :, :128], v[:, :, :128], is_causal=False)
     for change, message in [
         ({"layout": "stripes"}, "layout must be one of zigzag, contiguous, got 'stripes'"),
@@ -189,10 +191,23 @@ def on_errors():
             pass
     sdpa.activate()
     try:
-        with context(), pytest.raises(InputError, match="use sdpa.enabled"):
+        with context(), refused("use sdpa.enabled"):
             F.scaled_dot_product_attention(q, q, q)
     finally:
         sdpa.restore()
+
+
+def on_refused_layers():
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.zeros(2, 16, 32)
+    with inside(), refused("need_weights=True"):
+        layer(x, x, x)
+    with inside(), refused("_native_multi_head_attention hides an attention"):
+        torch._native_multi_head_attention(x, x, x, 32, 4, *[x[0]] * 4)
+    with inside(), refused(r"query must have 4 dimensions .*got \(2, 16, 32\)"):
+        call(x, x, x)
+    with inside(), refused("query has 4 heads, key 2, and enable_gqa is False"):
+        call(torch.zeros(1, 4, 16, 32), *[torch.zeros(1, 2, 16, 32)] * 2, enable_gqa=False)
 
 
 def on_context_parallel():
@@ -239,6 +254,7 @@ def on_failure(rank):
             on_other_threads,
             on_checkpoints,
             on_errors,
+            on_refused_layers,
         ),
         pytest.param(
             (on_compiled_calls, on_multi_head_attention, on_context_parallel), marks=pytest.mark.slow
@@ -248,6 +264,29 @@ def on_failure(rank):
 )
 def test_two_ranks(functions):
     spawn(in_turns, 2, [function.__name__ for function in functions])
+
+
+def on_a_mask(rank):
+    """One rank alone gives a mask, and goes on behind the error: the other one is told, and no batch is taken
+    for another."""
+    store = dist.group.WORLD.get_group_store()
+    store.set_timeout(timedelta(seconds=3))
+    q = torch.zeros(1, 4, 64, 16)
+    with sdpa.enabled(), context(dist.new_group([0, 1], timeout=timedelta(seconds=3))):
+        F.scaled_dot_product_attention(q, q, q)
+        if rank:
+            with pytest.raises(InputError, match="attn_mask is not supported"):
+                F.scaled_dot_product_attention(q, q, q, torch.ones(64, 64))
+        told = (
+            "could not be compared" if rank else "failed: rank 1 of 2 refused its arguments: attn_mask is not"
+        )
+        with pytest.raises(CommunicationError, match=told):
+            F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.slow
+def test_a_mask_that_one_rank_gives():
+    spawn(on_a_mask, 2)
 
 
 def in_turns(rank, names):

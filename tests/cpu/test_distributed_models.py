@@ -11,10 +11,10 @@ import torch
 
 import dash_attn
 from dash_attn.distributed import context, positions, shard, unshard
-from dash_attn.errors import InputError
 from dash_attn.integrations.continuous import paged_attention_forward
 from dash_attn.integrations.token_masks import token_mask
 from dash_attn.testing import assert_same_bytes
+from sharing_cases import refused
 from spawned import spawn
 
 transformers = pytest.importorskip("transformers")
@@ -213,7 +213,7 @@ def on_refused_models():
         ({"attention_mask": dense}, r"attention_mask must be None or \(batch, seqlen_k\)"),
         ({"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}, "cu_seq_lens_q is not supported inside"),
     ]:
-        with inside(), pytest.raises(InputError, match=message):
+        with inside(), refused(message):
             model_of(llama())(shard(tokens_of()), **{**shared, **change})
 
 
@@ -222,7 +222,7 @@ def on_refused_caches():
     rows = positions(SEQLEN)[None]
     with inside(), torch.no_grad():
         cache = model(shard(tokens_of()), position_ids=rows, use_cache=True).past_key_values
-        with pytest.raises(InputError, match="1 queries and 129 keys on this rank"):
+        with refused("1 queries and 129 keys on this rank"):
             model(tokens_of(length=1), past_key_values=cache, position_ids=torch.tensor([[SEQLEN]]))
 
 
@@ -232,29 +232,29 @@ def on_refused_masks():
     outside = token_mask(**sizes)
     with inside():
         of_zigzag = token_mask(**sizes)
-        with pytest.raises(InputError, match="made outside of the context, but is used inside"):
+        with refused("made outside of the context, but is used inside"):
             dash.attention_forward(module, q, q, q, outside)
-        with inside(layout="contiguous"), pytest.raises(InputError, match="made in another context"):
+        with inside(layout="contiguous"), refused("made in another context"):
             dash.attention_forward(module, q, q, q, of_zigzag)
         out, _ = dash.attention_forward(module, q, q, q, of_zigzag)
         with inside():  # as a checkpoint's recomputation may be
             again, _ = dash.attention_forward(module, q, q, q, of_zigzag)
         assert_same_bytes(again, out)
-        with pytest.raises(InputError, match=r"attention_mask is not supported .* shape \(1, 128\)"):
+        with refused(r"attention_mask is not supported .* shape \(1, 128\)"):
             dash.attention_forward(module, q, q, q, torch.ones(1, 128))
-        with pytest.raises(InputError, match="sliding_window 7, but .* a window or chunks of None"):
+        with refused("sliding_window 7, but .* a window or chunks of None"):
             dash.attention_forward(module, q, q, q, of_zigzag, sliding_window=7)
-        with pytest.raises(InputError, match="sliding_window 7 without a causal mask"):
+        with refused("sliding_window 7 without a causal mask"):
             dash.attention_forward(module, q, q, q, None, sliding_window=7, is_causal=False)
-        with pytest.raises(InputError, match=r"position_ids have shape \(3, 1, 128\)"):
+        with refused(r"position_ids have shape \(3, 1, 128\)"):
             dash.attention_forward(module, q, q, q, of_zigzag, position_ids=positions(256).expand(3, 1, 128))
-        with pytest.raises(InputError, match="paged attention is not supported inside"):
+        with refused("paged attention is not supported inside"):
             paged_attention_forward(module, q, q, q, None, cache=object())
         config = transformers.LlamaConfig(**SMALL, attention_chunk_size=64)
-        with pytest.raises(InputError, match="attention_chunk_size 64: chunks cannot be shared"):
+        with refused("attention_chunk_size 64: chunks cannot be shared"):
             token_mask(**sizes, local_size=64, config=config)
         windowed = token_mask(**sizes, local_size=300)
-        with pytest.raises(InputError, match="sliding_window None, but .* a window or chunks of 300"):
+        with refused("sliding_window None, but .* a window or chunks of 300"):
             dash.attention_forward(module, q, q, q, windowed)
 
 

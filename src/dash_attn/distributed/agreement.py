@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
+from zlib import crc32
 
 from ..errors import CommunicationError
-from .exchange import Team
-from .notes import notes_of
+from .exchange import Step, Team
+from .notes import Notes, notes_of
 
-__all__ = ["agree", "refuse"]
+__all__ = ["agree", "telling"]
 
 
-def refuse(team: Team, error: Exception) -> None:
-    """Tell the other ranks that this one has refused its arguments. Nobody is waited for: raise it then."""
+@contextmanager
+def telling(team: Team) -> Iterator[None]:
+    """Inside, an error that comes before the ranks have met is told to the others, and nobody is waited for.
+
+    Args:
+        team: all its ranks come here, or to :func:`agree`.
+    """
     if team.size == 1:
+        yield
         return
-    with suppress(RuntimeError):  # the error is that of this rank, also without a store
-        notes_of(team.group, team.rank, team.size).refuse(f"{error}")
+    notes = _notes(team)
+    before = notes.calls
+    try:
+        yield
+    except Exception as error:
+        if notes.calls == before:
+            notes.calls += 1
+            with suppress(RuntimeError):  # the error is that of this rank, also without a store
+                notes.refuse(f"{error}")
+        raise
 
 
-def agree(team: Team, signature: tuple[Any, ...], numbers: Callable[[], tuple[Any, ...]]) -> None:
+def agree(
+    team: Team,
+    signature: tuple[tuple[str, Any], ...],
+    lengths: tuple[int, ...],
+    beside: Callable[[], tuple[tuple[str, Any], ...]] = tuple,
+    keep: bool = True,
+) -> Step:
     """Return if all ranks have the same signature; else raise on every rank that is asked.
 
     Args:
-        team: all its ranks call this, or :func:`refuse`.
+        team: all its ranks call this, or raise in :func:`telling`.
         signature: names and values of what must be equal, of things whose ``str`` says it.
-        numbers: names and values of what is new in every call. They are compared when the signature is.
+        lengths: of sequences. They may be new in every call, and are compared when the signature is.
+        beside: gives names and values of what else may be new, and is compared then.
+        keep: whether the signature need not be compared again. Only of calls in which ranks meet.
+
+    Returns:
+        Which call of the group this is. All ranks have the same one if they have made the same calls.
 
     Raises:
         CommunicationError: signatures differ, another rank has refused its arguments, or not all ranks ask.
     """
     if team.size == 1:
-        return
-    notes = notes_of(team.group, team.rank, team.size)
-    if signature not in notes.agreed:
-        said = [f"{name}={value}" for name, value in (*signature, *numbers())]
+        return Step(0, 0)
+    notes = _notes(team)
+    notes.calls += 1
+    number = notes.calls
+    known = notes.agreed.get(signature)
+    if known is None:
+        said = [
+            (name, str(value))
+            for name, value in (*signature, *beside(), ("lengths of sequences", _short(lengths)))
+        ]
         try:
             why = notes.compare(said)
         except (RuntimeError, TimeoutError) as error:
@@ -46,5 +78,23 @@ def agree(team: Team, signature: tuple[Any, ...], numbers: Callable[[], tuple[An
             ) from error
         if why:
             raise CommunicationError(why)
-        notes.agreed.add(signature)
+        known = crc32(str(signature).encode())
+        if keep:
+            notes.agreed[signature] = known
     notes.last = signature
+    return Step(number, crc32(str(lengths).encode(), known))
+
+
+def _notes(team: Team) -> Notes:
+    return notes_of(team.group, team.rank, team.size)
+
+
+_LONGEST_SAID = 200
+"""Characters of lengths that ranks compare; of longer ones these and a checksum."""
+
+
+def _short(lengths: tuple[int, ...]) -> str:
+    said = str(lengths)
+    if len(said) <= _LONGEST_SAID:
+        return said
+    return f"{said[:_LONGEST_SAID]}... ({len(lengths)}, checksum {crc32(said.encode()):08x})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..errors import InputError
 from ..ops.spread import spread_by
 from ..schedule.sharing import LAYOUTS, MODES
 from ..values import check_q_segment
+from .agreement import telling
 from .exchange import Team, team_of
 from .functional import attention
 from .rows import positions
@@ -75,6 +76,9 @@ class _Spread:
         out = attention(q, k, v, **how, **self._how)
         assert isinstance(out, Tensor)  # no log-sum-exp was asked for
         return out
+
+    def telling(self) -> AbstractContextManager[None]:
+        return telling(self._team)
 
     def positions(self, rows: int) -> Tensor:
         return self._positions(rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import CommunicationError, InputError
 from .notes import notes_of
 
-__all__ = ["Move", "Moving", "Team", "copy_rows", "errors_of", "of_first_rank", "team_of"]
+__all__ = ["Move", "Moving", "Step", "Team", "copy_rows", "errors_of", "in_step", "of_first_rank", "team_of"]
 
 
 class Team(NamedTuple):
@@ -57,13 +57,74 @@ def team_of(group: Any) -> Team:
             raise InputError(
                 f"group is a DeviceMesh of {group.ndim} dimensions: give one of them, mesh['cp'] for instance"
             )
-        group = group.get_group()
+        group = dist.GroupMember.NON_GROUP_MEMBER if group.get_coordinate() is None else group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to those outside
+        raise InputError("this process is not in the group")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InputError(f"group must be a process group or a DeviceMesh, got {type(group).__name__}")
-    rank = dist.get_rank(group)
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise InputError(f"the process group was destroyed: {error}") from error
     if rank < 0:
         raise InputError("this process is not in the group")
     return Team(ref(dist.group.WORLD if group is None else group), rank, dist.get_world_size(group))
+
+
+class Step(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        call: a number that counts the calls of the group.
+        checksum: 32 bits, of what the call was given.
+        backward: whether this is its backward.
+    """
+
+    call: int
+    checksum: int
+    backward: bool = False
+
+    @property
+    def tag(self) -> int:
+        """The step in 64 bits, of the call's number the last 30."""
+        return self.checksum << 31 | (self.call & 0x3FFFFFFF) << 1 | self.backward
+
+
+_TAG_ROOM = 1 << 31
+_OUT_OF_STEP = (
+    "dash_attn.distributed: the ranks of a group are at different calls: backwards ran in another order, one "
+    "was left out, a refused call was skipped, or lengths or other arguments differ"
+)
+
+
+def in_step(team: Team, at: Step, device: torch.device) -> None:
+    """Before anything moves: are all ranks at this step? On a GPU the host does not wait.
+
+    Raises:
+        CommunicationError: they are not. On a GPU the kernels behind this do not run, and PyTorch's next
+            synchronisation raises.
+    """
+    if team.size == 1:
+        return
+    mine = torch.full((team.size,), at.tag, dtype=torch.int64, device=device)
+    every = torch.empty_like(mine)
+    with errors_of(team):
+        dist.all_to_all_single(every, mine, group=team.group)
+    if device.type != "cpu":
+        torch._assert_async((every == mine).all(), _OUT_OF_STEP)
+        return
+    for rank, tag in enumerate(every.tolist()):
+        if tag != at.tag:
+            raise CommunicationError(
+                f"rank {team.rank} of {team.size} is in {_named(at.tag)}, rank {rank} in {_named(tag)}: all "
+                "ranks make the same calls, and run their backwards in the same order"
+            )
+
+
+def _named(tag: int) -> str:
+    checksum, number = divmod(tag, _TAG_ROOM)
+    way = "backward" if number & 1 else "forward"
+    return f"the {way} of call {number >> 1} (checksum of arguments and lengths {checksum:08x})"
 
 
 def of_first_rank(team: Team, x: Tensor) -> Tensor:

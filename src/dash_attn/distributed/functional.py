@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -18,10 +17,10 @@ from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
 from ..spec import AttentionSpec
 from ..values import Window, check_flag
-from .agreement import agree, refuse
+from .agreement import agree, telling
 from .autograd import attend
 from .covered import check_policy
-from .exchange import Team, of_first_rank, team_of
+from .exchange import Team, in_step, of_first_rank, team_of
 from .rows import lengths_of
 from .shared import Given, Shared
 
@@ -102,7 +101,7 @@ def attention(
     )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
-    found = _run((q, k, v), None, beside, asked, (group, layout, mode, return_lse))
+    found = _run((q, k, v), None, beside, asked, (team_of(group), layout, mode, return_lse))
     return found
 
 
@@ -155,9 +154,10 @@ def attention_varlen(
     )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
-    if cu_seqlens is None:
-        raise InputError("cu_seqlens must be a torch.Tensor, got None; attention takes dense batches")
-    found = _run((q, k, v), cu_seqlens, beside, asked, (group, layout, mode, return_lse))
+    with telling(team := team_of(group)):
+        if cu_seqlens is None:
+            raise InputError("cu_seqlens must be a torch.Tensor, got None; attention takes dense batches")
+    found = _run((q, k, v), cu_seqlens, beside, asked, (team, layout, mode, return_lse))
     return found
 
 
@@ -170,42 +170,38 @@ _Beside = tuple[
 ]
 """learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)"""
 
-_How = tuple[Any, str, str, bool]
+_How = tuple[Team, str, str, bool]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(
     qkv: _QKV, cu_seqlens: Tensor | None, beside: _Beside, asked: Asked, how: _How
 ) -> Tensor | tuple[Tensor, Tensor]:
-    group, layout, mode, return_lse = how
-    team = team_of(group)
-    try:
+    team, layout, mode, return_lse = how
+    with telling(team):
         refuse_transforms("distributed attention")
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], *beside)
         (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
-        empty = not given.lengths or not given.batch
-        shared = None if empty else _shared(given, spec, team, q.device)
-    except Exception as error:
-        refuse(team, error)
-        raise
-    agree(team, _said(qkv, checked, shared), lambda: _numbers(checked))
-    if shared is None:
+        shared = None
+        if given.lengths:  # without sequences a dense batch is refused for what it would be with them
+            shared = _shared(given._replace(batch=given.batch or 1), spec, team, q.device)
+    empty = shared is None or not given.batch
+    step = agree(team, _said(qkv, checked, shared), given.lengths, lambda: _seed(aux), keep=not empty)
+    if shared is None or empty:
         out, lse = empty_results(q, k, v, aux)
         return (out, lse) if return_lse else out
+    in_step(team, step, q.device)
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
         aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
     if given.packed and aux.rows is not None:
         aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
-    out, lse = attend(shared, q, k, v, aux)
+    out, lse = attend(shared, step, q, k, v, aux)
     if given.packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
-
-_LONGEST_SAID = 200
-"""Characters of lengths that ranks compare; of longer ones these and a checksum."""
 
 _ASKED_BY = {
     "left": "window", "right": "causal, window", "sink": "learnable_sink", "alibi": "alibi_slopes",
@@ -275,16 +271,10 @@ def _said(qkv: _QKV, checked: _Checked, shared: Shared | None) -> tuple[tuple[st
     return (*shapes, *named, ("gradients", gradients), seeded, *runs_by)
 
 
-def _numbers(checked: _Checked) -> tuple[tuple[str, Any], ...]:
-    """What may be new in every call, by name: a seed, and lengths of packed sequences."""
-    _, aux, _, given = checked
-    lengths = str(given.lengths)
-    if len(lengths) > _LONGEST_SAID:
-        lengths = (
-            f"{lengths[:_LONGEST_SAID]}... ({len(given.lengths)}, checksum {crc32(lengths.encode()):08x})"
-        )
+def _seed(aux: AuxTensors) -> tuple[tuple[str, Any], ...]:
+    """It may be new in every call."""
     seed = aux.dropout_seed
-    return ("dropout_seed", None if seed is None else int(seed)), ("lengths of sequences", lengths)
+    return (("dropout_seed", None if seed is None else int(seed)),)
 
 
 @lru_cache(64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between two looks at the store."""
 
 
+_AGREED = "agreed"
+
+Said = Sequence[tuple[str, str]]
+"""Names and values of a call."""
+
+
 class Notes:
     """The notes of a group, as one of its ranks knows them.
 
@@ -27,15 +34,17 @@ class Notes:
     ranks count rounds alike as long as they make the same calls.
 
     Attributes:
-        agreed: what ranks have agreed on, and need not compare again.
+        agreed: what ranks have agreed on, and need not compare again, with its checksum.
         last: names and values of the call that this rank has agreed on last.
+        calls: how many this rank has made or refused.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._store: Any = dist.PrefixStore("dash_attn/", group.get_group_store())  # type: ignore[attr-defined]
         self._rank, self._size, self._round = rank, size, 0
-        self.agreed: set[tuple[Any, ...]] = set()
+        self.agreed: dict[tuple[tuple[str, Any], ...], int] = {}
         self.last: tuple[tuple[str, Any], ...] = ()
+        self.calls = 0
 
     def refuse(self, why: str) -> None:
         """Tell the others, and wait for nobody.
@@ -50,20 +59,28 @@ class Notes:
         finally:
             self._next(agreed=False)
 
-    def compare(self, mine: list[str]) -> str:
+    def compare(self, mine: Said) -> str:
         """What keeps the ranks from agreeing; "" if all have the same.
 
         Raises:
-            TimeoutError: not all ranks have said theirs within the store's timeout.
+            TimeoutError: not all ranks have said theirs within the store's timeout. Those that come later
+                find that this one has waited.
             RuntimeError: the store does not answer.
         """
         verdict = None
         try:
             verdict = self._compared(mine)
             self._leave()
+        except TimeoutError:
+            with suppress(RuntimeError):
+                self._store.set(
+                    self._key("waited"), f"rank {self._rank} of {self._size} has waited, and gone"
+                )
+                self._leave()
+            raise
         finally:
-            self._next(agreed=verdict == "")
-        return verdict
+            self._next(agreed=verdict == _AGREED)
+        return "" if verdict == _AGREED else verdict
 
     def why_not_here(self) -> str:
         """Why other ranks are not where this one is; "" if they have not said.
@@ -72,31 +89,29 @@ class Notes:
             RuntimeError: the store does not answer.
         """
         if self._store.check([self._key("verdict")]):
-            return self._verdict()
+            return self._note("verdict")
         if not self._store.check([self._key("begun")]):
             return ""
         rank, theirs = json.loads(self._store.get(self._key("begun")))
-        mine = [f"{name}={value}" for name, value in self.last]
+        mine = [(name, str(value)) for name, value in self.last]
         said = f"rank {rank} of {self._size} makes a call of a kind that is new there"
         return said + self._difference(rank, theirs, mine)
 
-    def _compared(self, mine: list[str]) -> str:
+    def _compared(self, mine: Said) -> str:
         store, said = self._store, json.dumps([self._rank, mine])
         store.set(self._key("begun"), said)
         if self._rank == 0:
             store.set(self._key("said"), said)
-        if self._wait_for("verdict", "said") == "said":
+        if self._wait_for("verdict", "waited", "said") == "said":
             _, first = json.loads(store.get(self._key("said")))
-            if mine != first:
-                differing = self._difference(0, first, mine)
+            if differing := self._difference(0, first, mine):
                 store.set(self._key("verdict"), "ranks were called with different arguments" + differing)
             elif store.add(self._key("agreed"), 1) == self._size:
-                store.set(self._key("verdict"), "")
-        self._wait_for("verdict")
-        return self._verdict()
+                store.set(self._key("verdict"), _AGREED)
+        return self._note(self._wait_for("verdict", "waited"))
 
-    def _verdict(self) -> str:
-        found: bytes = self._store.get(self._key("verdict"))
+    def _note(self, name: str) -> str:
+        found: bytes = self._store.get(self._key(name))
         return found.decode()
 
     def _wait_for(self, *names: str) -> str:
@@ -115,7 +130,7 @@ class Notes:
         """The last one to leave a round takes its notes away: a later group may have the same store."""
         if self._store.add(self._key("left"), 1) == self._size:
             with suppress(RuntimeError):  # not every store can
-                for name in ("begun", "said", "agreed", "verdict", "left"):
+                for name in ("begun", "said", "agreed", "verdict", "waited", "left"):
                     self._store.delete_key(self._key(name))
 
     def _next(self, agreed: bool) -> None:
@@ -128,10 +143,17 @@ class Notes:
     def _key(self, name: str) -> str:
         return f"{self._round}/{name}"
 
-    def _difference(self, rank: int, theirs: list[str], mine: list[str]) -> str:
-        for there, here in zip(theirs, mine):
-            if there != here:
-                return f": rank {rank} has {there}, rank {self._rank} has {here}"
+    def _difference(self, rank: int, theirs: Said, mine: Said) -> str:
+        """The first thing by name in which another rank differs from this one; "" if none does."""
+        there, here = dict(theirs), dict(mine)
+        for name in {**there, **here}:
+            at, of = there.get(name), here.get(name)
+            if at != of:
+                said = ", ".join(
+                    f"rank {who} has {f'{name}={value}' if value is not None else f'no {name}'}"
+                    for who, value in ((rank, at), (self._rank, of))
+                )
+                return f": {said}"
         return ""
 
 

@@ -12,7 +12,8 @@ from ..errors import InputError
 from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
 from ..values import is_integer, short
-from .exchange import errors_of, team_of
+from .agreement import agree, telling
+from .exchange import errors_of, in_step, team_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 
@@ -65,8 +66,18 @@ def shard(
         InputError: rows, or those of a sequence, cannot be spread evenly.
     """
     team = team_of(group)
-    spread = Layout(lengths_of(x.shape[dim], cu_seqlens), team.size, layout)
+    with telling(team):
+        dim = _dim_of(x, dim)
+        spread = Layout(lengths_of(x.shape[dim], cu_seqlens), team.size, layout)
     return x.index_select(dim, _index(spread, team.rank, x.device))
+
+
+def _dim_of(x: Tensor, dim: int) -> int:
+    if not isinstance(x, Tensor):
+        raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if not is_integer(dim) or not -x.ndim <= dim < x.ndim:
+        raise InputError(f"dim must be one of the {x.ndim} dimensions of x, got {short(dim)}")
+    return int(dim) % x.ndim
 
 
 def unshard(
@@ -82,18 +93,38 @@ def unshard(
         InputError: a gradient is wanted; or as :func:`shard`.
         CommunicationError: a rank does not answer.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise InputError("unshard carries no gradient: give it x.detach()")
     team = team_of(group)
-    spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens), team.size, layout)
-    mine = x.detach().movedim(dim, 0).contiguous()
-    parts = [torch.empty_like(mine) for _ in range(team.size)]
-    with errors_of(team):
-        dist.all_gather(parts, mine, group=team.group)
+    with telling(team):
+        dim = _dim_of(x, dim)
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise InputError("unshard carries no gradient: give it x.detach()")
+        spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens), team.size, layout)
+        mine = x.detach().movedim(dim, 0).contiguous()
+    others = tuple(x.shape[:dim] + x.shape[dim + 1 :])
+    said = {"function": "unshard", "dtype": x.dtype, "dim": dim, "layout": layout, "other dimensions": others}
+    in_step(team, agree(team, tuple(said.items()), spread.lengths), x.device)
+    rows = torch.empty((spread.local_rows * team.size, *others), dtype=x.dtype, device=x.device)
+    whole = torch.empty_like(rows)
+    if not rows.numel():
+        return whole.movedim(0, dim)
+    with errors_of(team):  # bytes: not every dtype can be exchanged, or put at indices
+        dist.all_gather(list(_bytes(rows).chunk(team.size)), _bytes(mine), group=team.group)
     index = torch.cat([_index(spread, rank, x.device) for rank in range(team.size)])
-    whole = torch.empty_like(torch.cat(parts))
-    whole[index] = torch.cat(parts)
+    _units_of_rows(whole)[index] = _units_of_rows(rows)
     return whole.movedim(0, dim)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.flatten().view(torch.uint8)
+
+
+def _units_of_rows(x: Tensor) -> Tensor:
+    """The rows of a tensor that is contiguous, as integers that are as wide as can be."""
+    rows = _bytes(x).view(len(x), -1)
+    unit = next(
+        dtype for dtype in (torch.int64, torch.int32, torch.uint8) if not rows.shape[1] % dtype.itemsize
+    )
+    return rows.view(unit)
 
 
 def positions(
@@ -117,9 +148,10 @@ def positions(
     Raises:
         InputError: ``seqlen`` is no integer >= 0; or as :func:`shard`.
     """
-    if not is_integer(seqlen) or seqlen < 0:
-        raise InputError(f"seqlen must be an integer >= 0, got {short(seqlen)}")
     team = team_of(group)
-    spread = Layout(lengths_of(int(seqlen), cu_seqlens), team.size, layout)
+    with telling(team):
+        if not is_integer(seqlen) or seqlen < 0:
+            raise InputError(f"seqlen must be an integer >= 0, got {short(seqlen)}")
+        spread = Layout(lengths_of(int(seqlen), cu_seqlens), team.size, layout)
     parts = [torch.arange(c.rows.first, c.rows.last, device=device) for c in spread.chunks[team.rank]]
     return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device=device)])

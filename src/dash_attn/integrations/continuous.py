@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..api import flash_attn_varlen_func, flash_attn_with_kvcache
 from ..errors import InputError
-from ..ops.spread import current_spread
+from ..ops.spread import current_spread, told
 from .keywords import OF_CONTINUOUS_BATCHING, refuse_unknown
 from .spread_rows import INSIDE
 
@@ -22,6 +22,7 @@ __all__ = ["paged_attention_forward"]
 
 
 @torch.no_grad()
+@told
 def paged_attention_forward(
     module: torch.nn.Module,
     query: Tensor,

@@ -10,7 +10,7 @@ from ..arguments import Asked, CheckedCall, Packing, check_call
 from ..backends.base import Gradients, Tensors
 from ..errors import InputError
 from ..ops.operators import DENSE, VARLEN
-from ..ops.spread import current_spread
+from ..ops.spread import current_spread, told
 from .spread_rows import INSIDE
 
 __all__ = ["Band", "run_backward", "run_forward"]
@@ -24,6 +24,7 @@ class Band(NamedTuple):
     right: int | None = None
 
 
+@told
 def run_forward(
     q: Tensor,
     k: Tensor,

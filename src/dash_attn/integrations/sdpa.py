@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..api import flash_attn_func
 from ..errors import InputError, UnavailableError
-from ..ops.spread import Spread, current_spread, spread_by
+from ..ops.spread import Spread, current_spread, spread_by, told
 from .aten import in_layout_of, override, upper_left
 from .interval_masks import Intervals, Sizes, intervals_of
 from .kernels import Band
@@ -120,9 +120,7 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _FUSED:
-            raise InputError(
-                f"{func.__name__} hides an attention that dash-attn cannot take; call SDPA itself"
-            )
+            _refuse_fused(func)
         kwargs = kwargs or {}
         if func in _BACKWARDS:
             with _Mode(current_spread() or self._spread):  # a checkpoint's recomputation is inside too
@@ -135,6 +133,12 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@told
+def _refuse_fused(function: Any) -> NoReturn:
+    raise InputError(f"{function.__name__} hides an attention that dash-attn cannot take; call SDPA itself")
+
+
+@told
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -247,6 +251,7 @@ _MULTI_HEAD_ARGUMENTS = _multi_head_attention.__code__.co_varnames[
 ]
 
 
+@told
 def _without_weights(*args: Any, **kwargs: Any) -> Any:
     """F.multi_head_attention_forward, which calls SDPA only where nobody needs the attention weights."""
     weights = {**dict(zip(_MULTI_HEAD_ARGUMENTS, args)), **kwargs}.get("need_weights", True)

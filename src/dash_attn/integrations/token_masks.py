@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ops.spread import Spread, current_spread
+from ..ops.spread import Spread, current_spread, told
 from .padding import Packing, packing_of
 from .positions import Sizes, separate
 from .spread_rows import Read, check_read
@@ -29,6 +29,7 @@ class NotATensorError(InputError, AttributeError):
     """A model used a :class:`TokenMask` as the tensor that other implementations have in its place."""
 
 
+@told
 def _refuse(used: str) -> NoReturn:
     raise NotATensorError(
         f"this model does its own attention ({used} of its mask): it does not call 'dash' attention, or not "
@@ -118,6 +119,7 @@ class TokenMask:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
+@told
 def token_mask(
     batch_size: int,
     q_length: int,

@@ -45,7 +45,7 @@ from ..api import flash_attn_func, flash_attn_varlen_func
 from ..errors import InputError, UnavailableError
 from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
-from ..ops.spread import Spread, current_spread
+from ..ops.spread import Spread, current_spread, told
 from . import OLDEST_TRANSFORMERS, release
 from .callers import refuse_models_that_do_not_call
 from .continuous import paged_attention_forward
@@ -82,6 +82,7 @@ def register(name: str = NAME) -> None:
     refuse_models_that_do_not_call(name)
 
 
+@told
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,

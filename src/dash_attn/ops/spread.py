@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Spread", "current_spread", "spread_by"]
+__all__ = ["Spread", "current_spread", "spread_by", "told"]
+
+Door = TypeVar("Door", bound=Callable[..., Any])
 
 
 class Spread(Protocol):
@@ -32,6 +35,9 @@ class Spread(Protocol):
 
     def positions(self, rows: int) -> Tensor:
         """(rows,) int64 on the CPU: the positions of the rows of this rank, which has so many."""
+
+    def telling(self) -> AbstractContextManager[None]:
+        """Inside, what a call is refused for is told to the other ranks."""
 
     def local(self, x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """The rows of this rank as a plain tensor, and what makes of another such tensor one like x.
@@ -59,6 +65,23 @@ def current_spread() -> Spread | None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _innermost() -> Spread | None:
     return _SPREAD.get()
+
+
+def told(function: Door) -> Door:
+    """Of what takes calls of other libraries: inside a context, the other ranks are told what it raises."""
+
+    @wraps(function)
+    def door(*args: Any, **kwargs: Any) -> Any:
+        spread = current_spread()
+        return function(*args, **kwargs) if spread is None else _telling(spread, function, args, kwargs)
+
+    return door  # type: ignore[return-value]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _telling(spread: Spread, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with spread.telling():
+        return function(*args, **kwargs)
 
 
 @contextmanager
