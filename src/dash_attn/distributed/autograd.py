@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients
 from ..ops.autograd import gradients_once, needs_grad, savable
-from .exchange import Step, in_step
+from .exchange import Meeting
 from .passes import Saved, backward, forward
 from .shared import Shared
 
@@ -18,13 +18,13 @@ __all__ = ["attend"]
 
 
 def attend(
-    shared: Shared, step: Step, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors
+    shared: Shared, meeting: Meeting, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the rows that lie on this rank, with gradients, of the call that ``step`` names. Packed
+    """(out, lse) of the rows that lie on this rank, with gradients; ``meeting``: for the forward. Packed
     q, k and v have no batch, out and lse have one."""
     wanted = (q, k, v, aux.learnable_sink)
     tie = _Tie.apply(*wanted) if needs_grad(*wanted) else None  # type: ignore[no-untyped-call]
-    out, lse = _Attention.apply((shared, step), tie, q, k, v, *aux)  # type: ignore[no-untyped-call]
+    out, lse = _Attention.apply((shared, meeting), tie, q, k, v, *aux)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -52,28 +52,29 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        which: tuple[Shared, Step],
+        what: tuple[Shared, Meeting],
         tie: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *aux: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        shared, _ = ctx.which = which
+        shared, meeting = what
         if shared.given.packed:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        out, lse, saved = forward(shared, q, k, v, AuxTensors(*aux))
+        out, lse, saved = forward(shared, meeting, q, k, v, AuxTensors(*aux))
         ctx.save_for_backward(tie, *saved, *savable(aux))
         ctx.mark_non_differentiable(lse)
+        ctx.shared, ctx.step = shared, meeting.at._replace(backward=True)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        shared, step = ctx.which
+        shared, step = ctx.shared, ctx.step
 
         def made(dout: Tensor, _: Tensor | None, *saved: Tensor) -> Gradients:
-            in_step(shared.team, step._replace(backward=True), dout.device)
-            return backward(shared, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
+            meeting = Meeting(shared.team, step, dout.device)
+            return backward(shared, meeting, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
 
         grads = gradients_once(made, dout, *ctx.saved_tensors)
         if shared.given.packed:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import CommunicationError, InputError
 from .notes import notes_of
 
-__all__ = ["Move", "Moving", "Step", "Team", "copy_rows", "errors_of", "in_step", "of_first_rank", "team_of"]
+__all__ = ["Meeting", "Move", "Moving", "Step", "Team", "copy_rows", "errors_of", "of_first_rank", "team_of"]
 
 
 class Team(NamedTuple):
@@ -97,28 +97,47 @@ _OUT_OF_STEP = (
 )
 
 
-def in_step(team: Team, at: Step, device: torch.device) -> None:
-    """Before anything moves: are all ranks at this step? On a GPU the host does not wait.
+class Meeting:
+    """Are all ranks at one step? Asked when this is made; :meth:`end`, before anything moves, has the answer.
+    What a GPU is given between the two runs meanwhile.
 
-    Raises:
-        CommunicationError: they are not. On a GPU the kernels behind this do not run, and PyTorch's next
-            synchronisation raises.
+    Args:
+        team: all its ranks meet.
+        at: where this one is.
+        device: of what will move.
     """
-    if team.size == 1:
-        return
-    mine = torch.full((team.size,), at.tag, dtype=torch.int64, device=device)
-    every = torch.empty_like(mine)
-    with errors_of(team):
-        dist.all_to_all_single(every, mine, group=team.group)
-    if device.type != "cpu":
-        torch._assert_async((every == mine).all(), _OUT_OF_STEP)
-        return
-    for rank, tag in enumerate(every.tolist()):
-        if tag != at.tag:
-            raise CommunicationError(
-                f"rank {team.rank} of {team.size} is in {_named(at.tag)}, rank {rank} in {_named(tag)}: all "
-                "ranks make the same calls, and run their backwards in the same order"
-            )
+
+    def __init__(self, team: Team, at: Step, device: torch.device) -> None:
+        self._team, self.at = team, at
+        self._work: Any = None
+        if team.size == 1:
+            return
+        self._mine = torch.full((team.size,), at.tag, dtype=torch.int64, device=device)
+        self._every = torch.empty_like(self._mine)
+        with errors_of(team):
+            self._work = dist.all_to_all_single(self._every, self._mine, group=team.group, async_op=True)
+
+    def end(self) -> None:
+        """On a GPU the host does not wait. Nothing happens the second time.
+
+        Raises:
+            CommunicationError: the ranks are not at one step. On a GPU no kernel behind this runs then, and
+                PyTorch's next synchronisation raises.
+        """
+        team, work, self._work = self._team, self._work, None
+        if work is None:
+            return
+        with errors_of(team):
+            work.wait()
+        if self._every.is_cuda:
+            torch._assert_async((self._every == self._mine).all(), _OUT_OF_STEP)
+            return
+        for rank, tag in enumerate(self._every.tolist()):
+            if tag != self.at.tag:
+                raise CommunicationError(
+                    f"rank {team.rank} of {team.size} is in {_named(self.at.tag)}, rank {rank} in "
+                    f"{_named(tag)}: all ranks make the same calls, and run their backwards in the same order"
+                )
 
 
 def _named(tag: int) -> str:
@@ -166,9 +185,12 @@ class Moving:
         moves: those of this rank, and perhaps others. Between two ranks they have one order on both; those
             within a rank are copies.
         device: of the tensors.
+        meeting: of the ranks, which ends before anything moves.
     """
 
-    def __init__(self, team: Team, moves: Sequence[Move], device: torch.device) -> None:
+    def __init__(
+        self, team: Team, moves: Sequence[Move], device: torch.device, meeting: Meeting | None = None
+    ) -> None:
         self._team = team
         out, self._into, within = [], [], []  # type: list[Move], list[Move], list[Move]
         for move in moves:
@@ -189,6 +211,8 @@ class Moving:
             )
             for move, place in _places(out, self._sent):
                 copy_rows(place, move.take())
+            if meeting is not None:
+                meeting.end()
             with errors_of(team):
                 self._work = dist.all_to_all_single(
                     self._received, self._sent, sizes_in, sizes_out, group=team.group, async_op=True

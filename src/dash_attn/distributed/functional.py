@@ -20,7 +20,7 @@ from ..values import Window, check_flag
 from .agreement import agree, telling
 from .autograd import attend
 from .covered import check_policy
-from .exchange import Team, in_step, of_first_rank, team_of
+from .exchange import Meeting, Team, of_first_rank, team_of
 from .rows import lengths_of
 from .shared import Given, Shared
 
@@ -191,13 +191,14 @@ def _run(
     if shared is None or empty:
         out, lse = empty_results(q, k, v, aux)
         return (out, lse) if return_lse else out
-    in_step(team, step, q.device)
+    meeting = Meeting(team, step, q.device)
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
+        meeting.end()
         aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
     if given.packed and aux.rows is not None:
         aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
-    out, lse = attend(shared, step, q, k, v, aux)
+    out, lse = attend(shared, meeting, q, k, v, aux)
     if given.packed:
         out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out

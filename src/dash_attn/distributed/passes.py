@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients, Tensors, as_current
+from .exchange import Meeting
 from .leaving import Leaving, Made
 from .shared import Heads, Shared, places
 
@@ -33,17 +34,20 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-def forward(shared: Shared, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor, Saved]:
+def forward(
+    shared: Shared, meeting: Meeting, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors
+) -> tuple[Tensor, Tensor, Saved]:
     """(out, lse) of the rows that lie on this rank, and what the backward needs.
 
     Args:
         shared: the call.
+        meeting: of the ranks, for this.
         q: (batch, local rows, heads, head_dim).
         k, v: (batch, local rows, kv_heads, head_dim).
         aux: of all heads, and intervals of rows of the keys that lie on this rank, (batch, local rows).
     """
     mine, moves = shared.rows_in(q)
-    coming = shared.begin_keys(k, v, 0, moves)
+    coming = shared.begin_keys(k, v, 0, moves, meeting)
     aux = _with_all_keys(shared, aux)
     outs, lses = [], []
     steps = shared.steps(shared.team.rank)
@@ -96,17 +100,20 @@ def _forward_step(shared: Shared, given: _QKV, heads: Heads, aux: AuxTensors) ->
     return _joined(outs, 1), _joined(lses, 2)
 
 
-def backward(shared: Shared, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gradients:
+def backward(shared: Shared, meeting: Meeting, dout: Tensor, saved: Saved, aux: AuxTensors) -> Gradients:
     """The gradients of what lies on this rank. dsink is that of the rows and heads that it computed.
 
     Args:
-        shared, aux: as in the forward.
+        shared, meeting, aux: as in the forward.
         dout: of the rows that lie on this rank.
         saved: what the forward returned.
     """
     dout, moves = shared.rows_in(dout)
     q, k, v, out, lse = saved
-    coming = (shared.move(moves), k, v) if shared.keeps_keys else shared.begin_keys(k, v, 0, moves)
+    if shared.keeps_keys:
+        coming = shared.move(moves, meeting), k, v
+    else:
+        coming = shared.begin_keys(k, v, 0, moves, meeting)
     aux = _with_all_keys(shared, aux)
     local = dout.shape[0], shared.layout.local_rows, shared.given.kv_heads
     dk, dv = (x.new_empty((*local, x.shape[3])) for x in (k, v))

@@ -13,7 +13,7 @@ from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
 from ..values import is_integer, short
 from .agreement import agree, telling
-from .exchange import errors_of, in_step, team_of
+from .exchange import Meeting, errors_of, team_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 
@@ -102,7 +102,7 @@ def unshard(
         mine = x.detach().movedim(dim, 0).contiguous()
     others = tuple(x.shape[:dim] + x.shape[dim + 1 :])
     said = {"function": "unshard", "dtype": x.dtype, "dim": dim, "layout": layout, "other dimensions": others}
-    in_step(team, agree(team, tuple(said.items()), spread.lengths), x.device)
+    Meeting(team, agree(team, tuple(said.items()), spread.lengths), x.device).end()
     rows = torch.empty((spread.local_rows * team.size, *others), dtype=x.dtype, device=x.device)
     whole = torch.empty_like(rows)
     if not rows.numel():

@@ -19,7 +19,7 @@ from ..schedule.constants import FORWARD_SEGMENT
 from ..schedule.sharing import Cut, Layout, Route, Rows, deal, in_place, routes
 from ..scores import Origin
 from ..spec import AttentionSpec
-from .exchange import Move, Moving, Team, copy_rows
+from .exchange import Meeting, Move, Moving, Team, copy_rows
 
 __all__ = ["Given", "Heads", "Shared", "places"]
 
@@ -275,9 +275,9 @@ class Shared:
         of_kv = [work.heads for work in self.work] if step is None else self.of_step(step)
         return [(first * self.group, last * self.group) for first, last in of_kv]
 
-    def move(self, moves: Sequence[Move]) -> Moving:
-        """Begin moves."""
-        return Moving(self.team, moves, self.device)
+    def move(self, moves: Sequence[Move], meeting: Meeting | None = None) -> Moving:
+        """Begin moves, behind a meeting."""
+        return Moving(self.team, moves, self.device, meeting)
 
     def rows_in(self, x: Tensor) -> tuple[Tensor, list[Move]]:
         """Of a tensor like q: the rows that this rank works on, with its heads, and moves that fill them."""
@@ -299,16 +299,22 @@ class Shared:
         return self._moves(x, self._q_ways, flat, self.q_heads(step), False)
 
     def begin_keys(
-        self, k: Tensor, v: Tensor, step: int, beside: Sequence[Move] = ()
+        self,
+        k: Tensor,
+        v: Tensor,
+        step: int,
+        beside: Sequence[Move] = (),
+        meeting: Meeting | None = None,
     ) -> tuple[Moving, Tensor, Tensor]:
-        """Begin to bring the keys of a step, and other moves beside them: (the moves, k, v)."""
+        """Begin to bring the keys of a step, and other moves beside them, behind a meeting: (the moves, k,
+        v)."""
         heads, mine = self.of_step(step), self.keys[self.team.rank]
         first, last = heads[self.team.rank]
         flat, moves = [], list(beside)
         for x in (k, v):
             flat.append(x.new_empty((x.shape[0], _total(mine), last - first, x.shape[3])))
             moves += self._moves(x, self._k_ways, flat[-1], heads, True)
-        return self.move(moves), flat[0], flat[1]
+        return self.move(moves, meeting), flat[0], flat[1]
 
     def rows_of_keys(self, *tensors: Tensor) -> list[Tensor]:
         """What stands beside each key, (batch, local rows), of all keys that this rank needs."""
