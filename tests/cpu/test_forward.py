@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +188,24 @@ def test_the_same_with_the_numbers_of_the_product(dtype: str) -> None:
     for start, end in ((0, 1000), (numerics.segment - 10, length - 7), (length - 1, length)):
         found = run(q[start:end], k[:end], v[:end], Mask.causal(), numerics, seed=start)
         assert_rows(found, whole, slice(start, end))
+
+
+@pytest.mark.parametrize(("head_dim", "of_v"), [(1, 3), (7, 64), (33, 9), (40, 24)])
+def test_products_have_columns_that_8_divides(head_dim: int, of_v: int) -> None:
+    """By how many there are PyTorch chooses how to multiply, and not every way treats all rows alike."""
+    found = set()
+    mm, addmm = torch.mm, torch.Tensor.addmm_
+
+    def seen(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *given: found.update(x.shape[1] for x in given) or product(*given)
+
+    q, k, v = (torch.randn(90, 1, n) for n in (head_dim, head_dim, of_v))
+    with mock.patch("torch.mm", seen(mm)), mock.patch.object(torch.Tensor, "addmm_", seen(addmm)):
+        problem = Problem(((90, 90),), 1, 1, head_dim, Mask.causal(), "float32", head_dim_v=of_v)
+        out, _ = forward(problem, q, k, v, SCALE)
+    assert out.shape == v.shape
+    assert {-(-n // 8) * 8 for n in (head_dim, of_v)} <= found
+    assert not any(n % 8 for n in found)
 
 
 @settings(max_examples=15)

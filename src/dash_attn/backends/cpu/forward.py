@@ -138,7 +138,7 @@ class _Head:
         """``masks``: of the mask alone, kept for all heads."""
         self.grid, self.numerics, self.dtype, self.masks = grid, numerics, k.dtype, masks
         self.intervals = intervals
-        size = numerics.tile
+        size, self.columns = numerics.tile, _columns(numerics.head_dim_v)
         starts = range(0, len(k), size)
         self.keys = [_padded(k[left : left + size], size) for left in starts]
         self.values = [_values(v[left : left + size], size) for left in starts]
@@ -157,12 +157,13 @@ class _Head:
             if seen.any():
                 found = self._segments(head, top, int(first[seen].min()), int(last[seen].max()), rng)
             if head.sink is not None:
-                found.append(_of_sink(head.sink, out))
+                found.append(_of_sink(head.sink, lse.dtype, self.columns))
             if found:
                 rows = at.stop - at.start
                 state = reduce(_folded, found)
                 rescale = 1.0 if head.dropout is None else head.dropout.rescale
-                out[at], lse[at] = (x[:rows] for x in _results(state, rescale))
+                results, lse[at] = (x[:rows] for x in _results(state, rescale))
+                out[at] = results[:, : out.shape[1]]
         return out, lse
 
     def _segments(
@@ -180,7 +181,7 @@ class _Head:
     def _segment(self, head: _QHead, top: int, kv_tiles: list[int]) -> _State:
         q = head.q
         nothing = q.new_zeros(len(q), 1)
-        state = _State(nothing - torch.inf, nothing, q.new_zeros((len(q), self.numerics.head_dim_v)))
+        state = _State(nothing - torch.inf, nothing, q.new_zeros((len(q), self.columns)))
         size = self.numerics.tile
         for kv in kv_tiles:
             left = kv * size
@@ -259,12 +260,11 @@ def _folded(before: _State, state: _State) -> _State:
     return _State(maximum, before.total * left + state.total * right, before.out * left + state.out * right)
 
 
-def _of_sink(sink: Tensor, out: Tensor) -> _State:
-    """What a q tile knows of a key that has the sink for its score, and no value; ``out``: of its head."""
-    wide = accumulator(out.dtype)
+def _of_sink(sink: Tensor, wide: torch.dtype, columns: int) -> _State:
+    """What a q tile knows of a key that has the sink for its score, and no value."""
     maximum = (sink.detach().to(wide) * math.log2(math.e)).expand(ROWS, 1)
     total = torch.exp2(maximum - _finite(maximum))  # 1, or 0 of a sink of -inf
-    return _State(maximum, total, out.new_zeros(ROWS, out.shape[1], dtype=wide))
+    return _State(maximum, total, total.new_zeros(ROWS, columns))
 
 
 def _results(state: _State, rescale: float) -> tuple[Tensor, Tensor]:
@@ -280,10 +280,15 @@ def _finite(maximum: Tensor) -> Tensor:
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:
-    """Rows in accumulation precision, in fresh memory, with zeros behind."""
-    padded = x.new_zeros((rows, x.shape[1]), dtype=accumulator(x.dtype))
-    padded[: len(x)] = x
+    """Rows in accumulation precision, in fresh memory, with zeros behind and beside them: products of some
+    other numbers of columns round by a row's place in its tile."""
+    padded = x.new_zeros((rows, _columns(x.shape[1])), dtype=accumulator(x.dtype))
+    padded[: len(x), : x.shape[1]] = x
     return padded
+
+
+def _columns(head_dim: int) -> int:
+    return -(-head_dim // 8) * 8
 
 
 def _values(v: Tensor, rows: int) -> _Values:
