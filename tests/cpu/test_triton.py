@@ -31,15 +31,16 @@ CPU = torch.device("cpu")
 
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-OF_SCORES = "sink or alibi or dropout"
-LONG = f"intervals or head_dims or head_groups or masks or bytes or order or drops or {OF_SCORES}"
-SLOW_PARTS = (
-    "intervals",
-    f"(head_groups or drops) and not (intervals or masks or bytes or order or head_dims or {OF_SCORES})",
-    f"({OF_SCORES}) and not intervals",
-    f"(head_dims or masks) and not (intervals or {OF_SCORES})",
-    f"(bytes or order) and not (intervals or {OF_SCORES})",
-)
+LONG = "head_dims or head_groups or masks or bytes or order"
+OF_SCORES = "sink or alibi or dropout or drops"
+PARTS = [("triton_interpreted.py", f"not ({LONG})"), ("triton_scores.py", f"not ({OF_SCORES})")]
+SLOW_PARTS = [
+    ("triton_interpreted.py", "head_dims or masks"),
+    ("triton_interpreted.py", f"({LONG}) and not (head_dims or masks)"),
+    ("triton_scores.py", OF_SCORES),
+    ("triton_intervals.py", "test"),
+]
+"""Files, and which of their tests."""
 
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "SANDYBRIDGE"}
@@ -66,17 +67,17 @@ def test_no_kernel_is_tuned_at_run_time_or_adds_in_the_order_of_time() -> None:
 
 @with_triton
 @pytest.mark.parametrize(
-    "part", [f"not ({LONG})", *(pytest.param(part, marks=pytest.mark.slow) for part in SLOW_PARTS)]
+    ("name", "part"), [*PARTS, *(pytest.param(*part, marks=pytest.mark.slow) for part in SLOW_PARTS)]
 )
-def test_interpreted(part: str) -> None:
-    run_file("triton_interpreted.py", "-m", "not slow", "-k", part, **INTERPRETED)
+def test_interpreted(name: str, part: str) -> None:
+    run_file(name, "-m", "not slow", "-k", part, **INTERPRETED)
 
 
 @with_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("part", ["sink or alibi or intervals", "not (sink or alibi or intervals)"])
-def test_interpreted_feature_by_feature(part: str) -> None:
-    run_file("triton_interpreted.py", "-m", "slow", "-k", part, **INTERPRETED)
+@pytest.mark.parametrize("name", ["triton_interpreted.py", "triton_scores.py", "triton_intervals.py"])
+def test_interpreted_feature_by_feature(name: str) -> None:
+    run_file(name, "-m", "slow", **INTERPRETED)
 
 
 @with_triton
