@@ -7,6 +7,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dash_attn.backends.base import backend_named
-from dash_attn.distributed import attention, attention_varlen, notes, positions, shard, unshard
+from dash_attn.distributed import attention, attention_varlen, notes, passes, positions, shard, unshard
 from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
 from spawned import spawn
 
@@ -188,8 +189,6 @@ def _refused_before(rank: int) -> None:
     x = torch.zeros(1, 64, 4, 32)
     for refused, said in (
         (lambda group: attention_varlen(*[x[0]] * 3, None, group=group), "cu_seqlens must be"),
-        (lambda group: shard(x[:, :33], group), "sequence 0 has 33 rows"),
-        (lambda group: positions(-1, group), "seqlen must be"),
         (lambda group: unshard(x.clone().requires_grad_(), group), "unshard carries no gradient"),
     ):
         group = _short()
@@ -256,6 +255,39 @@ def _another_kind_later(rank: int) -> None:
 
 def test_a_rank_that_makes_another_kind_of_call_is_named() -> None:
     spawn(_another_kind_later, 2)
+
+
+def _fails_within(rank: int, name: str) -> None:
+    """The kernel of a rank fails, as for want of memory, while the other one waits; it catches that."""
+    group, x = _short(), torch.randn(1, 64, 4, 32).requires_grad_()
+    out = attention(x, x, x, group=group, mode="ulysses")
+    kind, said = MemoryError if rank else CommunicationError, "no room"
+    if not rank:
+        said = "exchange failed: rank 1 of 2 has failed in the middle of a call: MemoryError: no room"
+    no_room = mock.patch.object(passes, name, side_effect=MemoryError("no room")) if rank else nullcontext()
+    again = partial(attention, x, x, x, group=group, mode="ulysses")
+    failing = again if name == "_forward_step" else partial(torch.autograd.backward, out, out)
+    with no_room, pytest.raises(kind, match=said):
+        failing()
+    why = "MemoryError: no room" if rank else "an exchange failed"
+    for call in (
+        again,
+        partial(attention, x, x, x, group=group, causal=True),
+        partial(unshard, x.detach(), group),
+        partial(torch.autograd.backward, out, out),
+    ):
+        start = time.monotonic()
+        with pytest.raises(CommunicationError, match=rf"failed here \({why}\).* make a new group"):
+            call()
+        assert time.monotonic() - start < 1
+    dist.barrier()
+    attention(x, x, x)  # of another group
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["_forward_step", "_backward_step"])
+def test_a_rank_that_fails_within_a_call_is_named_and_its_group_is_not_used_again(name: str) -> None:
+    spawn(_fails_within, 2, name)
 
 
 def _late(rank: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 from zlib import crc32
 
 from ..errors import CommunicationError
-from .exchange import Step, Team
-from .notes import Notes, notes_of
+from .exchange import Step, Team, usable_notes
+from .notes import notes_of
 
 __all__ = ["agree", "telling"]
 
@@ -24,12 +24,12 @@ def telling(team: Team) -> Iterator[None]:
     if team.size == 1:
         yield
         return
-    notes = _notes(team)
+    notes = notes_of(team.group, team.rank, team.size)
     before = notes.calls
     try:
         yield
     except Exception as error:
-        if notes.calls == before:
+        if notes.calls == before and not notes.broken:
             notes.calls += 1
             with suppress(RuntimeError):  # the error is that of this rank, also without a store
                 notes.refuse(f"{error}")
@@ -60,7 +60,7 @@ def agree(
     """
     if team.size == 1:
         return Step(0, 0)
-    notes = _notes(team)
+    notes = usable_notes(team)
     notes.calls += 1
     number = notes.calls
     known = notes.agreed.get(signature)
@@ -83,10 +83,6 @@ def agree(
             notes.agreed[signature] = known
     notes.last = signature
     return Step(number, crc32(str(lengths).encode(), known))
-
-
-def _notes(team: Team) -> Notes:
-    return notes_of(team.group, team.rank, team.size)
 
 
 _LONGEST_SAID = 200

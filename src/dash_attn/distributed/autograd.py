@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients
 from ..ops.autograd import gradients_once, needs_grad, savable
-from .exchange import Meeting
+from .exchange import Meeting, exchanging
 from .passes import Saved, backward, forward
 from .shared import Shared
 
@@ -62,7 +62,8 @@ class _Attention(torch.autograd.Function):
         shared, meeting = what
         if shared.given.packed:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        out, lse, saved = forward(shared, meeting, q, k, v, AuxTensors(*aux))
+        with exchanging(shared.team):
+            out, lse, saved = forward(shared, meeting, q, k, v, AuxTensors(*aux))
         ctx.save_for_backward(tie, *saved, *savable(aux))
         ctx.mark_non_differentiable(lse)
         ctx.shared, ctx.step = shared, meeting.at._replace(backward=True)
@@ -74,7 +75,8 @@ class _Attention(torch.autograd.Function):
 
         def made(dout: Tensor, _: Tensor | None, *saved: Tensor) -> Gradients:
             meeting = Meeting(shared.team, step, dout.device)
-            return backward(shared, meeting, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
+            with exchanging(shared.team):
+                return backward(shared, meeting, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
 
         grads = gradients_once(made, dout, *ctx.saved_tensors)
         if shared.given.packed:

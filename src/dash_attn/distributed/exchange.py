@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -12,9 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, InputError
-from .notes import notes_of
+from .notes import Notes, notes_of
 
-__all__ = ["Meeting", "Move", "Moving", "Step", "Team", "copy_rows", "errors_of", "of_first_rank", "team_of"]
+__all__ = [
+    "Meeting", "Move", "Moving", "Step", "Team", "copy_rows", "errors_of", "exchanging", "of_first_rank",
+    "team_of", "usable_notes",
+]  # fmt: skip
 
 
 class Team(NamedTuple):
@@ -97,6 +100,10 @@ _OUT_OF_STEP = (
 )
 
 
+class OutOfStep(CommunicationError):
+    """Ranks are not at one step, and nothing has moved."""
+
+
 class Meeting:
     """Are all ranks at one step? Asked when this is made; :meth:`end`, before anything moves, has the answer.
     What a GPU is given between the two runs meanwhile.
@@ -112,6 +119,7 @@ class Meeting:
         self._work: Any = None
         if team.size == 1:
             return
+        usable_notes(team)
         self._mine = torch.full((team.size,), at.tag, dtype=torch.int64, device=device)
         self._every = torch.empty_like(self._mine)
         with errors_of(team):
@@ -121,7 +129,7 @@ class Meeting:
         """On a GPU the host does not wait. Nothing happens the second time.
 
         Raises:
-            CommunicationError: the ranks are not at one step. On a GPU no kernel behind this runs then, and
+            OutOfStep: the ranks are not at one step. On a GPU no kernel behind this runs then, and
                 PyTorch's next synchronisation raises.
         """
         team, work, self._work = self._team, self._work, None
@@ -134,7 +142,7 @@ class Meeting:
             return
         for rank, tag in enumerate(self._every.tolist()):
             if tag != self.at.tag:
-                raise CommunicationError(
+                raise OutOfStep(
                     f"rank {team.rank} of {team.size} is in {_named(self.at.tag)}, rank {rank} in "
                     f"{_named(tag)}: all ranks make the same calls, and run their backwards in the same order"
                 )
@@ -144,6 +152,39 @@ def _named(tag: int) -> str:
     checksum, number = divmod(tag, _TAG_ROOM)
     way = "backward" if number & 1 else "forward"
     return f"the {way} of call {number >> 1} (checksum of arguments and lengths {checksum:08x})"
+
+
+def usable_notes(team: Team) -> Notes:
+    """The notes of a group, whose ranks are where they should be as far as this one knows.
+
+    Raises:
+        CommunicationError: an earlier call of the group has failed on this rank after it had begun.
+    """
+    notes = notes_of(team.group, team.rank, team.size)
+    if notes.broken:
+        raise CommunicationError(
+            f"rank {team.rank} of {team.size}: an earlier call of this group has failed here "
+            f"({notes.broken}), and other ranks may still be in it: make a new group"
+        )
+    return notes
+
+
+@contextmanager
+def exchanging(team: Team) -> Iterator[None]:
+    """Inside, this rank has a part in what others wait for. They are told of an error, and no later call of
+    this rank is taken for the one that it has left."""
+    try:
+        yield
+    except OutOfStep:
+        raise
+    except BaseException as error:  # after Ctrl-C, too
+        if team.size > 1:
+            with suppress(RuntimeError, CommunicationError):
+                notes = notes_of(team.group, team.rank, team.size)
+                if not notes.broken:
+                    notes.broken = f"{type(error).__name__}: {error}"
+                    notes.give_up(notes.broken)
+        raise
 
 
 def of_first_rank(team: Team, x: Tensor) -> Tensor:
@@ -290,6 +331,8 @@ class errors_of:
             team = self._team
             why = ""
             with suppress(RuntimeError):  # the store may have ended with a rank
-                why = notes_of(team.group, team.rank, team.size).why_not_here()
+                notes = notes_of(team.group, team.rank, team.size)
+                notes.broken = "an exchange failed"
+                why = notes.why_not_here()
             said = f"rank {team.rank} of {team.size}: exchange failed: {why or error}"
             raise CommunicationError(said) from error

@@ -20,7 +20,7 @@ from ..values import Window, check_flag
 from .agreement import agree, telling
 from .autograd import attend
 from .covered import check_policy
-from .exchange import Meeting, Team, of_first_rank, team_of
+from .exchange import Meeting, Team, exchanging, of_first_rank, team_of
 from .rows import lengths_of
 from .shared import Given, Shared
 
@@ -195,7 +195,8 @@ def _run(
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
         meeting.end()
-        aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
+        with exchanging(team):
+            aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
     if given.packed and aux.rows is not None:
         aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
     out, lse = attend(shared, meeting, q, k, v, aux)

@@ -37,6 +37,7 @@ class Notes:
         agreed: what ranks have agreed on, and need not compare again, with its checksum.
         last: names and values of the call that this rank has agreed on last.
         calls: how many this rank has made or refused.
+        broken: the error of this rank in the middle of a call; "" if there was none.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -44,7 +45,7 @@ class Notes:
         self._rank, self._size, self._round = rank, size, 0
         self.agreed: dict[tuple[tuple[str, Any], ...], int] = {}
         self.last: tuple[tuple[str, Any], ...] = ()
-        self.calls = 0
+        self.calls, self.broken = 0, ""
 
     def refuse(self, why: str) -> None:
         """Tell the others, and wait for nobody.
@@ -52,7 +53,18 @@ class Notes:
         Raises:
             RuntimeError: the store does not answer.
         """
-        said = f"rank {self._rank} of {self._size} refused its arguments: {why}"
+        self._tell(f"refused its arguments: {why}")
+
+    def give_up(self, why: str) -> None:
+        """Tell the others that this rank has left a call in which they may still be.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
+        self._tell(f"has failed in the middle of a call: {why}")
+
+    def _tell(self, what: str) -> None:
+        said = f"rank {self._rank} of {self._size} {what}"
         try:
             self._store.set(self._key("verdict"), said)
             self._leave()

@@ -13,7 +13,7 @@ from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
 from ..values import is_integer, short
 from .agreement import agree, telling
-from .exchange import Meeting, errors_of, team_of
+from .exchange import Meeting, errors_of, exchanging, team_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 
@@ -66,9 +66,8 @@ def shard(
         InputError: rows, or those of a sequence, cannot be spread evenly.
     """
     team = team_of(group)
-    with telling(team):
-        dim = _dim_of(x, dim)
-        spread = Layout(lengths_of(x.shape[dim], cu_seqlens), team.size, layout)
+    dim = _dim_of(x, dim)
+    spread = Layout(lengths_of(x.shape[dim], cu_seqlens), team.size, layout)
     return x.index_select(dim, _index(spread, team.rank, x.device))
 
 
@@ -107,7 +106,7 @@ def unshard(
     whole = torch.empty_like(rows)
     if not rows.numel():
         return whole.movedim(0, dim)
-    with errors_of(team):  # bytes: not every dtype can be exchanged, or put at indices
+    with exchanging(team), errors_of(team):  # bytes: not every dtype can be exchanged, or put at indices
         dist.all_gather(list(_bytes(rows).chunk(team.size)), _bytes(mine), group=team.group)
     index = torch.cat([_index(spread, rank, x.device) for rank in range(team.size)])
     _units_of_rows(whole)[index] = _units_of_rows(rows)
@@ -148,10 +147,9 @@ def positions(
     Raises:
         InputError: ``seqlen`` is no integer >= 0; or as :func:`shard`.
     """
+    if not is_integer(seqlen) or seqlen < 0:
+        raise InputError(f"seqlen must be an integer >= 0, got {short(seqlen)}")
     team = team_of(group)
-    with telling(team):
-        if not is_integer(seqlen) or seqlen < 0:
-            raise InputError(f"seqlen must be an integer >= 0, got {short(seqlen)}")
-        spread = Layout(lengths_of(int(seqlen), cu_seqlens), team.size, layout)
+    spread = Layout(lengths_of(int(seqlen), cu_seqlens), team.size, layout)
     parts = [torch.arange(c.rows.first, c.rows.last, device=device) for c in spread.chunks[team.rank]]
     return torch.cat([*parts, torch.empty(0, dtype=torch.int64, device=device)])

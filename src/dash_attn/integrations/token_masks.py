@@ -29,7 +29,6 @@ class NotATensorError(InputError, AttributeError):
     """A model used a :class:`TokenMask` as the tensor that other implementations have in its place."""
 
 
-@told
 def _refuse(used: str) -> NoReturn:
     raise NotATensorError(
         f"this model does its own attention ({used} of its mask): it does not call 'dash' attention, or not "
