@@ -13,7 +13,7 @@ from torch import Tensor
 import dash_attn
 from dash_attn.distributed import attention, attention_varlen, shard
 from dash_attn.distributed.exchange import team_of
-from dash_attn.distributed.notes import notes_of
+from dash_attn.distributed.notes import Notes, notes_of
 from dash_attn.errors import InputError
 from dash_attn.testing import assert_same_bytes
 
@@ -27,15 +27,19 @@ MODES = ("ulysses", "gather", "ring", "ulysses+gather", "ulysses+ring", "auto")
 LAYOUTS = ("zigzag", "contiguous")
 
 
+def notes() -> Notes:
+    """Of the group of all processes."""
+    team = team_of(None)
+    return notes_of(team.group, team.rank, team.size)
+
+
 @contextmanager
 def refused(match: str) -> Iterator[None]:
     """An error of arguments, which this rank has told the others once, or they it."""
-    team = team_of(None)
-    notes = notes_of(team.group, team.rank, team.size)
-    before = notes.calls
+    before = notes().calls
     with pytest.raises(InputError, match=match):
         yield
-    assert notes.calls == before + 1
+    assert notes().calls == before + 1
 
 
 class Case(NamedTuple):

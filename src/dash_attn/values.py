@@ -102,14 +102,14 @@ def check_softcap(value: object) -> float:
         raise InputError(
             f"softcap must be 0 or in {1 / LARGEST_SOFTCAP:g} .. {LARGEST_SOFTCAP:g}, got {value!r:.40}"
         )
-    return cap
+    return cap + 0.0  # 0 for -0
 
 
 def check_dropout(value: object) -> float:
     p = _finite(value)
     if not 0 <= p < 1:
         raise InputError(f"dropout_p must be at least 0 and less than 1, got {value!r:.40}")
-    return p
+    return p + 0.0
 
 
 def check_no_positional(

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from dash_attn.backends.base import backend_named
 from dash_attn.distributed import attention, attention_varlen, notes, passes, positions, shard, unshard
+from dash_attn.distributed.agreement import agree, telling
+from dash_attn.distributed.exchange import team_of
 from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
 from spawned import spawn
 
@@ -121,6 +123,7 @@ def _disagreeing(rank: int) -> None:
             attention(x, x, x, dropout_p=0.1, dropout_seed=seed)
     with pytest.raises(CommunicationError, match="rank [01] has a seed given=(True|False)"):
         attention(x, x, x, dropout_p=0.1, dropout_seed=rank or None)
+    attention(x, x, x, softcap=0.0 if rank else -0.0)
     with pytest.raises(CommunicationError, match=r"rank [01] has dropout_p=0\.[12]"):
         attention(x, x, x, dropout_p=0.1 + 0.1 * rank, dropout_seed=1)
     with pytest.raises((CommunicationError, InputError), match="dropout_p must be at least 0"):
@@ -244,7 +247,7 @@ def _another_kind_later(rank: int) -> None:
     attention(x, x, x, group=group)
     said = (
         "failed: rank 1 of 2 makes a call of a kind that is new there: "
-        r"rank 1 has right \(causal, window\)=0, rank 0 has"
+        r"rank 1 has right \(causal, window\)=0, the last forward of rank 0 had right \(causal, window\)=-1"
         if rank == 0
         else "rank 1 of 2: the arguments of a call that is new here could not be compared: not all ranks"
     )
@@ -288,6 +291,60 @@ def _fails_within(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["_forward_step", "_backward_step"])
 def test_a_rank_that_fails_within_a_call_is_named_and_its_group_is_not_used_again(name: str) -> None:
     spawn(_fails_within, 2, name)
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no")
+
+
+def _told(rank: int) -> None:
+    """What a rank says of its error reaches the other one, whatever it is, and no later group of the name."""
+    group = _short()
+    team = team_of(group)
+    for number, (error, said) in enumerate(
+        (
+            (InputError("no \udc80 such thing"), "rank 1 of 2 refused its arguments: no [?] such thing"),
+            (_Unspeakable(), "rank 1 of 2 refused its arguments: _Unspeakable"),
+            (KeyboardInterrupt(), "rank 1 of 2 refused its arguments: "),
+        )
+    ):
+        agree(team, (("known", number),), ())
+        if rank:
+            with pytest.raises(type(error)), telling(team):
+                raise error
+        else:
+            with pytest.raises(CommunicationError, match=said):
+                agree(team, (("new", number),), ())
+        dist.barrier()
+    if rank:
+        with pytest.raises(InputError), telling(team):
+            raise InputError("that nobody reads")
+    dist.barrier()
+    notes._NOTES.clear()  # as if the group were made anew
+    for number in range(9):
+        agree(team, (("later", number),), ())
+
+
+@pytest.mark.slow
+def test_whatever_an_error_is_it_is_told_and_only_to_its_group() -> None:
+    spawn(_told, 2)
+
+
+def _one_deadline(rank: int) -> None:
+    """Who waits for two notes does not wait twice."""
+    dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=4))
+    x, start = torch.zeros(1, 96, 4, 32), time.monotonic()
+    time.sleep((3.2, 0, 12)[rank])
+    with pytest.raises(CommunicationError):
+        attention(x, x, x)
+    if rank == 1:
+        assert time.monotonic() - start < 6
+
+
+@pytest.mark.slow
+def test_a_comparison_has_one_deadline() -> None:
+    spawn(_one_deadline, 3)
 
 
 def _late(rank: int) -> None:

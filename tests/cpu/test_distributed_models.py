@@ -14,7 +14,7 @@ from dash_attn.distributed import context, positions, shard, unshard
 from dash_attn.integrations.continuous import paged_attention_forward
 from dash_attn.integrations.token_masks import token_mask
 from dash_attn.testing import assert_same_bytes
-from sharing_cases import refused
+from sharing_cases import notes, refused
 from spawned import spawn
 
 transformers = pytest.importorskip("transformers")
@@ -253,9 +253,14 @@ def on_refused_masks():
         config = transformers.LlamaConfig(**SMALL, attention_chunk_size=64)
         with refused("attention_chunk_size 64: chunks cannot be shared"):
             token_mask(**sizes, local_size=64, config=config)
+        before = notes().calls
+        assert not hasattr(of_zigzag, "shape")  # somebody looks at it
+        assert notes().calls == before
         windowed = token_mask(**sizes, local_size=300)
         with refused("sliding_window None, but .* a window or chunks of 300"):
             dash.attention_forward(module, q, q, q, windowed)
+    with refused("sliding_window 7, but .* a window or chunks of None"):  # the mask remembers the context
+        dash.attention_forward(module, q, q, q, of_zigzag, sliding_window=7)
 
 
 TURNS = {

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from ..errors import CommunicationError
 from .exchange import Step, Team, usable_notes
-from .notes import notes_of
+from .notes import message_of, notes_of
 
 __all__ = ["agree", "telling"]
 
@@ -28,11 +28,11 @@ def telling(team: Team) -> Iterator[None]:
     before = notes.calls
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # after Ctrl-C, too
         if notes.calls == before and not notes.broken:
             notes.calls += 1
             with suppress(RuntimeError):  # the error is that of this rank, also without a store
-                notes.refuse(f"{error}")
+                notes.refuse(message_of(error))
         raise
 
 

@@ -43,12 +43,14 @@ def context(
     Raises:
         InputError: an argument cannot be used. From a call inside: what it asks for cannot be shared.
     """
-    if layout not in LAYOUTS:
-        raise InputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    if mode not in MODES:
-        raise InputError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
-    check_q_segment(q_segment)
-    with spread_by(_Spread(team_of(group), layout, mode, q_segment)):
+    team = team_of(group)
+    with telling(team):
+        if layout not in LAYOUTS:
+            raise InputError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        if mode not in MODES:
+            raise InputError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        check_q_segment(q_segment)
+    with spread_by(_Spread(team, layout, mode, q_segment)):
         yield
 
 

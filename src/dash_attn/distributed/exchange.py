@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CommunicationError, InputError
-from .notes import Notes, notes_of
+from .notes import Notes, message_of, notes_of
 
 __all__ = [
     "Meeting", "Move", "Moving", "Step", "Team", "copy_rows", "errors_of", "exchanging", "of_first_rank",
@@ -182,7 +182,7 @@ def exchanging(team: Team) -> Iterator[None]:
             with suppress(RuntimeError, CommunicationError):
                 notes = notes_of(team.group, team.rank, team.size)
                 if not notes.broken:
-                    notes.broken = f"{type(error).__name__}: {error}"
+                    notes.broken = f"{type(error).__name__}: {message_of(error)}"
                     notes.give_up(notes.broken)
         raise
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["Notes", "notes_of"]
+__all__ = ["Notes", "message_of", "notes_of"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 """Seconds between two looks at the store."""
@@ -43,6 +43,7 @@ class Notes:
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._store: Any = dist.PrefixStore("dash_attn/", group.get_group_store())  # type: ignore[attr-defined]
         self._rank, self._size, self._round = rank, size, 0
+        self._generation = 0
         self.agreed: dict[tuple[tuple[str, Any], ...], int] = {}
         self.last: tuple[tuple[str, Any], ...] = ()
         self.calls, self.broken = 0, ""
@@ -66,7 +67,7 @@ class Notes:
     def _tell(self, what: str) -> None:
         said = f"rank {self._rank} of {self._size} {what}"
         try:
-            self._store.set(self._key("verdict"), said)
+            self._store.set(self._key("verdict"), said.encode(errors="replace").decode())
             self._leave()
         finally:
             self._next(agreed=False)
@@ -105,31 +106,40 @@ class Notes:
         if not self._store.check([self._key("begun")]):
             return ""
         rank, theirs = json.loads(self._store.get(self._key("begun")))
-        mine = [(name, str(value)) for name, value in self.last]
         said = f"rank {rank} of {self._size} makes a call of a kind that is new there"
-        return said + self._difference(rank, theirs, mine)
+        there = dict(theirs)
+        for name, value in self.last:
+            if name in there and there[name] != str(value):
+                here = f"the last forward of rank {self._rank} had {name}={value}"
+                return f"{said}: rank {rank} has {name}={there[name]}, {here}"
+        return said
 
     def _compared(self, mine: Said) -> str:
-        store, said = self._store, json.dumps([self._rank, mine])
+        store, said, end = self._store, json.dumps([self._rank, mine]), self._end()
         store.set(self._key("begun"), said)
         if self._rank == 0:
             store.set(self._key("said"), said)
-        if self._wait_for("verdict", "waited", "said") == "said":
+        if self._wait_for(end, "verdict", "waited", "said") == "said":
             _, first = json.loads(store.get(self._key("said")))
             if differing := self._difference(0, first, mine):
                 store.set(self._key("verdict"), "ranks were called with different arguments" + differing)
             elif store.add(self._key("agreed"), 1) == self._size:
                 store.set(self._key("verdict"), _AGREED)
-        return self._note(self._wait_for("verdict", "waited"))
+        return self._note(self._wait_for(end, "verdict", "waited"))
 
     def _note(self, name: str) -> str:
         found: bytes = self._store.get(self._key(name))
         return found.decode()
 
-    def _wait_for(self, *names: str) -> str:
+    def _end(self) -> float:
+        """When to wait no longer."""
+        seconds: float = self._store.timeout.total_seconds()
+        return time.monotonic() + seconds
+
+    def _wait_for(self, end: float, *names: str) -> str:
         """The first of these notes that is there. The store is asked again and again: while a thread waits
         within it, others, such as NCCL's watchdog, cannot use it."""
-        pause, end = _FIRST_PAUSE, time.monotonic() + self._store.timeout.total_seconds()
+        pause = _FIRST_PAUSE
         while time.monotonic() < end:
             for name in names:
                 if self._store.check([self._key(name)]):
@@ -139,7 +149,7 @@ class Notes:
         raise TimeoutError(f"not all ranks have come within {self._store.timeout.total_seconds():g} s")
 
     def _leave(self) -> None:
-        """The last one to leave a round takes its notes away: a later group may have the same store."""
+        """The last one to leave a round takes its notes away."""
         if self._store.add(self._key("left"), 1) == self._size:
             with suppress(RuntimeError):  # not every store can
                 for name in ("begun", "said", "agreed", "verdict", "waited", "left"):
@@ -153,7 +163,10 @@ class Notes:
             self.agreed.clear()
 
     def _key(self, name: str) -> str:
-        return f"{self._round}/{name}"
+        """Of a note of this round, and of this group: an earlier one of the same name may have left notes."""
+        if not self._generation:
+            self._generation = self._store.add(f"groups of rank {self._rank}", 1)
+        return f"{self._generation}/{self._round}/{name}"
 
     def _difference(self, rank: int, theirs: Said, mine: Said) -> str:
         """The first thing by name in which another rank differs from this one; "" if none does."""
@@ -167,6 +180,14 @@ class Notes:
                 )
                 return f": {said}"
         return ""
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says, if it can."""
+    try:
+        return str(error)
+    except Exception:
+        return type(error).__name__
 
 
 _NOTES: WeakKeyDictionary[Any, Notes] = WeakKeyDictionary()

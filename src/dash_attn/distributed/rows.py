@@ -72,7 +72,7 @@ def shard(
 
 
 def _dim_of(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or type(x).__name__ == "DTensor":
         raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not is_integer(dim) or not -x.ndim <= dim < x.ndim:
         raise InputError(f"dim must be one of the {x.ndim} dimensions of x, got {short(dim)}")
@@ -100,7 +100,8 @@ def unshard(
         spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens), team.size, layout)
         mine = x.detach().movedim(dim, 0).contiguous()
     others = tuple(x.shape[:dim] + x.shape[dim + 1 :])
-    said = {"function": "unshard", "dtype": x.dtype, "dim": dim, "layout": layout, "other dimensions": others}
+    said = {"function": "unshard", "dtype": x.dtype, "device": x.device.type, "dim": dim, "layout": layout}
+    said["other dimensions"] = others
     Meeting(team, agree(team, tuple(said.items()), spread.lengths), x.device).end()
     rows = torch.empty((spread.local_rows * team.size, *others), dtype=x.dtype, device=x.device)
     whole = torch.empty_like(rows)

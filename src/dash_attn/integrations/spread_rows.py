@@ -7,6 +7,7 @@ only masks are taken that are exactly what rows of this rank look like.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -91,25 +92,27 @@ class Layer(NamedTuple):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def attend_spread(spread: Spread, q: Tensor, k: Tensor, v: Tensor, layer: Layer) -> Tensor:
+def attend_spread(spread: Spread, q: Tensor, k: Tensor, v: Tensor, layer_of: Callable[[], Layer]) -> Tensor:
     """Attention over the group; tensors are (batch, rows of this rank, heads, head_dim).
 
     Raises:
         InputError: the call cannot be shared; or ``position_ids`` are not those of this rank.
     """
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
-    _check_lengths(sizes)
-    causal, local_size = layer.mask or (layer.causal, layer.sliding_window)
-    if local_size != layer.sliding_window:
-        raise InputError(
-            f"sliding_window {layer.sliding_window}, but the model made this layer's mask with a window or "
-            f"chunks of {local_size}: {INSIDE} both must be the same"
-        )
-    if local_size is not None and not causal:
-        raise InputError(f"sliding_window {local_size} without a causal mask cannot be shared: {INSIDE}")
-    if layer.position_ids is not None:
-        _check_positions(spread, layer.position_ids, sizes)
-    window = _window(local_size, sizes.seqlen_q * spread.ranks)
+    with spread.telling():  # also where a mask says how rows are spread, and no context does
+        layer = layer_of()
+        _check_lengths(sizes)
+        causal, local_size = layer.mask or (layer.causal, layer.sliding_window)
+        if local_size != layer.sliding_window:
+            raise InputError(
+                f"sliding_window {layer.sliding_window}, but the model made this layer's mask with a window "
+                f"or chunks of {local_size}: {INSIDE} both must be the same"
+            )
+        if local_size is not None and not causal:
+            raise InputError(f"sliding_window {local_size} without a causal mask cannot be shared: {INSIDE}")
+        if layer.position_ids is not None:
+            _check_positions(spread, layer.position_ids, sizes)
+        window = _window(local_size, sizes.seqlen_q * spread.ranks)
     return spread.attend(q, k, v, causal=causal, window=window, **layer.how)
 
 

@@ -137,14 +137,16 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
     if (spread := _spread_of(attention_mask)) is not None:
-        refuse_inside(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
-        causal, mask = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
-        if isinstance(attention_mask, TokenMask):
-            _check_sizes(attention_mask, sizes)
-            mask = attention_mask.causal, attention_mask.local_size
-        how: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
-        how["dropout_p"] = dropout
-        layer = Layer(mask, causal, sliding_window, position_ids, how)
+
+        def layer() -> Layer:
+            refuse_inside(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
+            causal, mask = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
+            if isinstance(attention_mask, TokenMask):
+                _check_sizes(attention_mask, sizes)
+                mask = attention_mask.causal, attention_mask.local_size
+            how = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+            return Layer(mask, causal, sliding_window, position_ids, how | {"dropout_p": dropout})
+
         return attend_spread(spread, q, k, v, layer), None
     if "cross" in type(module).__name__.lower() or getattr(module, "is_cross_attention", False):
         position_ids = None
@@ -165,7 +167,7 @@ def attention_forward(
         packing = None
         if numbers is not None:
             packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
-    how = {"softmax_scale": scaling, "causal": causal, "window_size": window}
+    how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
     how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux, "dropout_p": dropout}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
