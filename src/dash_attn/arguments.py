@@ -193,13 +193,13 @@ def check_call(
     elif isinstance(packing, Used):
         packing = _checked_used(packing, q, k)
         _check_packed(q, k, v)
-        if not torch.compiler.is_compiling():  # it sees the operator, which refuses them
-            refuse_gradients(q, k, v, *aux)
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
     check_aux(aux, q, _batch(q, packing))
     check_rows(aux, k, packing)
+    if isinstance(packing, Used) and not torch.compiler.is_compiling():  # it sees the operator, which refuses
+        refuse_gradients(q, k, v, *aux)
     return CheckedCall(q, k, v, aux, spec_of(q, asked, aux), packing)
 
 

@@ -17,11 +17,11 @@ from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
 from .ops.autograd import needs_grad
-from .ops.cached import check_last_strides, numbers
+from .ops.cached import beside, check_last_strides, numbers
 from .ops.cached_values import check_tokens, rows_of_q
 from .ops.lengths import check_longest
 from .spec import AttentionSpec
-from .values import check_flash_options, is_integer, kind_of, longest, short
+from .values import check_dropout, check_flash_options, is_integer, kind_of, longest, short
 
 __all__ = [
     "CheckedCache",
@@ -117,6 +117,9 @@ def check_kvcache(
         if checked_new is not None:
             check_last_strides((k_cache, v_cache))
             _check_apart((k_cache, v_cache), new)
+            (q,) = beside((k_cache, v_cache), q)
+            if aux.learnable_sink is not None:
+                aux = aux._replace(learnable_sink=beside((k_cache, v_cache), aux.learnable_sink)[0])
     before, table = (x.to(q.device).contiguous() for x in (before, table))
     tensors = CachedTensors(q, k_cache, v_cache, before + more if more else before, table)
     return CheckedCache(tensors, aux, spec, new=checked_new, before=before)
@@ -140,7 +143,7 @@ def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> Check
     for name, value in aux._asdict().items():
         if value is not None and name != "learnable_sink":
             raise InputError(f"{name} is not supported with page_table")
-    if asked.dropout_p:
+    if check_dropout(asked.dropout_p):
         raise InputError(f"dropout_p {asked.dropout_p!r:.40} is not supported with page_table")
     _check_caches(q, k, v, 4 if cu_seqlens_q is None else 3, names=("k", "v"))
     _refuse_transformed(("k", "v", *Paged._fields), (k, v, *paged))

@@ -33,6 +33,8 @@ __all__ = [
 ]
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
+_LARGEST_SCALE = _FLOAT32_MAX * math.log(2.0) * (1 - 1e-6)
+"""Times the logarithm of e to base 2 it is a finite float32."""
 
 LARGEST_SOFTCAP = 1e30
 """Its inverse is the least: float32 holds what is made of both."""
@@ -206,6 +208,8 @@ def scale_of(scale: float | None, head_dim: int) -> float:
     value = _finite(scale)
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
         raise InputError(f"softmax_scale must be a finite float32, got {scale!r:.40}")
+    if abs(value) > _LARGEST_SCALE:
+        raise InputError(f"softmax_scale must be at most {_LARGEST_SCALE:.3e} in size, got {scale!r:.40}")
     return value + 0.0  # -0.0 equals 0.0, and would find what was prepared for it, but signs zeros otherwise
 
 

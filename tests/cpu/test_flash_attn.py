@@ -307,6 +307,10 @@ FLASH = {
     "window sign": ({"window_size": (-2, 0)}, r"window left must be .*, got \(-2, 0\)"),
     "window right sign": ({"window_size": (3, -7)}, r"window right must be .*, got \(3, -7\)"),
     "scale": ({"softmax_scale": math.nan}, "softmax_scale must be a finite float32, got nan"),
+    "large scale": (
+        {"softmax_scale": -2.4e38},
+        r"softmax_scale must be at most 2\.359e\+38 .*got -2\.4e\+38",
+    ),
     "policy": ({"policy": "fa4"}, "unknown policy 'fa4'"),
 }
 

@@ -123,6 +123,22 @@ def test_new_keys_that_lie_in_their_place_already() -> None:
     assert_same_bytes(caches[1], -CACHE)
 
 
+def test_queries_and_sinks_that_lie_where_new_keys_go() -> None:
+    """They are those before the call."""
+    k, v, new = torch.randn(1, 30, 2, 16), torch.randn(1, 30, 2, 16), torch.randn(1, 5, 2, 16)
+    q, sink = k[:, 20:25], k[0, 20, :, 0]
+    found = []
+    for given in ((q.clone(), k.clone(), v.clone(), sink.clone()), (q, k, v, sink)):
+        of_q, *caches, of_sink = given
+        found.append(
+            flash_attn_with_kvcache(
+                of_q, *caches, new, new, cache_seqlens=20, causal=True, learnable_sink=of_sink
+            )
+        )
+    assert_same_bytes(*found)
+    assert torch.equal(k[:, 20:25], new)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_new_keys_that_lie_elsewhere_in_the_caches(swapped: bool) -> None:
     """An append would write over what it has not read yet."""

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cache_cases import CACHE, NEW, PAGES, TABLE, USED, Q, draw, int32
@@ -211,6 +212,7 @@ PAGED_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too many": ({"seqused_k": int32(33, 2)}, "seqused_k has 33 at 0, but sequence 0 has room for 32 keys"),
     "alibi": ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is not supported with page_table"),
     "dropout": ({"dropout_p": 0.5}, "dropout_p 0.5 is not supported with page_table"),
+    "dropouts": ({"dropout_p": np.ones(2)}, r"dropout_p must be at least 0 and less than 1, got array"),
 }
 
 

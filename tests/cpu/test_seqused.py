@@ -135,6 +135,9 @@ def call(q=Q, k=CACHE, v=None, cu_q=None, cu_k=None, max_q=None, max_k=None, **h
 
 FLAT_Q, FLAT_K = Q.flatten(0, 1), CACHE.flatten(0, 1)
 REFUSED = {
+    "sink type": (call(learnable_sink=1.0), "learnable_sink must be a torch.Tensor, got float"),
+    "slopes type": (call(alibi_slopes=[0.1]), "alibi_slopes must be a torch.Tensor, got list"),
+    "rows type": (call(row_ends=[9]), "row_ends is not supported with seqused_k"),
     "list": (call(seqused_k=[3, 9]), "seqused_k must be a torch.Tensor, got list"),
     "int64": (call(seqused_k=LENGTHS.long()), "seqused_k must be torch.int32, got torch.int64"),
     "2-D": (call(seqused_k=LENGTHS[None]), r"seqused_k must have shape \(batch,\), got \(1, 2\)"),

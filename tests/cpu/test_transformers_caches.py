@@ -61,8 +61,24 @@ def test_beams_and_a_prefix_that_is_used_again(config):
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("window", [None, 8])
-def test_continuous_batching(window, monkeypatch):
+def mistral():
+    return transformers.MistralConfig(**SMALL, sliding_window=8)
+
+
+def exaone():
+    """Layers without a window have the attribute of that name, too."""
+    return transformers.Exaone4Config(
+        **{**SMALL, "num_hidden_layers": 4}, sliding_window=8, sliding_window_pattern=2
+    )
+
+
+def phimoe():
+    """Layers neither pass their window nor have it."""
+    return transformers.PhimoeConfig(**SMALL, sliding_window=8, num_local_experts=2)
+
+
+@pytest.mark.parametrize("config", [llama, mistral, exaone, phimoe])
+def test_continuous_batching(config, monkeypatch):
     """Requests of several lengths, whose prompts and steps stand beside one another."""
     from transformers.generation.continuous_batching import cache as paged_cache
 
@@ -73,12 +89,11 @@ def test_continuous_batching(window, monkeypatch):
     monkeypatch.setattr(
         paged_cache, "get_device_and_memory_breakdown", lambda *_: (torch.device("cpu"), 2**30, 0, 0)
     )
-    config = llama() if window is None else transformers.MistralConfig(**SMALL, sliding_window=window)
-    prompts = [[1, 2, 3, 4, 5], [7, 8], [9] * 11]
+    prompts = [[1, 2, 3, 4, 5], [7, 8], list(range(10, 31))]
 
     def generated(implementation):
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        model = transformers.AutoModelForCausalLM.from_config(config(), attn_implementation=implementation)
         how = transformers.GenerationConfig(
             max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -100,11 +115,11 @@ def test_continuous_batching_with_a_block_table(window, passed):
     pages = [torch.randn(6 * 16, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     cache = SimpleNamespace(
         key_cache=[None, pages[0]], value_cache=[None, pages[1]], block_size=16, num_key_value_heads=2,
-        head_dim=8, layer_index_to_group_indices={3: (0, 1)},
+        head_dim=8, layer_index_to_group_indices={3: (0, 1)}, sliding_windows={3: window or 1},
     )  # fmt: skip
     q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
     table, ends = torch.tensor([[[4, 1], [2, -1]]]).int(), torch.tensor([0, 20, 28]).int()
-    module = SimpleNamespace(layer_idx=3, **({} if passed else {"sliding_window": window}))
+    module = SimpleNamespace(layer_idx=3, sliding_window=5)  # not this layer's
     how = {"sliding_window": window} if passed else {}
     out, _ = paged_attention_forward(
         module, q, k, v, None, cache=cache, cu_seq_lens_q=None, cu_seq_lens_k=ends, block_table=table, **how
@@ -129,13 +144,13 @@ def test_paged_attention_is_for_continuous_batching():
     [
         ({"indices": torch.zeros(1, 2)}, r"indices is not supported .* \(1, 2\): .* no sparse attention"),
         ({"dropout": 0.1}, "dropout 0.1 is not supported by paged attention"),
-        ({"sliding_window": 4}, "sliding_window 4, but that of the module is 8"),
+        ({"sliding_window": 4}, "sliding_window 4, but the cache has 8 for this layer"),
     ],
 )
 def test_paged_attention_refuses_what_it_cannot_honour(how, message):
-    module = SimpleNamespace(layer_idx=0, sliding_window=8)
+    module, cache = SimpleNamespace(layer_idx=0), SimpleNamespace(sliding_windows={0: 8})
     with pytest.raises(InputError, match=message):
-        paged_attention_forward(module, None, None, None, None, cache=object(), **how)
+        paged_attention_forward(module, None, None, None, None, cache=cache, **how)
 
 
 def chunks_with(model, cache, tokens, mask=None, ends=(5, 6, 20, 33)):

@@ -46,13 +46,13 @@ def paged_attention_forward(
     """Attention in the signature that continuous batching calls.
 
     Args:
-        module: with ``layer_idx``, and ``sliding_window`` if it has one that it does not pass.
+        module: with ``layer_idx``.
         query, key, value: (1, heads, rows, head_dim): the new tokens of all requests.
         attention_mask: None; what a row sees follows from the lengths.
-        cache: the paged cache of transformers.
+        cache: the paged cache of transformers, which knows the window of every layer.
         scaling, softcap, s_aux: as in :func:`.transformers.attention_forward`.
         block_table: (groups, batch, most_pages) int32, or None.
-        sliding_window: tokens a row sees, itself included; None: that of the module.
+        sliding_window: tokens a row sees, itself included; None: that of the cache. Others are refused.
         dropout: must be 0.
         cu_seq_lens_q, cu_seq_lens_k: bounds of the requests; those of keys also by the kind of the layer.
         read_index, write_index: where the cache reads and writes.
@@ -73,7 +73,7 @@ def paged_attention_forward(
     refuse_unknown(other, OF_CONTINUOUS_BATCHING)
     if dropout:
         raise InputError(f"dropout {dropout} is not supported by paged attention")
-    window = _window(sliding_window, getattr(module, "sliding_window", None))
+    window = _window(sliding_window, cache.sliding_windows[module.layer_idx])
     sides = (int(window) - 1, 0) if window else (-1, -1)
     how: dict[str, Any] = {"softmax_scale": scaling, "causal": True, "window_size": sides}
     how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux}
@@ -94,11 +94,13 @@ def paged_attention_forward(
     return out[None], None
 
 
-def _window(passed: int | None, of_module: int | None) -> int | None:
-    """Some modules have their window, and others pass it."""
-    if passed is not None and of_module is not None and passed != of_module:
-        raise InputError(f"sliding_window {passed}, but that of the module is {of_module}")
-    return of_module if passed is None else passed
+def _window(passed: int | None, of_cache: int) -> int | None:
+    """That of the cache, where 1 stands for none. Not every layer with a window passes it, and not every one
+    that has an attribute of that name has a window."""
+    window = None if of_cache == 1 else of_cache
+    if passed is not None and passed != window:
+        raise InputError(f"sliding_window {passed}, but the cache has {window} for this layer")
+    return window
 
 
 def _one_token_each(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -143,16 +144,20 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     where = "cpu.cached" if cache[0].device.type == "cpu" else "triton.append"
     module: Any = import_module(f"..backends.{where}", __package__)
     with as_current(cache[0].device):
-        module.append(cache, _beside(cache, new), at, table)
+        module.append(cache, tuple(beside(cache, *new)), at, table)
     # PyTorch does not see what a kernel writes, but must know it of what is saved for a backward.
     increment_version([x for x in cache if not x.is_inference()])
 
 
-def _beside(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """New keys and values that no append writes over: copies, if they lie in the memory of a cache."""
+def beside(cache: Sequence[Tensor], *tensors: Tensor) -> list[Tensor]:
+    """Tensors that no append writes over: copies of those that lie in the memory of a cache."""
     memory = {x.untyped_storage().data_ptr() for x in cache}
-    k, v = (x.clone() if x.untyped_storage().data_ptr() in memory else x for x in new)
-    return k, v
+
+    def within(x: Tensor) -> bool:
+        # One under a transform of torch.func does not say where it lies.
+        return torch._C._functorch.is_functorch_wrapped_tensor(x) or x.untyped_storage().data_ptr() in memory
+
+    return [x.clone() if within(x) else x for x in tensors]
 
 
 forget_with(_call.cache_clear)
