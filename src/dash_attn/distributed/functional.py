@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ def attention(
     )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
-    found = _run((q, k, v), None, beside, asked, (team_of(group), layout, mode, return_lse))
+    found = _run((q, k, v), None, beside, asked, _How(group, layout, mode, return_lse, packed=False))
     return found
 
 
@@ -154,10 +154,7 @@ def attention_varlen(
     )  # fmt: skip
     beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
     found: Tensor | tuple[Tensor, Tensor]
-    with telling(team := team_of(group)):
-        if cu_seqlens is None:
-            raise InputError("cu_seqlens must be a torch.Tensor, got None; attention takes dense batches")
-    found = _run((q, k, v), cu_seqlens, beside, asked, (team, layout, mode, return_lse))
+    found = _run((q, k, v), cu_seqlens, beside, asked, _How(group, layout, mode, return_lse, packed=True))
     return found
 
 
@@ -170,15 +167,24 @@ _Beside = tuple[
 ]
 """learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)"""
 
-_How = tuple[Team, str, str, bool]
+
+class _How(NamedTuple):
+    group: Any
+    layout: str
+    mode: str
+    return_lse: bool
+    packed: bool
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _run(
     qkv: _QKV, cu_seqlens: Tensor | None, beside: _Beside, asked: Asked, how: _How
 ) -> Tensor | tuple[Tensor, Tensor]:
-    team, layout, mode, return_lse = how
+    group, layout, mode, return_lse, packed = how
+    team = team_of(group)
     with telling(team):
+        if packed and cu_seqlens is None:
+            raise InputError("cu_seqlens must be a torch.Tensor, got None; attention takes dense batches")
         refuse_transforms("distributed attention")
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], *beside)
