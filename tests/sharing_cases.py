@@ -13,7 +13,7 @@ from torch import Tensor
 import dash_attn
 from dash_attn.distributed import attention, attention_varlen, shard
 from dash_attn.distributed.exchange import team_of
-from dash_attn.distributed.notes import Notes, notes_of
+from dash_attn.distributed.notes import Notes
 from dash_attn.errors import InputError
 from dash_attn.testing import assert_same_bytes
 
@@ -29,8 +29,7 @@ LAYOUTS = ("zigzag", "contiguous")
 
 def notes() -> Notes:
     """Of the group of all processes."""
-    team = team_of(None)
-    return notes_of(team.group, team.rank, team.size)
+    return team_of(None).notes
 
 
 @contextmanager

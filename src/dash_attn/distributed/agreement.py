@@ -9,7 +9,7 @@ from zlib import crc32
 
 from ..errors import CommunicationError
 from .exchange import Step, Team, usable_notes
-from .notes import message_of, notes_of
+from .notes import message_of
 
 __all__ = ["agree", "telling"]
 
@@ -24,7 +24,7 @@ def telling(team: Team) -> Iterator[None]:
     if team.size == 1:
         yield
         return
-    notes = notes_of(team.group, team.rank, team.size)
+    notes = team.notes
     before = notes.calls
     try:
         yield

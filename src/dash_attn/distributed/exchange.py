@@ -45,6 +45,11 @@ class Team(NamedTuple):
             raise CommunicationError(f"rank {self.rank} of {self.size}: the process group was destroyed")
         return group
 
+    @property
+    def notes(self) -> Notes:
+        """What its ranks tell each other."""
+        return notes_of(self.group, self.rank, self.size)
+
 
 def team_of(group: Any) -> Team:
     """A process group, or a DeviceMesh of one dimension, or None for all processes.
@@ -89,11 +94,13 @@ class Step(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """The step in 64 bits, of the call's number the last 30."""
-        return self.checksum << 31 | (self.call & 0x3FFFFFFF) << 1 | self.backward
+        """The step in 63 bits: the checksum, and the number of the pass."""
+        return self.checksum * _PASSES + (2 * self.call + self.backward) % _PASSES
 
 
-_TAG_ROOM = 1 << 31
+_PASSES = 1 << 31
+"""So many passes have numbers of their own: forwards even ones, backwards odd ones."""
+
 _OUT_OF_STEP = (
     "dash_attn.distributed: the ranks of a group are at different calls: backwards ran in another order, one "
     "was left out, a refused call was skipped, or lengths or other arguments differ"
@@ -149,7 +156,7 @@ class Meeting:
 
 
 def _named(tag: int) -> str:
-    checksum, number = divmod(tag, _TAG_ROOM)
+    checksum, number = divmod(tag, _PASSES)
     way = "backward" if number & 1 else "forward"
     return f"the {way} of call {number >> 1} (checksum of arguments and lengths {checksum:08x})"
 
@@ -160,7 +167,7 @@ def usable_notes(team: Team) -> Notes:
     Raises:
         CommunicationError: an earlier call of the group has failed on this rank after it had begun.
     """
-    notes = notes_of(team.group, team.rank, team.size)
+    notes = team.notes
     if notes.broken:
         raise CommunicationError(
             f"rank {team.rank} of {team.size}: an earlier call of this group has failed here "
@@ -179,8 +186,8 @@ def exchanging(team: Team) -> Iterator[None]:
         raise
     except BaseException as error:  # after Ctrl-C, too
         if team.size > 1:
-            with suppress(RuntimeError, CommunicationError):
-                notes = notes_of(team.group, team.rank, team.size)
+            with suppress(RuntimeError):  # the error is that of this rank, also without a store
+                notes = team.notes
                 if not notes.broken:
                     notes.broken = f"{type(error).__name__}: {message_of(error)}"
                     notes.give_up(notes.broken)
@@ -331,7 +338,7 @@ class errors_of:
             team = self._team
             why = ""
             with suppress(RuntimeError):  # the store may have ended with a rank
-                notes = notes_of(team.group, team.rank, team.size)
+                notes = team.notes
                 notes.broken = "an exchange failed"
                 why = notes.why_not_here()
             said = f"rank {team.rank} of {team.size}: exchange failed: {why or error}"
