@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cached_launch import cached_problems, launch_cached
-from dash_attn.backends.base import Keys, RowIntervals, Tensors, new_key_sums, tensor_shapes
+from dash_attn.backends.base import Keys, RowIntervals, Tensors, new_key_sums, new_sink_sums, tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.add_sums.config import AddSumsConfig
 from dash_attn.backends.sm90.backend import BACKEND
@@ -45,6 +45,7 @@ from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.backends.sm90.places import Buffer
 from dash_attn.backends.sm90.segments import add_sums, finish_keys, run_segment
 from dash_attn.backends.sm90.sinks.config import SinkConfig
+from dash_attn.backends.sm90.sinks.launch import finish_sink
 from dash_attn.backends.sm90.softcap import cap_of
 from dash_attn.backends.sm90.tiles import kernel_of
 from dash_attn.problem import Problem
@@ -221,7 +222,7 @@ def launch_all(chosen: dict[str, Config]) -> None:
                 print(f"launched {name}, {label}", flush=True)
         else:
             if isinstance(config, SinkConfig):
-                launch_sinks()
+                launch_sinks(config)
             else:
                 launch_segments(config)
             print(f"launched {name}", flush=True)
@@ -291,12 +292,15 @@ def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> N
             raise RuntimeError(f"{name} is not finite")
 
 
-def launch_sinks() -> None:
-    """A backward of a packed batch with a sink, and its gradient."""
+def launch_sinks(config: SinkConfig) -> None:
+    """A backward of a packed batch with a sink, and its gradient, of all rows or of sums of sequences."""
     plan = auto_plan(packed(300, 0, 17, mask=CAUSAL, head_dim=64))
     arguments = inputs(plan.problem)
     sink = torch.zeros(plan.problem.heads, device=arguments[1].device)
-    dsink = run_backward(plan, arguments, 0.125, sink=sink).dsink
+    sums = new_sink_sums(3, sink) if config.step else None
+    dsink = run_backward(plan, arguments, 0.125, sink=sink, sink_sums=sums).dsink
+    if sums is not None:
+        dsink = finish_sink(sums, sink.dtype)
     if dsink is None or not dsink.cpu().isfinite().all():
         raise RuntimeError("the gradient of a sink is not finite")
 

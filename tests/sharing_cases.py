@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import dash_attn
@@ -78,9 +79,11 @@ def compared(case: Case, device: str = "cpu") -> None:
         return shard(x, dim=at, layout=case.layout, cu_seqlens=bounds)
 
     options: dict[str, Any] = MASKS[case.mask] | {"q_segment": case.q_segment, "return_lse": True}
+    sinks: list[Tensor] = []
     if case.sink:
         generator = torch.Generator(device).manual_seed(1)
-        options["learnable_sink"] = torch.randn(case.heads[0], generator=generator, device=device)
+        sink = torch.randn(case.heads[0], generator=generator, device=device)
+        sinks = [sink.clone().requires_grad_() for _ in range(2)]
     if case.extra == "dropout":
         options |= {"dropout_p": 0.3, "dropout_seed": 2**40 + 7}
     beside: dict[str, Tensor] = {}
@@ -95,15 +98,18 @@ def compared(case: Case, device: str = "cpu") -> None:
     parts = [mine(x).requires_grad_() for x in qkv]
     if case.extra == "one tensor":
         whole, parts = whole[:1] * 3, parts[:1] * 3
+    of_parts = {name: mine(x) for name, x in beside.items()}
+    of_whole = dict(beside)
+    if sinks:
+        of_whole["learnable_sink"], of_parts["learnable_sink"] = sinks
     if bounds is None:
-        out, lse = dash_attn.attention(*whole, **options, **beside)
-        there, of_rows = attention(*parts, **options, **{n: mine(x) for n, x in beside.items()}, **how)
+        out, lse = dash_attn.attention(*whole, **options, **of_whole)
+        there, of_rows = attention(*parts, **options, **of_parts, **how)
     else:
         packed = {**options, "window_size": options.get("window", (-1, -1))}
         packed.pop("window", None)
-        out, lse = dash_attn.flash_attn_varlen_func(*whole, bounds, bounds, **packed, **beside)
-        mine_beside = {n: mine(x) for n, x in beside.items()}
-        there, of_rows = attention_varlen(*parts, bounds, **options, **mine_beside, **how)
+        out, lse = dash_attn.flash_attn_varlen_func(*whole, bounds, bounds, **packed, **of_whole)
+        there, of_rows = attention_varlen(*parts, bounds, **options, **of_parts, **how)
     out.backward(dout)
     there.backward(mine(dout))
     assert_same_bytes(there, mine(out))
@@ -112,3 +118,11 @@ def compared(case: Case, device: str = "cpu") -> None:
         assert part.grad is not None
         assert x.grad is not None
         assert_same_bytes(part.grad, mine(x.grad))
+    if sinks:
+        wanted, total = (x.grad for x in sinks)
+        assert wanted is not None
+        assert total is not None
+        dist.all_reduce(total)  # of each head one rank has it all, or each rank that of its rows
+        if case.mode == "ulysses":
+            assert_same_bytes(total, wanted)
+        torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4)

@@ -38,6 +38,8 @@ def _all_modes(rank: int, ranks: int) -> None:
         if mode != "ulysses" or ranks == 2:
             compared(Case((4, 2), "causal", mode, "zigzag", lengths=lengths))
     compared(Case((4, 2), "causal", "gather", "zigzag", rows, sink=True))
+    compared(Case((2 * ranks, ranks), "causal", "ulysses", "zigzag", rows, sink=True))
+    compared(Case((4, 2), "causal", "ring", "zigzag", lengths=(64 * ranks, 192 * ranks), sink=True))
     for lengths in ((), (64 * ranks, 32 * ranks)):
         compared(Case((4, 4), "causal", "ring", "zigzag", rows, lengths, extra="one tensor"))
     for extra, mode in product(("alibi", "intervals"), ("ulysses+gather", "ring")):

@@ -109,6 +109,7 @@ class Case:
         return found | ({"dsink": dsink} if sink else {})
 
 
+CAP = ("softcap", 15.0)
 PACKED = ((150, 150), (1, 70), (0, 33), (40, 0), (129, 260))
 CASES = [
     Case("causal", ((300, 300),), (2, 1), 64),
@@ -128,8 +129,8 @@ CASES = [
     Case("segments-128-window", ((200, 290),), (1, 1), 128, mask=BEHIND, how=(("q_segment", 128),)),
     Case("softcap-far", ((140, 200),), (2, 1), 64, how=(("softcap", 1.5),)),
     Case("softcap-far-128", ((140, 200),), (1, 1), 128, how=(("softcap", 1.5),)),
-    Case("segments-softcap", ((200, 200),), (2, 1), 64, how=(("q_segment", 128), ("softcap", 15.0))),
-    Case("softcap", ((200, 200),), (2, 1), 64, how=(("softcap", 15.0),)),
+    Case("segments-softcap-sink", ((200, 200),), (2, 1), 64, sink=True, how=(("q_segment", 128), CAP)),
+    Case("softcap", ((200, 200),), (2, 1), 64, how=(CAP,)),
     Case(
         "softcap-sink-128-fp16", PACKED, (2, 2), 128, dtype=torch.float16, sink=True, how=(("softcap", 30.0),)
     ),
@@ -149,7 +150,7 @@ CASES = [
     Case("large-packed", PACKED, (2, 2), 256),
     Case("large-packed-sink", PACKED, (2, 1), 256, sink=True),
     Case("large-window-segments", ((200, 290),), (2, 1), 256, mask=BEHIND, how=(("q_segment", 128),)),
-    Case("large-softcap", ((140, 200),), (2, 1), 256, how=(("softcap", 15.0),)),
+    Case("large-softcap", ((140, 200),), (2, 1), 256, how=(CAP,)),
     Case("large-softcap-far", ((140, 200),), (1, 1), 256, how=(("softcap", 1.5),)),
     Case("large-head-groups", ((140, 140),), (8, 1), 256),
     Case("large-padded", ((150, 200),), (2, 1), 200, 232, mask=WINDOW),
@@ -208,7 +209,7 @@ OF_96 = [
     Case("v-of-72-columns", ((200, 200),), (2, 2), 80, 72),
     Case("v-of-96-columns", ((200, 200),), (2, 2), 24, 96),
     Case("sink-96-packed", PACKED, (2, 1), 96, sink=True),
-    Case("softcap-96", ((200, 200),), (2, 1), 96, how=(("softcap", 15.0),)),
+    Case("softcap-96", ((200, 200),), (2, 1), 96, how=(CAP,)),
     Case(
         "softcap-sink-72-fp16", PACKED, (2, 2), 72, dtype=torch.float16, sink=True, how=(("softcap", 30.0),)
     ),

@@ -180,14 +180,30 @@ def test_packed_sequences_have_the_bytes_that_they_have_alone(mask: dict[str, An
                 assert_same_bytes(a[first:last].contiguous(), b[0].contiguous())
 
 
-def test_a_sink_has_the_gradient_of_whole_sequences() -> None:
-    *qkv, dout = drawn(dtype=torch.float32)
+def of_sink(lengths: list[int], packed: bool, q_segment: int | None) -> Tensor:
+    """The gradient of a sink of a batch."""
+    q, k, v, dout = (x[0] for x in drawn(sum(lengths)))
     sink = torch.randn(4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    found = [
-        torch.autograd.grad(attention(*qkv, causal=True, learnable_sink=sink, q_segment=n), sink, dout)[0]
-        for n in (128, 1024)
-    ]
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    how: dict[str, Any] = {"causal": True, "learnable_sink": sink, "q_segment": q_segment}
+    if packed:
+        ends = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+        out = flash_attn_varlen_func(q, k, v, ends, ends, **how)
+    else:
+        q, k, v, dout = (x.unflatten(0, (len(lengths), -1)) for x in (q, k, v, dout))
+        out = attention(q, k, v, **how)
+    return torch.autograd.grad(out, sink, dout)[0]
+
+
+def test_the_gradient_of_a_sink_has_the_bytes_of_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = of_sink([300, 300], False, None)
+    for packed, q_segment in ((False, 128), (False, 256), (True, None), (True, 128)):
+        assert_same_bytes(of_sink([300, 300], packed, q_segment), whole)
+    mixed = [60, 300, 0, 128, 129, 50, 300]  # cut are those of 300 and 129
+    wanted = of_sink(mixed, True, None)
+    assert_same_bytes(of_sink(mixed, True, 128), wanted)
+    assert not torch.equal(of_sink(mixed[::-1], True, 128), wanted)
+    monkeypatch.setattr(module, "enumerate", lambda x: reversed(list(enumerate(x))), raising=False)
+    assert not torch.equal(of_sink([300, 300], False, 128), whole)
 
 
 def test_the_gradient_of_a_sink_in_float64_is_float64() -> None:
@@ -199,7 +215,7 @@ def test_the_gradient_of_a_sink_in_float64_is_float64() -> None:
         found.append(sink.grad)
     assert found[0] is not None
     assert (found[0] != found[0].float()).any()
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+    assert_same_bytes(found[1], found[0])
 
 
 def test_sums_are_added_in_ascending_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,32 @@ def test_the_gradient_of_a_sink_is_the_sum_over_sequences_in_their_order(head_di
     assert_same_bytes(packed, whole)
 
 
+@pytest.mark.parametrize("backend", ["sm90", "triton"])
+def test_the_gradient_of_a_sink_has_its_bytes_however_sequences_are_cut(backend: str) -> None:
+    lengths = [700, 100, 0, 256, 1_030, 700]
+    tensors, dout = drawn(sum(lengths), sum(lengths), 128, batch=1)
+    q, k, v, sink = (x.detach() if x.ndim == 1 else x.detach()[0] for x in tensors)
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def of_sink(first: int, last: int, dense: bool, q_segment: int | None) -> Tensor:
+        """Of the sequences from the first one to the one before the last."""
+        leaf, rows = sink.clone().requires_grad_(), slice(int(ends[first]), int(ends[last]))
+        how: dict[str, Any] = {"causal": True, "learnable_sink": leaf, "q_segment": q_segment}
+        if dense:
+            parts = [x[rows].unflatten(0, (last - first, -1)) for x in (q, k, v, dout[0])]
+            out = attention(*parts[:3], backend=backend, **how)
+            return torch.autograd.grad(out, leaf, parts[3])[0]
+        bounds = ends[first : last + 1] - ends[first]
+        out = flash_attn_varlen_func(q[rows], k[rows], v[rows], bounds, bounds, backend=backend, **how)
+        return torch.autograd.grad(out, leaf, dout[0, rows])[0]
+
+    for first, last, dense in ((0, 6, False), (4, 5, True)):
+        whole = of_sink(first, last, dense, None)
+        for q_segment in (128, 256, 512):
+            assert_same_bytes(of_sink(first, last, dense, q_segment), whole)
+    assert_same_bytes(of_sink(4, 5, True, 256), of_sink(4, 5, False, 256))
+
+
 def test_it_is_like_tritons() -> None:
     tensors, dout = drawn(700, 700, 64)
     ours, theirs = (run(tensors, dout, causal=True, backend=name) for name in ("sm90", "triton"))

@@ -219,6 +219,7 @@ class Prepared(ABC):
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
+        sink_sums: Tensor | None = None,
     ) -> Gradients:
         """The gradients, summed in the plan's order.
 
@@ -228,6 +229,8 @@ class Prepared(ABC):
             scores, aux: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
+            sink_sums: with a sink, what its gradient is added to, as :func:`new_sink_sums` makes it; dsink is
+                then None.
 
         Raises:
             InputError: the problem was prepared with keys, which is for forwards.
@@ -243,7 +246,8 @@ class Prepared(ABC):
         aux: AuxTensors,
         sums: Tensor,
         dq: Tensor,
-    ) -> Tensor | None:
+        sink_sums: Tensor | None,
+    ) -> None:
         """The backward of a segment of q rows, in the plan's order. Every sum has one contribution per call.
 
         Args:
@@ -252,9 +256,7 @@ class Prepared(ABC):
             sums: what dK and dV are added to, as :func:`new_key_sums` makes them; the first kv tile is that
                 of the first key.
             dq: like q; it is written.
-
-        Returns:
-            dsink: (heads,) fp32 of these rows, None without a sink.
+            sink_sums: as in :meth:`backward`; not without a sink, nor None with one.
         """
 
 
@@ -321,6 +323,10 @@ class Backend(ABC):
             dk, dv: (batch, rows, kv_heads, head_dim), of any strides; they are written.
         """
 
+    @abstractmethod
+    def finish_sink(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """(heads,) of a dtype: complete sums of sequences, added in the order of the batch."""
+
     def why_not_cached(self, problem: CachedProblem, device: torch.device, scores: Scores = PLAIN) -> str:
         """Why it cannot run a forward over a cache of keys; empty if it can."""
         return self.why_not(problem.problem(), device, problem.packed, scores)
@@ -352,6 +358,19 @@ def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int,
     dtype = accumulator(like.dtype)
     size = kv_tiles, len(problem.sequences), problem.kv_heads, *backend.key_sums(problem, groups)
     return torch.zeros(size, dtype=dtype, device=like.device)
+
+
+def new_sink_sums(sequences: int, sink: Tensor | None) -> Tensor | None:
+    """(sequences, heads): zeros, to which backwards of the rows of sequences add the gradient of a sink; None
+    without one.
+
+    The rows of a sequence come in ascending order. Those of a backward begin at a multiple of ``SINK_ROWS``.
+    Then the bytes do not depend on how many backwards there are. What the sums are is the backend's own
+    business.
+    """
+    if sink is None:
+        return None
+    return torch.zeros(sequences, len(sink), dtype=accumulator(sink.dtype), device=sink.device)
 
 
 def finish_rows(sums: Tensor, scales: tuple[float, float], dk: Tensor, dv: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Gradients, Tensors, as_current
+from ..backends.base import AuxTensors, Gradients, Tensors, as_current, backend_named, new_sink_sums
 from .exchange import Meeting
 from .leaving import Leaving, Made
 from .shared import Heads, Shared, places
@@ -154,18 +154,18 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
     wide = aux if sink is None else aux._replace(learnable_sink=sink.to(shared.wide))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in mine[1:4])
     complete, sums = shared.complete[shared.team.rank], {}
-    dsink = None if sink is None else torch.zeros_like(sink, dtype=shared.wide)
+    lengths, batch = shared.given.lengths, shared.given.batch
+    sink_sums = new_sink_sums(len(lengths) * batch, wide.learnable_sink)
     for rows, place in zip(shared.rows, places(shared.rows)):
-        found: Tensor | None
         origin = shared.origin(heads, rows.sequence)
+        first = rows.sequence * batch
+        of_sink = None if sink_sums is None else sink_sums[first : first + batch]
         if rows.sequence in complete:
             at = _keys_at(shared, rows.sequence, (0, rows.last))
             call = shared.dense_call(rows.last, rows.last, kv_heads)
-            grads = call.backward(_rows(mine, place, at), _of_keys(wide, at), origin)
+            grads = call.backward(_rows(mine, place, at), _of_keys(wide, at), origin, of_sink)
             dq[:, place], dk[:, at], dv[:, at] = grads[:3]
-            dsinks = [grads.dsink]
         else:
-            dsinks = []
             cut = shared.cut_of(rows.sequence, kv_heads)
             for index, segment in enumerate(cut.segments):
                 if rows.first <= segment.rows[0] < rows.last:
@@ -174,12 +174,13 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
                     tensors = _rows(mine, of_rows, _keys_at(shared, rows.sequence, segment.keys))
                     first, last = cut.tiles_of(index)
                     sums[rows.sequence, index] = cut.new_sums(mine.k, last - first)
-                    into = sums[rows.sequence, index], dq[:, of_rows]
+                    into = sums[rows.sequence, index], dq[:, of_rows], of_sink
                     with as_current(shared.device):
-                        dsinks.append(cut.backward(index, tensors, shared.scores.at(origin), wide, *into))
-        for found in dsinks:
-            if dsink is not None and found is not None:
-                dsink = dsink + found
+                        cut.backward(index, tensors, shared.scores.at(origin), wide, *into)
+    dsink: Tensor | None = None
+    if sink is not None and sink_sums is not None:
+        with as_current(shared.device):
+            dsink = backend_named(shared.backend).finish_sink(sink_sums, sink.dtype)
     return Made(dq, dsink, dk, dv, sums)
 
 

@@ -145,13 +145,22 @@ class Call:
         with as_current(self.device):
             return self.prepared.forward(q, k, v, self.scores.at(origin), aux)
 
-    def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX, origin: Origin = ORIGIN) -> Gradients:
-        """The gradients; in the plan's order unless the spec and the process permit others."""
+    def backward(
+        self,
+        tensors: Tensors,
+        aux: AuxTensors = NO_AUX,
+        origin: Origin = ORIGIN,
+        sink_sums: Tensor | None = None,
+    ) -> Gradients:
+        """The gradients; in the plan's order unless the spec and the process permit others. ``origin``: as in
+        the forward, ``sink_sums``: as in :meth:`.Prepared.backward`."""
         ordered, scores = self.spec.ordered or _order_is_required(), self.scores.at(origin)
         with as_current(self.device):
             if ordered and self.parts:
-                return run_parts(self.parts, tensors, scores, aux)
-            return self.prepared.backward(self.plan, tensors, scores, aux, ordered=ordered)
+                return run_parts(self.parts, self.backend, tensors, scores, aux, sink_sums)
+            return self.prepared.backward(
+                self.plan, tensors, scores, aux, ordered=ordered, sink_sums=sink_sums
+            )
 
 
 def _order_is_required() -> bool:

@@ -14,7 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Backend, Gradients, Prepared, Tensors, accumulator, new_key_sums
+from ..backends.base import (
+    AuxTensors,
+    Backend,
+    Gradients,
+    Prepared,
+    Tensors,
+    accumulator,
+    new_key_sums,
+    new_sink_sums,
+)
 from ..problem import Problem
 from ..schedule import Plan, build_plan, choose_policy
 from ..schedule.defaults import choose_policy_of_segment
@@ -71,9 +80,16 @@ class CutSequence:
         return first // self.problem.tile_n, -(-last // self.problem.tile_n)
 
     def backward(
-        self, index: int, tensors: Tensors, scores: Scores, aux: AuxTensors, sums: Tensor, dq: Tensor
-    ) -> Tensor | None:
-        """The backward of one segment: writes dq, adds to the sums, returns dsink.
+        self,
+        index: int,
+        tensors: Tensors,
+        scores: Scores,
+        aux: AuxTensors,
+        sums: Tensor,
+        dq: Tensor,
+        sink_sums: Tensor | None,
+    ) -> None:
+        """The backward of one segment: writes dq, adds to the sums.
 
         Args:
             index: of the segment.
@@ -81,15 +97,15 @@ class CutSequence:
             scores, aux: of these sequences; a sink in fp32.
             sums: those of the segment's keys, :meth:`tiles_of`.
             dq: of the segment's rows.
+            sink_sums: of these sequences.
         """
-        if self.segments[index].keys == (0, 0):
+        if self.segments[index].keys == (0, 0):  # rows whose delta is 0
             dq.zero_()
-            sink = aux.learnable_sink
-            return None if sink is None else torch.zeros_like(sink)
+            return
         plan, prepared = self._of(index)
         (row, _), (column, _) = self.segments[index]
         scores = scores.at(Origin(row=row, column=column))
-        return prepared.backward_segment(plan, tensors, scores, aux, sums, dq)
+        prepared.backward_segment(plan, tensors, scores, aux, sums, dq, sink_sums)
 
 
 def problem_of_segment(problem: Problem, segment: Segment) -> Problem:
@@ -123,6 +139,13 @@ class Part(NamedTuple):
     cut: CutSequence | None
     plan: Plan | None = None
     prepared: Prepared | None = None
+
+    @property
+    def sequences(self) -> int:
+        """How many it has."""
+        made = self.cut or self.plan
+        assert made is not None
+        return len(made.problem.sequences)
 
 
 def parts_of(
@@ -177,7 +200,7 @@ def _packed_parts(
 
 def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:
     """SHA-256 of the numerics of all parts, in their order."""
-    digest = hashlib.sha256(b"segments of q")
+    digest = hashlib.sha256(b"segments of q, and whole sums of sinks")
     for part in parts:
         if part.cut is None:
             assert part.plan is not None
@@ -189,28 +212,38 @@ def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:
     return digest.hexdigest()
 
 
-def run_parts(parts: tuple[Part, ...], tensors: Tensors, scores: Scores, aux: AuxTensors) -> Gradients:
-    """The gradients of a call, part by part."""
+def run_parts(
+    parts: tuple[Part, ...],
+    backend: Backend,
+    tensors: Tensors,
+    scores: Scores,
+    aux: AuxTensors,
+    sink_sums: Tensor | None = None,
+) -> Gradients:
+    """The gradients of a call, part by part. ``sink_sums``: as in :meth:`.Prepared.backward`."""
     sink, q, k, v = aux.learnable_sink, tensors.q, tensors.k, tensors.v
-    wide = aux if sink is None else aux._replace(learnable_sink=sink.to(accumulator(q.dtype)))
+    if sink is not None:
+        aux = aux._replace(learnable_sink=sink.to(accumulator(q.dtype)))
+    sums = sink_sums
+    if sums is None:
+        sums = new_sink_sums(sum(part.sequences for part in parts), aux.learnable_sink)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-    total: Tensor | None = None
     for part in parts:
         mine, of_part = _rows_of(tensors, part), scores.at(Origin(sequence=part.first))
         target = Gradients(grads.dq[part.rows], grads.dk[part.keys], grads.dv[part.keys])
+        of_sink = None if sums is None else sums[part.first : part.first + part.sequences]
         if part.cut is None:
             assert part.plan is not None
             assert part.prepared is not None
-            found = part.prepared.backward(part.plan, mine, of_part, wide)
+            found = part.prepared.backward(part.plan, mine, of_part, aux, sink_sums=of_sink)
             for to, x in zip(target, found[:3]):
                 assert to is not None
                 to.copy_(x)
-            dsinks = [found.dsink]
         else:
-            dsinks = _run_cut(part.cut, mine, target, of_part, wide)
-        for dsink in dsinks:
-            total = dsink if total is None or dsink is None else total + dsink
-    return grads if sink is None or total is None else grads._replace(dsink=total.to(sink.dtype))
+            _run_cut(part.cut, mine, target, of_part, aux, of_sink)
+    if sink is None or sums is None or sink_sums is not None:
+        return grads
+    return grads._replace(dsink=backend.finish_sink(sums, sink.dtype))
 
 
 def _rows_of(tensors: Tensors, part: Part) -> Tensors:
@@ -223,14 +256,18 @@ def _rows_of(tensors: Tensors, part: Part) -> Tensors:
 
 
 def _run_cut(
-    cut: CutSequence, tensors: Tensors, target: Gradients, scores: Scores, aux: AuxTensors
-) -> list[Tensor | None]:
-    """Write the gradients of sequences that are cut. Returns dsink of each segment."""
+    cut: CutSequence,
+    tensors: Tensors,
+    target: Gradients,
+    scores: Scores,
+    aux: AuxTensors,
+    sink_sums: Tensor | None,
+) -> None:
+    """Write the gradients of sequences that are cut."""
     if tensors.q.ndim == 3:
         tensors = Tensors._make(x.unsqueeze(0) for x in tensors)
         target = Gradients(*(x.unsqueeze(0) for x in target[:3] if x is not None))
     sums = cut.new_sums(tensors.k)
-    dsinks = []
     for index, segment in enumerate(cut.segments):
         rows, keys, tiles = slice(*segment.rows), slice(*segment.keys), slice(*cut.tiles_of(index))
         mine = Tensors(
@@ -241,6 +278,5 @@ def _run_cut(
             tensors.out[:, rows],
             tensors.lse[:, :, rows],
         )
-        dsinks.append(cut.backward(index, mine, scores, aux, sums[tiles], target.dq[:, rows]))
+        cut.backward(index, mine, scores, aux, sums[tiles], target.dq[:, rows], sink_sums)
     cut.backend.finish_keys(sums, scores, target.dk, target.dv)
-    return dsinks

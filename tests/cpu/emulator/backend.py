@@ -13,6 +13,7 @@ from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
 from dash_attn.backends.sm90.places import Buffer
+from dash_attn.backends.sm90.sinks import launch as sinks
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
 from dash_attn.scores import PLAIN, Scores
@@ -78,6 +79,7 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
         },
         resident: {"Upload": _Upload},
         segments: {"program": program, "as_current": nothing},
+        sinks: {"program": program, "as_current": nothing},
         forward: {"program": program, "multiprocessors": count, "Upload": _Upload, **as_tensors},
         cached: {
             "program": program, "multiprocessors": count, "constant": lambda words, _: torch.from_numpy(words)

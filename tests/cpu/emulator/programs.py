@@ -200,11 +200,12 @@ class Emulated:
 
     def _sinks(self, memory: Memory, given: list[Any]) -> None:
         *tensors, sequences = given
-        parts, totals = kernels(self.config)
         parameters = [*map(_tensor, tensors), _number(sequences)]
-        heads = len(given[3])
-        self._launch(parts, (sequences, heads), parameters, memory)
-        self._launch(totals, (-(-heads // SinkTotals.THREADS), 1), parameters, memory)
+        for name, kernel in zip(self.config.kernels, kernels(self.config)):
+            adds_rows = name == "SinkParts"
+            heads = len(given[3] if adds_rows else given[-2])
+            grid = (sequences, heads) if adds_rows else (-(-heads // SinkTotals.THREADS), 1)
+            self._launch(kernel, grid, parameters, memory)
 
     def _backward(self, memory: Memory, given: list[Any]) -> None:
         c = self.config

@@ -28,6 +28,7 @@ from ..cached import CachedProblem, PreparedCached
 from . import executor
 from .cached import Cached
 from .forward import forward
+from .sinks import finish_sink
 
 __all__ = ["BACKEND"]
 
@@ -81,6 +82,7 @@ class _Prepared(Prepared):
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
+        sink_sums: Tensor | None = None,
     ) -> Gradients:
         """See :meth:`Prepared.backward`. Giving up the order gains nothing here: only ``disorder`` does."""
         refuse_backward(self._keys)
@@ -90,7 +92,7 @@ class _Prepared(Prepared):
         if q.ndim == 4:
             tensors, aux = _packed_rows(tensors), _packed(aux)
         dq, dk, dv, dsink = executor.backward(
-            plan, tensors, scores, aux, rng=disorder, ordered=disorder is None
+            plan, tensors, scores, aux, rng=disorder, ordered=disorder is None, sink_sums=sink_sums
         )
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsink)
 
@@ -102,11 +104,12 @@ class _Prepared(Prepared):
         aux: AuxTensors,
         sums: Tensor,
         dq: Tensor,
-    ) -> Tensor | None:
+        sink_sums: Tensor | None,
+    ) -> None:
         """See :meth:`Prepared.backward_segment`."""
-        grads = executor.backward(plan, _packed_rows(tensors), scores, aux, sums=sums)
+        packed = _packed_rows(tensors)
+        grads = executor.backward(plan, packed, scores, aux, sums=sums, sink_sums=sink_sums)
         dq.copy_(grads.dq.view(dq.shape))
-        return grads.dsink
 
 
 def _packed_rows(tensors: Tensors) -> Tensors:
@@ -141,6 +144,9 @@ class _CPU(Backend):
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_rows(sums, (scores.softmax_scale, scores.dropout_rescale), dk, dv)
+
+    def finish_sink(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        return finish_sink(sums, dtype)
 
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
         return Cached(problem)

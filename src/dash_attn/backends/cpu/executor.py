@@ -58,6 +58,7 @@ def backward(
     rng: random.Random | None = None,
     ordered: bool = True,
     sums: Tensor | None = None,
+    sink_sums: Tensor | None = None,
 ) -> Gradients:
     """Gradients, dQ summed in the order of the plan's tickets.
 
@@ -71,6 +72,8 @@ def backward(
             tickets, as atomic adds do: the negative control.
         sums: dK and dV are added to these, (tile_n, head_dim + head_dim_v) words per kv tile, and the ones
             that are returned are 0.
+        sink_sums: (sequences, heads): with a sink, its gradient is added to these, and the one that is
+            returned is None.
 
     Returns:
         dq, dk, dv in the shapes and dtype of q, k, v, and dsink of a sink. Bitwise equal for every placement,
@@ -95,7 +98,8 @@ def backward(
                 found[tile] = partial  # the first contribution is stored: dQ needs no zeroing
         if sums is not None:
             state.leave(sums)
-        return Gradients(state.dq(found), *state.dk_dv(), sink_gradient(plan.problem, tensors, aux))
+        grads = Gradients(state.dq(found), *state.dk_dv())
+        return grads._replace(dsink=sink_gradient(plan.problem, tensors, aux, sink_sums))
 
 
 def dq_partials(plan: Plan, tensors: Tensors, scores: Scores | float) -> dict[QTile, list[Tensor]]:

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...schedule.constants import SINK_ROWS
-from ..base import AuxTensors, Tensors, accumulator
+from ..base import AuxTensors, Tensors, accumulator, new_sink_sums
 from .tiles import TileRows
 
-__all__ = ["sink_gradient"]
+__all__ = ["finish_sink", "sink_gradient"]
 
 
-def sink_gradient(problem: Problem, tensors: Tensors, aux: AuxTensors) -> Tensor | None:
+def sink_gradient(
+    problem: Problem, tensors: Tensors, aux: AuxTensors, sums: Tensor | None = None
+) -> Tensor | None:
     """(heads,): minus the sum over rows of exp(sink - lse) * delta; None without a sink.
 
     The rows of a sequence are cut into tiles of SINK_ROWS. Within a tile the second half is added to the
@@ -23,25 +25,36 @@ def sink_gradient(problem: Problem, tensors: Tensors, aux: AuxTensors) -> Tensor
 
     Args:
         tensors: packed, as in :func:`.executor.backward`.
+        sums: (sequences, heads), as :func:`.new_sink_sums` makes them: tiles are added to these. Then None is
+            returned.
     """
-    sink = aux.learnable_sink
-    if sink is None:
+    if aux.learnable_sink is None:
         return None
-    wide = accumulator(tensors.q.dtype)
-    total = torch.zeros(problem.heads, dtype=wide, device="cpu")
-    starts = TileRows(problem).q_start
-    for begin, end in pairwise(starts):
+    sink = aux.learnable_sink.detach().to(accumulator(tensors.q.dtype))
+    found = new_sink_sums(len(problem.sequences), sink) if sums is None else sums
+    assert found is not None
+    for total, (begin, end) in zip(found, pairwise(TileRows(problem).q_start)):
         rows = slice(begin, end)
-        products = tensors.dout[rows].to(wide) * tensors.out[rows].to(wide)
+        products = tensors.dout[rows].to(sink.dtype) * tensors.out[rows].to(sink.dtype)
         delta = products.contiguous().sum(2).T  # strides decide in which order PyTorch adds
         lse = tensors.lse[:, rows]
-        parts = (sink.detach().to(wide)[:, None] - lse).exp_() * delta
-        total.add_(_sum(parts.masked_fill_(lse == -torch.inf, 0.0)))  # no key, and a sink of -inf
-    return total.neg_().to(sink.dtype)
+        parts = (sink[:, None] - lse).exp_() * delta
+        parts.masked_fill_(lse == -torch.inf, 0.0)  # no key, and a sink of -inf
+        for tile in _tiles(parts):
+            total.add_(tile)
+    return finish_sink(found, aux.learnable_sink.dtype) if sums is None else None
 
 
-def _sum(parts: Tensor) -> Tensor:
-    """(heads, rows) to (heads,)."""
+def finish_sink(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """(heads,): minus the sums of all sequences, added one after the other."""
+    total = sums.new_zeros(sums.shape[1])
+    for of_sequence in sums:
+        total.add_(of_sequence)
+    return total.neg_().to(dtype)
+
+
+def _tiles(parts: Tensor) -> tuple[Tensor, ...]:
+    """(heads, rows) to (heads,) of each tile."""
     heads, rows = parts.shape
     tiles = parts.new_zeros(heads, -(-rows // SINK_ROWS) * SINK_ROWS)
     tiles[:, :rows] = parts
@@ -49,7 +62,4 @@ def _sum(parts: Tensor) -> Tensor:
     while tiles.shape[2] > 1:
         half = tiles.shape[2] // 2
         tiles = tiles[..., :half] + tiles[..., half:]
-    total = parts.new_zeros(heads)
-    for tile in tiles.unbind(1):
-        total.add_(tile[:, 0])
-    return total
+    return tiles[..., 0].unbind(1)

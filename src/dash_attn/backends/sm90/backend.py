@@ -37,6 +37,7 @@ from .compile import flavour
 from .forward.launch import Forward, config_of, numerics_of, why_no_scale
 from .launch import DTYPES, Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment, words_of_sum
+from .sinks.launch import finish_sink
 from .softcap import cap_of, why_no_cap
 from .spread.launch import Spread, spreads
 from .tiles import HEAD_DIMS, covers, has_intervals, has_softcap, kernel_of, name_of, tiles_of
@@ -114,11 +115,20 @@ class _Prepared(Prepared):
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
+        sink_sums: Tensor | None = None,
     ) -> Gradients:
         refuse_backward(self._keys)
         sink, rows = _sink_of(scores, aux), self._rows_of(aux)
-        in_order = ordered and disorder is None
-        result = run_backward(plan, tensors, scores, sink=sink, rows=rows, ordered=in_order, debug=_debug())
+        result = run_backward(
+            plan,
+            tensors,
+            scores,
+            sink=sink,
+            sink_sums=sink_sums,
+            rows=rows,
+            ordered=ordered and disorder is None,
+            debug=_debug(),
+        )
         dsink = result.dsink
         if dsink is not None and aux.learnable_sink is not None:
             dsink = dsink.to(aux.learnable_sink.dtype)
@@ -132,12 +142,13 @@ class _Prepared(Prepared):
         aux: AuxTensors,
         sums: Tensor,
         dq: Tensor,
-    ) -> Tensor | None:
+        sink_sums: Tensor | None,
+    ) -> None:
         """See :meth:`Prepared.backward_segment`."""
         sink = _sink_of(scores, aux)
         if aux.rows is not None:
             raise InputError("row_starts and row_ends are not supported by sm90 in segments of rows")
-        return run_segment(plan, tensors, scores, sums, dq, sink=sink, debug=_debug())
+        run_segment(plan, tensors, scores, sums, dq, sink=sink, sink_sums=sink_sums, debug=_debug())
 
 
 @cache
@@ -266,6 +277,9 @@ class _SM90(Backend):
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_keys(sums, scores.softmax_scale, dk, dv)
+
+    def finish_sink(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        return finish_sink(sums, dtype)
 
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
         kind = Spread if spreads(problem, multiprocessors(device)) else Cached

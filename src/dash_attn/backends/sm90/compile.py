@@ -26,7 +26,7 @@ from .convert.config import ConvertConfig, convert_config
 from .fold.config import FoldConfig, fold_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
-from .sinks.config import SinkConfig
+from .sinks.config import STEPS, SinkConfig
 from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
 from .tiles import CACHED, FORWARD, TILES, has_intervals, has_softcap, kernel_of
 
@@ -85,7 +85,7 @@ def variants() -> dict[str, Config]:
         **{_name_of(found): found for found in map(fold_config, forwards.values())},
         **finish,
         "add-sums": AddSumsConfig(),
-        "sinks": SinkConfig(),
+        **{"-".join(filter(None, ("sinks", step))): SinkConfig(step) for step in STEPS},
         **cached_variants(),
         **spread_variants(),
     }

@@ -35,7 +35,7 @@ from .compile import program
 from .convert.config import convert_config
 from .places import Buffer, address_of, place_of
 from .resident import OnDevice, on_device
-from .sinks.config import SinkConfig
+from .sinks.launch import Statistics, add_to_sink_sums, sink_gradient
 from .softcap import cap_of
 from .tiles import Kernel, kernel_of
 
@@ -107,6 +107,7 @@ def run_backward(
     scores: Scores | float,
     *,
     sink: Tensor | None = None,
+    sink_sums: Tensor | None = None,
     rows: RowIntervals | None = None,
     ordered: bool = True,
     workers: int | None = None,
@@ -119,6 +120,7 @@ def run_backward(
         tensors: dout, q, k, v, out and lse (:class:`Tensors`), bf16 or fp16 with any strides, lse fp32.
         scores: what becomes of Q K^T; a number is a softmax scale.
         sink: (heads,) fp32, contiguous, as in the forward.
+        sink_sums: as in :meth:`.Prepared.backward`.
         rows: which rows see each key, as in the forward.
         ordered: False adds as contributions come, by atomics: the negative control.
         workers: thread blocks to launch, at most one per SM, all of which get items. By default as many as
@@ -134,7 +136,8 @@ def run_backward(
     given, debug, scores = Tensors(*tensors), debug or NO_DEBUG, scores_of(scores)
     q, k, v = given.q, given.k, given.v
     if not q.numel() or not k.numel():
-        nothing = None if sink is None else torch.zeros_like(sink)  # no row, or no row with an output
+        # No row, or no row with an output.
+        nothing = torch.zeros_like(sink) if sink is not None and sink_sums is None else None
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
     check_tensors(place, plan, given)
@@ -142,8 +145,13 @@ def run_backward(
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, q.device, rows=rows)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-    dsink = launch(plan, (variant, place, work), given, grads, scores, sink, workers)
-    grads = grads._replace(dsink=dsink)
+    launch(plan, (variant, place, work), given, grads, scores, workers)
+    if sink is not None:
+        statistics = work.statistics(len(plan.problem.sequences))
+        if sink_sums is None:
+            grads = grads._replace(dsink=sink_gradient(statistics, sink))
+        else:
+            add_to_sink_sums(sink_sums, statistics, sink)
     return Result(*grads) if debug is NO_DEBUG else work.result(grads, debug)
 
 
@@ -156,10 +164,9 @@ def launch(
     given: Tensors,
     grads: Gradients,
     scores: Scores,
-    sink: Tensor | None,
     workers: int | None,
-) -> Tensor | None:
-    """Run the kernels; the gradient of the sink."""
+) -> None:
+    """Run the kernels, but for those of a sink."""
     variant, place, work = made
     q, k, v, ordered = given.q, given.k, given.v, variant.config.ordered
     ring = ordered and place.min_workers > 1
@@ -192,15 +199,6 @@ def launch(
                 work.tensors[0], *chain.from_iterable(places[-3:]), *extents, *work.buffer.addresses[_SUMS],
                 *variant.sizes[_SUMS], scores.softmax_scale, *left,
             )  # fmt: skip
-        return None if sink is None else _sink_gradient(plan, work, sink)
-
-
-def _sink_gradient(plan: Plan, work: Workspace, sink: Tensor) -> Tensor:
-    sequences = len(plan.problem.sequences)
-    parts, dsink = sink.new_empty(sequences * len(sink)), torch.empty_like(sink)
-    statistics = (work.tensors[0], work.part("lse2"), work.part("delta"))
-    program(SinkConfig())(*statistics, sink, parts, dsink, sequences)
-    return dsink
 
 
 class Variant(NamedTuple):
@@ -309,6 +307,10 @@ class Workspace:
     def part(self, name: str) -> Tensor:
         """A part of the buffer, one of ``arguments.PARTS``."""
         return self.buffer.part(arguments.PARTS.index(name))
+
+    def statistics(self, sequences: int) -> Statistics:
+        """What the kernels of a sink read, of so many sequences."""
+        return Statistics(self.place.table, self.part("lse2"), self.part("delta"), sequences)
 
     def result(self, grads: Gradients, debug: Debug) -> Result:
         """The gradients with what a debugging run kept."""

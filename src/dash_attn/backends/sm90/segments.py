@@ -25,6 +25,7 @@ from .launch import (
     variant_of,
 )
 from .resident import on_device
+from .sinks.launch import add_to_sink_sums
 from .tiles import kernel_of, tiles_of
 
 __all__ = ["add_sums", "check_sums", "finish_keys", "run_segment", "words_of_sum"]
@@ -38,18 +39,16 @@ def run_segment(
     dq: Tensor,
     *,
     sink: Tensor | None = None,
+    sink_sums: Tensor | None = None,
     debug: Debug | None = None,
-) -> Tensor | None:
+) -> None:
     """The backward of a segment of q rows: :meth:`Prepared.backward_segment`.
 
     Args:
-        plan, tensors, scores, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
+        plan, tensors, scores, sink, sink_sums, debug: as in :func:`run_backward`; tensors are dense. Neither
             contributions nor a trace can be asked for.
         sums: what dK and dV are added to: those of the plan's kv tiles, :func:`.new_key_sums`.
         dq: like q; it is written.
-
-    Returns:
-        dsink of these rows, None without a sink.
 
     Raises:
         PlanMismatchError, TooFewWorkersError, HandOverError: as :func:`run_backward`.
@@ -74,10 +73,11 @@ def run_segment(
     work = Workspace(variant, place, dq.device, sums.view(-1))
     tensors = tensors._replace(k=loadable(tensors.k), v=loadable(tensors.v))
     grads = Gradients(dq, tensors.k, tensors.v)  # nothing is written to dK and dV
-    dsink = launch(plan, (variant, place, work), tensors, grads, scores, sink, None)
+    launch(plan, (variant, place, work), tensors, grads, scores, None)
+    if sink is not None and sink_sums is not None:
+        add_to_sink_sums(sink_sums, work.statistics(len(plan.problem.sequences)), sink)
     if debug.bounded:
         check_hand_overs(work.errors, None)
-    return dsink
 
 
 def words_of_sum(problem: Problem) -> int:

@@ -80,6 +80,7 @@ class _Prepared(Prepared):
         *,
         ordered: bool = True,
         disorder: random.Random | None = None,
+        sink_sums: Tensor | None = None,
     ) -> Gradients:
         """See :meth:`Prepared.backward`. Giving up the order gains nothing here: only ``disorder`` does."""
         refuse_backward(self._keys)
@@ -93,7 +94,7 @@ class _Prepared(Prepared):
         self._check(dict(zip(Tensors._fields, zip(tensors, self._shapes.of_tensors))))
         grads = Gradients(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors[1:4]))
         with as_current(self.device):
-            return self._backward(plan, tensors, scores, aux, disorder, grads)
+            return self._backward(plan, tensors, scores, aux, disorder, grads, sink_sums)
 
     def backward_segment(
         self,
@@ -103,12 +104,13 @@ class _Prepared(Prepared):
         aux: AuxTensors,
         sums: Tensor,
         dq: Tensor,
-    ) -> Tensor | None:
+        sink_sums: Tensor | None,
+    ) -> None:
         """See :meth:`Prepared.backward_segment`. dK and dV are scaled when they are added."""
         assert self._backward is not None
         with as_current(self.device):
             wide = [x.new_empty(x.shape, dtype=sums.dtype) for x in (tensors.k, tensors.v)]
-            grads = self._backward(plan, tensors, scores, aux, None, Gradients(dq, *wide))
+            grads = self._backward(plan, tensors, scores, aux, None, Gradients(dq, *wide), sink_sums)
             both = torch.cat([grads.dk, grads.dv], -1)
             tile_n, rows = self.problem.tile_n, both.shape[1]
             tiles, batch, kv_heads, _, words = sums.shape
@@ -117,7 +119,6 @@ class _Prepared(Prepared):
             by_row[:, :whole] += both[:, : whole * tile_n].reshape(batch, whole, tile_n, kv_heads, columns)
             if rows % tile_n:
                 by_row[:, whole, : rows % tile_n] += both[:, whole * tile_n :]
-        return grads.dsink
 
     def _check(self, given: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
         """Kernels take lengths and types from the problem: others would be read beyond their ends."""
@@ -201,6 +202,11 @@ class _Triton(Backend):
 
     def finish_keys(self, sums: Tensor, scores: Scores, dk: Tensor, dv: Tensor) -> None:
         finish_rows(sums, (1.0, 1.0), dk, dv)
+
+    def finish_sink(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        from .launch import finish_sink
+
+        return finish_sink(sums, dtype)
 
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
         if reason := _why_unavailable(device):

@@ -78,11 +78,14 @@ def prepare_kernel(
     tl.store(place + 1, delta)
 
 
-@triton.jit(do_not_specialize=["lse_batch", "lse_head", "stats_head", "heads"])
+@triton.jit(
+    do_not_specialize=["lse_batch", "lse_head", "stats_head", "heads"],
+    do_not_specialize_on_alignment=["sums"],
+)
 def sink_kernel(
     lse, stats, sink, sums, table, lse_batch, lse_head, stats_head, heads, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Sums of exp(sink - lse) * delta over tiles of ROWS rows, one after the other; ``sink``: (heads,)."""
+    """Add exp(sink - lse) * delta to sums, in tiles of ROWS rows, one after the other; ``sink``: (heads,)."""
     pid = tl.program_id(0)
     head = (pid % heads).to(tl.int64)
     record = table + (pid // heads).to(tl.int64) * 16
@@ -90,7 +93,7 @@ def sink_kernel(
     first = batch_q * lse_batch + head * lse_head + start_q
     place = stats + (head * stats_head + tl.load(record + 15)) * 2 + 1
     score = tl.load(sink + head)
-    total = tl.full((), 0.0, tl.float32)
+    total = tl.load(sums + pid)
     for top in range(0, seqlen_q, ROWS):
         rows = top + tl.arange(0, ROWS)
         there = rows < seqlen_q

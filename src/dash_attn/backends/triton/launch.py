@@ -18,7 +18,7 @@ from ...problem import Problem
 from ...schedule import Plan
 from ...schedule.constants import SINK_ROWS
 from ...scores import Scores
-from ..base import AuxTensors, Gradients, Keys, Tensors
+from ..base import AuxTensors, Gradients, Keys, Tensors, new_sink_sums
 from ..cuda.upload import Upload
 from .backward_kernels import (
     dkdv_kernel,
@@ -133,8 +133,10 @@ class Backward:
         aux: AuxTensors,
         disorder: random.Random | None,
         grads: Gradients,
+        sink_sums: Tensor | None,
     ) -> Gradients:
-        """The gradients, by a plan of the problem; dq, dk and dv of ``grads`` are written, in any dtype."""
+        """The gradients, by a plan of the problem; dq, dk and dv of ``grads`` are written, in any dtype.
+        ``sink_sums``: as in :meth:`.Prepared.backward`."""
         tables = self._tables(plan, disorder)
         items, visits, q_tiles, stretches, folds, sequences = tables.place.use()
         dout, q, k, v, out = (aligned(x) for x in tensors[:5])
@@ -183,9 +185,13 @@ class Backward:
                     scores.softmax_scale,
                     KEYS=FOLDED_KEYS, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
                 )  # fmt: skip
-        if aux.learnable_sink is not None:
-            return grads._replace(dsink=_sink_gradient(aux.learnable_sink, lse, stats, sequences))
-        return grads
+        sink = aux.learnable_sink
+        if sink is None:
+            return grads
+        of_sink = new_sink_sums(len(problem.sequences), sink.float()) if sink_sums is None else sink_sums
+        assert of_sink is not None
+        _add_to_sink_sums(of_sink, sink, lse, stats, sequences)
+        return grads._replace(dsink=finish_sink(of_sink, sink.dtype) if sink_sums is None else None)
 
     def _tables(self, plan: Plan, disorder: random.Random | None) -> _Tables:
         if disorder is None and (known := self._known.get(plan)) is not None:
@@ -198,16 +204,20 @@ class Backward:
         return made
 
 
-def _sink_gradient(sink: Tensor, lse: Tensor, stats: Tensor, sequences: Tensor) -> Tensor:
-    """(heads,), in an order that only the lengths decide; ``sequences``: their records."""
-    heads, count = sink.shape[0], len(sequences) // WORDS
-    sums = torch.empty(count * heads, dtype=torch.float32, device=sink.device)
-    dsink = torch.empty_like(sink, memory_format=torch.contiguous_format)
+def _add_to_sink_sums(sums: Tensor, sink: Tensor, lse: Tensor, stats: Tensor, sequences: Tensor) -> None:
+    """``sequences``: their records."""
+    count, heads = sums.shape
     if count:
         sink_kernel[(count * heads,)](
             lse, stats, values_of(sink, lse), sums, sequences, *lse_strides(lse),
             stats.shape[1], heads, ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def finish_sink(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """(heads,): minus the sums of all sequences, in their order."""
+    count, heads = sums.shape
+    dsink = torch.empty(heads, dtype=dtype, device=sums.device)
     sinks_kernel[(heads,)](sums, dsink, count, heads, num_warps=1)
     return dsink
 

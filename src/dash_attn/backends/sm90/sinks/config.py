@@ -1,4 +1,4 @@
-"""Static configuration of the kernels for the gradient of a sink: there is one variant."""
+"""Static configuration of the kernels for the gradient of a sink."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import ClassVar
 
 from ....schedule.constants import SINK_ROWS
 
+__all__ = ["STEPS", "SinkConfig"]
+
+STEPS = {"": ("SinkParts", "SinkTotals"), "add": ("SinkParts",), "finish": ("SinkTotals",)}
+"""Kernels by what is done: everything; rows are added to sums of their sequences; these sums are added."""
+
 
 @dataclass(frozen=True)
 class SinkConfig:
@@ -14,11 +19,16 @@ class SinkConfig:
 
     Attributes:
         direction: the package of its program.
-        kernels: class names, which the compiler puts into the names of the kernels.
+        step: one of ``STEPS``.
         rows: of a tile.
     """
 
     direction: ClassVar[str] = "sinks"
-    kernels: ClassVar[tuple[str, ...]] = ("SinkParts", "SinkTotals")
 
+    step: str = ""
     rows: int = SINK_ROWS
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Class names, which the compiler puts into the names of the kernels."""
+        return STEPS[self.step]

@@ -8,7 +8,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from ....schedule.layout import HEADER
@@ -18,10 +18,13 @@ WARPS = 8
 
 
 class SinkParts:
-    """One block per sequence and head. Its warps take tiles of rows, a tile each at a time."""
+    """One block per sequence and head. Its warps take tiles of rows, a tile each at a time.
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    ``adds``: to the sums of earlier rows.
+    """
+
+    def __init__(self, rows: int, adds: bool):
+        self.rows, self.adds = rows, adds
 
     @cute.jit
     def __call__(self, arguments, stream):
@@ -44,6 +47,9 @@ class SinkParts:
         first_tile = seq.q_tile_first * table[HEADER.heads] + head * seq.q_tile_count
         base = Int64(first_tile) * table[HEADER.tile_m]
         sink2, total = arguments.sink[head] * math.log2(math.e), Float32(0.0)
+        place = sequence * arguments.sink.shape[0] + head
+        if const_expr(self.adds):
+            total = arguments.parts[place]
         tiles = (seq.seqlen_q + self.rows - 1) // self.rows
         for begin in cutlass.range(0, tiles, WARPS, unroll=1):
             part = self._tile(arguments, sink2, base, (begin + warp) * self.rows + lane, seq.seqlen_q)
@@ -55,7 +61,7 @@ class SinkParts:
                     total = total + sums[n]
             cute.arch.sync_threads()
         if cute.arch.thread_idx()[0] == 0:
-            arguments.parts[sequence * arguments.sink.shape[0] + head] = total
+            arguments.parts[place] = total
 
     def _tile(self, arguments, sink2, base, row: Int32, rows: Int32):
         """The sum of a tile in lane 0: its second half is added to its first one, and so on."""
@@ -85,7 +91,7 @@ class SinkTotals:
 
     @cute.jit
     def __call__(self, arguments, stream):
-        blocks = (arguments.sink.shape[0] + self.THREADS - 1) // self.THREADS
+        blocks = (arguments.dsink.shape[0] + self.THREADS - 1) // self.THREADS
         self.kernel(arguments).launch(
             grid=(blocks, 1, 1), block=(self.THREADS, 1, 1), stream=stream, use_pdl=True
         )
@@ -93,7 +99,7 @@ class SinkTotals:
     @cute.kernel
     def kernel(self, arguments) -> None:
         cute.arch.griddepcontrol_wait()
-        heads = arguments.sink.shape[0]
+        heads = arguments.dsink.shape[0]
         head = cute.arch.block_idx()[0] * self.THREADS + cute.arch.thread_idx()[0]
         if head < heads:
             total = Float32(0.0)
