@@ -490,6 +490,24 @@ def test_a_trace_of_what_the_forward_does_not_cover(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--seqlen 512 --dtype float32", "dtype float32 is not supported by sm90; supported: bfloat16"),
+        ("--seqlen 128 --seqlen-k 0", "there is nothing to trace: no row sees a key"),
+    ],
+)
+def test_a_trace_of_what_the_backward_does_not_cover(
+    capsys: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, message: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("dash_attn.backends.sm90.backend._capability", lambda device: (9, 0))
+    assert main([*f"trace {flags}".split(), "--save", str(tmp_path / "a.svg")]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_as_a_module() -> None:
     line = [sys.executable, "-m", "dash_attn", "simulate", "--tiles", "4", "--policy", "fa3", "--json"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)

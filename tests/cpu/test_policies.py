@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import ALL_POLICIES, plans, problems
 
-from dash_attn.errors import UnsupportedMaskError
+from dash_attn import attention
+from dash_attn.errors import InputError, UnsupportedMaskError
 from dash_attn.model import H200, H200_WORKERS, Costs, simulate
 from dash_attn.problem import Mask, Problem, TileGrid
 from dash_attn.schedule import (
@@ -28,6 +30,7 @@ from dash_attn.schedule import (
     Numerics,
     Plan,
     Policy,
+    Schedule,
     Shift,
     SymmetricShift,
     build_plan,
@@ -36,7 +39,7 @@ from dash_attn.schedule import (
     prove,
 )
 from dash_attn.schedule.constants import AUTO_RING
-from dash_attn.schedule.placement import lpt_placement
+from dash_attn.schedule.placement import InOrder, lpt_placement
 from dash_attn.schedule.tickets import SummationGroup, _compress, tickets_of
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/h100-choices.json"
@@ -462,3 +465,19 @@ def test_what_auto_chooses_has_its_numbers_among_the_constants() -> None:
     constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     numbers = {x for x in constants if type(x) in (int, float)}
     assert numbers == {0, 1, 256}  # the first sequence, several heads, and how many choices are kept
+
+
+def test_a_schedule_with_a_placement_of_ones_own_is_refused_by_calls() -> None:
+    """Operators carry names, and a name would stand for a built-in placement, or for none."""
+
+    class Mine(InOrder):
+        pass
+
+    schedule = Schedule(FA3(), Mine())
+    q = torch.zeros(1, 64, 1, 16)
+    with pytest.raises(
+        InputError, match=r"placement .*Mine.* is none of the built-in ones, in_order, .*apply_plan"
+    ):
+        attention(q, q, q, policy=schedule)
+    assert build_plan(Problem.dense(seqlen=64, head_dim=16), schedule).min_workers == 1
+    attention(q, q, q, policy=Schedule(FA3(), InOrder()))

@@ -437,12 +437,16 @@ def test_min_workers_against_exhaustive_search() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x + 0.5, lambda x: x.astype(np.int64) + 2**32, lambda x: x[:, :2], lambda x: x.ravel()],
-)
+    [
+        lambda x: x + 0.5, lambda x: x.astype(np.int64) + 2**32, lambda x: x[:, :2], lambda x: x.ravel(),
+        lambda x: 3, lambda x: [[1, 2], [3]], lambda x: None,
+    ],
+)  # fmt: skip
 def test_items_that_are_none_are_refused(change: Callable[[Any], Any]) -> None:
     plan = build_plan(Problem.dense(seqlen=256, head_dim=64), "spt")
-    with pytest.raises(PlacementError, match=r"items must be \(items, 3\) integers of 32 bits, got shape"):
-        plan.with_items(change(plan.items))
+    for make in (plan.with_items, lambda items: Plan(plan.problem, "own", plan.patterns, items)):
+        with pytest.raises(PlacementError, match=r"items must be \(n, 3\) integers of 32 bits"):
+            make(change(plan.items))
     assert plan.with_items(plan.items.tolist()).items.dtype == np.int32
 
 
@@ -453,6 +457,22 @@ def test_what_is_no_policy_is_named(policy: Any) -> None:
         build_plan(problem, policy)
     with pytest.raises(PlacementError, match="unknown placement ''; known: policy, "):
         build_plan(problem, "spt + ")
+    with pytest.raises(PlacementError, match="a placement is a name or a Placement, got None"):
+        build_plan(problem, "spt", None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "runs", "message"),
+    [
+        (np.zeros(0, int), np.zeros((0, 6), int), "offsets of a pattern: there is none"),
+        ([[0, 1]], np.zeros((1, 6), int), r"offsets of a pattern must be \(n,\) integers of 64 bits"),
+        ([0, 1], np.zeros((1, 5), int), r"runs of a pattern must be \(n, 6\) integers of 64 bits, got"),
+        ([0, 1], np.zeros((1, 6)), r"runs of a pattern must be .*, got shape \(1, 6\) and float64"),
+    ],
+)
+def test_patterns_that_are_no_arrays_of_integers(offsets: Any, runs: Any, message: str) -> None:
+    with pytest.raises(CoverageError, match=message):
+        HeadPattern(causal_plan().pattern(0).grid, offsets, runs)
 
 
 @settings(max_examples=60)

@@ -173,6 +173,40 @@ def test_a_checkpoint_runs_again_inside_and_raises_outside():
         out.backward(torch.ones_like(out))
 
 
+def test_compiled_checkpoints_run_here():
+    """Their bodies are traced where no mode is asked; a break of the graph lets them run as they are."""
+    tensors = leaves()
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    def two(q, k, v):
+        for _ in range(2):
+            q = checkpoint(attend, q, k, v, use_reentrant=False)
+        return q
+
+    torch._dynamo.reset()
+    with sdpa.enabled():
+        expected = run(two, tensors)
+        for a, b in zip(run(torch.compile(two, backend="aot_eager"), tensors), expected):
+            assert_same_bytes(a, b)
+        for body in (two, torch.compiler.nested_compile_region(attend)):
+            torch._dynamo.reset()
+            with pytest.raises(Exception, match="no attention in it would be seen"):
+                torch.compile(body, backend="aot_eager", fullgraph=True)(*tensors)
+        torch._dynamo.reset()
+        mask = torch.randn(300, 300)
+        refused = torch.compile(partial(checkpoint, attend_under, use_reentrant=False), backend="aot_eager")
+        with pytest.raises(InputError, match="attn_mask"):
+            refused(*leaves(kv_heads=4), mask)
+    torch._dynamo.reset()
+    assert not same_bytes(run(two, tensors)[0], expected[0])
+
+
+def attend_under(q, k, v, mask):
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
 def test_of_two_contexts_of_ranks_the_inner_one_counts(monkeypatch):
     """A backward takes the one around it to another thread; what is run again there may open its own."""
     seen, outer, inner = [], object(), object()
@@ -287,6 +321,28 @@ def test_compiled_multihead_attention_runs_here():
         assert_same_bytes(found, layer(x))
     torch._dynamo.reset()
     assert not same_bytes(found, layer(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_encoders_take_no_fused_path(backend):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True).eval()
+    x, before = torch.randn(2, 20, 64), torch.backends.mha.get_fastpath_enabled()
+    for model in (layer, torch.nn.TransformerEncoder(layer, 2)):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            with sdpa.enabled():
+                ours_of_it = model(x)
+                found = torch.compile(model, backend=backend, fullgraph=True)(x)
+            assert_same_bytes(found, ours_of_it)
+            assert not same_bytes(found, model(x))
+    assert torch.backends.mha.get_fastpath_enabled() is before is True
+    with sdpa.enabled():
+        with sdpa.enabled():
+            assert not torch.backends.mha.get_fastpath_enabled()
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+    torch._dynamo.reset()
 
 
 def test_compiled_multihead_attention_with_weights_raises():

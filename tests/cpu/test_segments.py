@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dash_attn import attention, fingerprints, flash_attn_varlen_func, is_supported, plan_for
 from dash_attn.backends.base import NO_AUX, Tensors
-from dash_attn.errors import InputError, TableError
+from dash_attn.errors import InputError, TableError, UnsupportedMaskError
 from dash_attn.ops import segments as module
 from dash_attn.ops.calls import dense_call
 from dash_attn.problem import Mask, Problem
@@ -293,7 +293,11 @@ def test_plans_and_fingerprints() -> None:
 
 @pytest.mark.parametrize(
     ("heads", "mask", "pinned"),
-    [((4, 1), {"causal": True}, True), ((2, 2), {}, True), ((2, 2), {"causal": True}, False)],
+    [
+        ((4, 1), {"causal": True}, True),
+        ((2, 2), {}, True),
+        ((2, 2), {"causal": True}, False),
+    ],
 )
 def test_what_auto_chose_can_be_pinned_where_segments_have_one_policy(
     heads: tuple[int, int], mask: dict[str, bool], pinned: bool
@@ -307,6 +311,25 @@ def test_what_auto_chose_can_be_pinned_where_segments_have_one_policy(
     for name in () if pinned else POLICIES:
         if name not in ("shift", "symmetric_shift"):  # they do not cover all segments
             assert fingerprints(q, k, k, **mask, **cut, policy=name) != auto
+
+
+@pytest.mark.parametrize(("head_dim", "pinned"), [(64, False), (72, True), (256, True)])
+def test_what_auto_chose_for_long_causal_sequences_can_be_pinned_above_head_dim_64(
+    head_dim: int, pinned: bool
+) -> None:
+    q = torch.zeros(1, 33_000, 1, head_dim, dtype=torch.bfloat16)
+    pin = {"policy": plan_for(q, q, q, causal=True, q_segment=2**30).policy, "q_segment": 16_384}
+    assert (fingerprints(q, q, q, causal=True, **pin) == fingerprints(q, q, q, causal=True)) is pinned
+
+
+@pytest.mark.parametrize("policy", ["symmetric_shift", "shift", "shift(ring=4, stride=2)"])
+def test_a_policy_that_does_not_cover_a_segment_fails_the_forward(policy: str) -> None:
+    q = torch.zeros(1, 1024, 2, 16)
+    mask = {"causal": "ring" not in policy}
+    how: dict[str, Any] = {"policy": policy, "q_segment": 384, **mask}
+    assert not is_supported(q, q, q, **how)
+    with pytest.raises(UnsupportedMaskError, match=r": (causal|full) of 384 x \d+"):
+        attention(q, q, q, **how)
 
 
 def test_causal_rows_behind_many_keys_do_not_begin_on_the_diagonal() -> None:

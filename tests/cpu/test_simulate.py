@@ -297,6 +297,10 @@ def test_bad_costs_are_named(name: str, value: float) -> None:
 def test_half_a_buffer() -> None:
     with pytest.raises(CostError, match=r"dq_buffers must be an integer, got 0.5"):
         Costs(dq_buffers=0.5)  # type: ignore[arg-type]
+    with pytest.raises(CostError, match="dq_buffers must be at most 1024, got 10000000000"):
+        Costs(dq_buffers=10**10)
+    with pytest.raises(CostError, match=r"reduce must be at most 1e\+15, got 1e\+308"):
+        Costs(reduce=1e308)
 
 
 def test_worker_counts() -> None:

@@ -10,14 +10,26 @@ from strategies import plans
 
 from dash_attn.errors import FingerprintError, PlanError, ProblemError, TableError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import FA3, Plan, Run, Shift, SymmetricShift, build_plan, from_table, to_table
+from dash_attn.schedule import (
+    FA3,
+    Descending,
+    Plan,
+    Run,
+    Shift,
+    SymmetricShift,
+    build_plan,
+    from_table,
+    to_table,
+)
 from dash_attn.schedule.layout import ITEM
 from dash_attn.schedule.table import _pack_runs
 from dash_attn.schedule.tickets import MAX_HOLD, MAX_STEP
 
 
 def read_back(plan: Plan, table: np.ndarray, **checks: str) -> Plan:
-    return from_table(table, head_dim=plan.problem.head_dim, dtype=plan.problem.dtype, **checks)
+    problem = plan.problem
+    sizes = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+    return from_table(table, **sizes, dtype=problem.dtype, **checks)
 
 
 @given(plans())
@@ -29,6 +41,18 @@ def test_round_trip(plan: Plan) -> None:
     assert np.array_equal(back.items, plan.items)
     assert back.min_workers == plan.min_workers
     assert np.array_equal(to_table(back), table)
+
+
+def test_round_trip_of_what_a_table_does_not_say() -> None:
+    """Head dims, and of sequences without keys whether items go head by head."""
+    wide = build_plan(Problem.dense(seqlen=512, head_dim=192, head_dim_v=128, mask=Mask.causal()), "spt")
+    assert read_back(wide, to_table(wide), fingerprint=wide.fingerprint).problem == wide.problem
+    with pytest.raises(FingerprintError):
+        from_table(to_table(wide), head_dim=192, dtype="bfloat16", fingerprint=wide.fingerprint)
+    empty = Problem.varlen([2048, 0], heads=8, kv_heads=1, head_dim=64, mask=Mask.window(0, 0))
+    by_head = build_plan(empty, Descending(by_head_from=0))
+    assert by_head.pattern(0).passes > 1
+    read_back(by_head, to_table(by_head), fingerprint=by_head.fingerprint)
 
 
 @given(plans())

@@ -97,6 +97,29 @@ def test_models_that_never_call_it_cannot_be_built(name, asked):
     assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
 
 
+def test_models_that_never_call_it_do_not_take_its_name_later():
+    """Transformers leaves them as they were, with a warning."""
+    made = transformers.FalconModel
+    config = made.config_class(vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
+    model = made._from_config(config, attn_implementation="eager")
+    with pytest.raises(InputError, match="FalconModel does its own attention: .* call 'dash'"):
+        model.set_attn_implementation("dash")
+    assert model.config._attn_implementation == "eager"
+    model.set_attn_implementation("eager")
+    with pytest.raises(InputError, match="FalconModel does its own attention"):
+        model.set_attn_implementation({"": "dash"})
+    taken = model_of(qwen)
+    taken.set_attn_implementation("eager")
+    taken.set_attn_implementation("dash")
+    assert taken.config._attn_implementation == "dash"
+
+
+def test_attention_weights_of_a_configuration_are_refused():
+    model = model_of(qwen, output_attentions=True)
+    with pytest.raises(InputError, match="output_attentions is not supported by 'dash' attention, got True"):
+        model(tokens_of())
+
+
 @pytest.mark.parametrize("name", ["OpenAIGPTModel", "FSMTModel"])
 def test_models_that_never_call_it_are_known_to_older_versions_too(name, monkeypatch):
     """They looked for other names of the classes, and let these choose."""

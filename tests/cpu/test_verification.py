@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from dash_attn import fingerprints
 from dash_attn.errors import InputError
 from dash_attn.tools.cli import main
 from dash_attn.tools.shapes import read_shapes
@@ -124,10 +125,24 @@ def test_the_control_sees_order_whatever_the_head_dim(seed):
 
 
 def test_a_blind_control_fails(monkeypatch):
-    monkeypatch.setattr(Batch, "unordered_dq", lambda self, seed: self.run()[2])
+    monkeypatch.setattr(Batch, "planned_dq", lambda self, seed: self.run()[2])
     report = verified(SMALL, Settings("cpu", 1))
     assert outcome(report)["negative control"] == "FAILED"
     assert "gave the bytes of ordered ones" in report.checks[-1].detail
+
+
+def test_the_control_of_sequences_that_are_cut_is_of_one_plan(monkeypatch):
+    """Segments have another order than the plan of whole sequences: that must not pass for its absence."""
+    of_plan = Batch.planned_dq
+    rows = Shape(seqlen=1024, heads=1, head_dim=16, causal=True)
+    monkeypatch.setattr(Shape, "options", property(lambda self: {"causal": True, "q_segment": 512}))
+    q = torch.zeros(1, 1024, 1, 16, dtype=torch.bfloat16)
+    report = verified(rows, Settings("cpu", 1))
+    assert outcome(report)["negative control"] == "passed"
+    assert report.facts["fingerprint"] == fingerprints(q, q, q, causal=True, q_segment=512).backward
+    assert "or another one per segment of 16384 q rows" in report.facts["plan"]
+    monkeypatch.setattr(Batch, "planned_dq", lambda self, seed: of_plan(self, None))
+    assert outcome(verified(rows, Settings("cpu", 1)))["negative control"] == "FAILED"
 
 
 def test_other_hashes_of_a_fresh_process_fail(monkeypatch):

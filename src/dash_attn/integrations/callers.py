@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -20,6 +21,8 @@ __all__ = ["refuse_models_that_do_not_call"]
 _NAMES: set[str] = set()
 _CHOSEN, _CAN, _MARK = "get_correct_attn_implementation", "_can_set_attn_implementation", "_dash_attn_checks"
 """Methods of transformers' models: one sees every name that is chosen, the other knows who calls it."""
+_SET = "set_attn_implementation"
+"""It leaves models alone that cannot take a name later, with no more than a warning."""
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 """Transformers' functions by name, among them ours."""
 _OWN_TABLE = "_CLASSES[config._attn_implementation]"
@@ -46,15 +49,43 @@ def refuse_models_that_do_not_call(name: str) -> None:
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         requested = arguments[0] if arguments else options.get("requested_attention")
         if requested in _NAMES and not _calls(type(self), PreTrainedModel):
-            raise InputError(
-                f"{type(self).__name__} does its own attention: it would not call {requested!r} attention, "
-                "or not in all its parts. Choose another attn_implementation, 'eager' or 'sdpa'; if parts of "
-                f"it do call it, name those, such as attn_implementation={{'text_config': {requested!r}}}"
-            )
+            raise InputError(_does_its_own(self, requested))
         return chosen(self, *arguments, **options)
 
     setattr(checked, _MARK, True)
     setattr(PreTrainedModel, _CHOSEN, checked)
+    change = getattr(PreTrainedModel, _SET, None)
+    if change is None:
+        return
+
+    @wraps(change)
+    def changed(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:
+        for part, requested in _parts(self, attn_implementation, PreTrainedModel):
+            if requested in _NAMES and not (_calls(type(part), PreTrainedModel) and getattr(part, _CAN)()):
+                raise InputError(_does_its_own(part, requested))
+        return change(self, attn_implementation, *arguments, **options)
+
+    setattr(PreTrainedModel, _SET, changed)
+
+
+def _does_its_own(model: Any, requested: str) -> str:
+    return (
+        f"{type(model).__name__} does its own attention: it would not call {requested!r} attention, or not "
+        "in all its parts. Choose another attn_implementation, 'eager' or 'sdpa'; if parts of it do call it, "
+        f"name those, such as attn_implementation={{'text_config': {requested!r}}}"
+    )
+
+
+def _parts(model: Any, asked: Any, base: type) -> Iterator[tuple[Any, Any]]:
+    """The models that a model is made of, with the name that each is asked to take."""
+    names = asked if isinstance(asked, dict) else {"": asked}
+    own = model.config
+    keys = [key for key in getattr(own, "sub_configs", ()) if key in names]
+    of_config = {id(getattr(own, key)): names[key] for key in keys}
+    for part in model.modules():
+        theirs = getattr(part, "config", None) if isinstance(part, base) else None
+        if part is model or (theirs is not None and type(theirs) is not type(own)):
+            yield part, of_config.get(id(theirs), names.get(""))
 
 
 def _calls(model: type, base: type) -> bool:

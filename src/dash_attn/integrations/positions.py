@@ -124,5 +124,6 @@ def assert_separate(position_ids: Tensor, numbers: Tensor | None, sizes: Sizes) 
     torch._assert_async(
         continued.all() & follows.all(),
         "position_ids pack sequences that the mask of 'dash' attention does not have, or beside cached keys; "
-        "under torch.compile call the model with use_cache=False",
+        "under torch.compile call the model with use_cache=False; one whose own mask joins such sequences "
+        "(gpt-oss, OPT, BERT as a decoder) without torch.compile",
     )

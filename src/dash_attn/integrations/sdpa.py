@@ -5,8 +5,10 @@ Nothing happens on import. There are two ways in:
 ``with enabled():``
     Every SDPA call from Python of this thread inside runs here or raises. ``nn.MultiheadAttention`` is taken,
     too. Not seen are calls that PyTorch itself makes while it runs something else: of TorchScript and C++, in
-    the body of a custom operator, in a function given to ``torch.cond`` or another operator of higher order,
-    and in a hook of saved tensors. They run PyTorch's attention, without a word.
+    the body of a custom operator, in a function given to ``torch.cond``, ``torch.compiler.allow_in_graph`` or
+    another operator of higher order, in a hook of saved tensors, and where torch functions are disabled. They
+    run PyTorch's attention, without a word. ``torch.compile`` breaks its graph at an activation checkpoint.
+    Open the block outside of compiled code.
     That layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks
     that run are ``is_causal`` for equal lengths, PyTorch's ``causal_lower_right``, and tensors that show each
     key to one interval of rows (:mod:`.interval_masks`): causal ones, windows, padding, documents, prefixes,
@@ -24,6 +26,7 @@ Nothing happens on import. There are two ways in:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
@@ -34,6 +37,7 @@ from torch import Tensor
 from torch.nn import attention as registry
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from ..api import flash_attn_func
 from ..errors import InputError, UnavailableError
@@ -83,7 +87,8 @@ def restore() -> None:
 def enabled() -> Iterator[None]:
     """Inside, every SDPA call of this thread runs on dash-attn, forward and backward, or raises.
 
-    Other threads are left alone. A call's backward is ours after the block as well.
+    Other threads are left alone, but while a block is open anywhere, ``nn.TransformerEncoder`` and its layers
+    take no fused inference path. A call's backward is ours after the block as well.
 
     Raises:
         InputError: from a call inside that is not supported; the message names the argument and its value.
@@ -95,13 +100,34 @@ def enabled() -> Iterator[None]:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out.sum().backward()
     """
-    if (
-        "scaled_dot_product_attention" not in F.multi_head_attention_forward.__code__.co_names
-        or "need_weights" not in _MULTI_HEAD_ARGUMENTS
-    ):
+    if _HIDES_ITS_CALL:
         raise UnavailableError(f"torch {torch.__version__}: nn.MultiheadAttention hides its SDPA call")
-    with _Mode():
+    with _FUSED_PATHS, _Mode():
         yield
+
+
+class _FusedPaths:
+    """Off while a block is open in any thread. In eager code a mode keeps modules from them; torch.compile
+    does not ask it, neither before it chooses them nor when it calls them."""
+
+    def __init__(self) -> None:
+        self._lock, self._open, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._open:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+_FUSED_PATHS = _FusedPaths()
 
 
 class _Mode(TorchFunctionMode):
@@ -121,6 +147,8 @@ class _Mode(TorchFunctionMode):
     ) -> Any:
         if func in _FUSED:
             _refuse_fused(func)
+        if func in _BODIES:
+            return _outside(func, args, kwargs)
         kwargs = kwargs or {}
         if func in _BACKWARDS:
             with _Mode(current_spread() or self._spread):  # a checkpoint's recomputation is inside too
@@ -131,6 +159,15 @@ class _Mode(TorchFunctionMode):
             with spread_by(self._spread):
                 return _OURS[func](*args, **kwargs)
         return func(*args, **kwargs)
+
+
+_UNSEEN = "inside dash_attn's sdpa.enabled() no attention in it would be seen"
+
+
+@torch.compiler.disable(reason=_UNSEEN)  # type: ignore[untyped-decorator, no-untyped-call]
+def _outside(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A break of the graph: what is called runs as in eager code, where this mode sees what is inside."""
+    return function(*args, **(kwargs or {}))
 
 
 @told
@@ -241,6 +278,15 @@ def _copy(function: Any, **names: Any) -> Any:
     return copy
 
 
+def _regions() -> tuple[Any, ...]:
+    """What ``torch.compiler.nested_compile_region`` calls, in a PyTorch that has it."""
+    try:
+        from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
+    except ImportError:
+        return ()
+    return (invoke_subgraph_placeholder,)
+
+
 def _nothing_to_ask(*_: Any) -> bool:
     return False
 
@@ -275,9 +321,18 @@ _BACKWARDS = {
     function: _copy(function) for function in (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 }
 
+_HIDES_ITS_CALL = (
+    "scaled_dot_product_attention" not in F.multi_head_attention_forward.__code__.co_names
+    or "need_weights" not in _MULTI_HEAD_ARGUMENTS
+)
+
+_BODIES = (checkpoint, *_regions())
+"""Functions whose bodies torch.compile traces where no mode is asked. Eager code does not ask a mode about
+these."""
+
 _FUSED = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
-"""What nn.MultiheadAttention and nn.TransformerEncoderLayer may call where no gradients are needed. Under a
-mode they do not; a direct call is refused."""
+"""What nn.MultiheadAttention and nn.TransformerEncoderLayer call on fused paths (:class:`_FusedPaths`).
+Direct calls are refused."""
 
 
 def _hook(name: str) -> Any:

@@ -133,6 +133,8 @@ def attention_forward(
         InputError: an argument cannot be honoured; the message names it and its value.
     """
     refuse_unknown(other)
+    if getattr(getattr(module, "config", None), "output_attentions", False):
+        refuse_unknown({"output_attentions": True})
     _refuse_mask(attention_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
@@ -209,7 +211,8 @@ def _check_sizes(mask: TokenMask, given: Sizes) -> None:
         raise InputError(f"a layer uses this model's mask with a window of {mask.local_size} tokens")
     if mask.passed != given:
         raise InputError(
-            f"(batch, queries, keys) are {tuple(given)}, the mask was made for {tuple(mask.passed)}"
+            f"(batch, queries, keys) are {tuple(given)}, the mask was made for {tuple(mask.passed)}; a model "
+            "that sizes its mask by another layer's cache (MiniMax) needs use_cache=False"
         )
 
 

@@ -12,12 +12,18 @@ from ..machine import WORKERS as H200_WORKERS
 
 __all__ = ["H200", "H200_WORKERS", "Costs", "require_costs", "require_workers"]
 
+MOST = 1e15
+"""Cycles: six days of a GPU. Sums of these stay finite."""
+MOST_BUFFERS = 1024
+
 
 def require_costs(costs: Mapping[str, float]) -> None:
-    """Raise CostError unless all of these, by name, are finite and not negative."""
+    """Raise CostError unless all of these, by name, are finite, not negative, and at most ``MOST``."""
     for name, value in costs.items():
         if not math.isfinite(value) or value < 0:
             raise CostError(f"{name} must be finite and >= 0, got {value!r}")
+        if value > MOST:
+            raise CostError(f"{name} must be at most {MOST:g}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,7 @@ class Costs:
         launch: from claiming an item to its first compute.
 
     Raises:
-        CostError: a value is negative or not finite.
+        CostError: a value is negative, not finite, or so large that sums would be.
     """
 
     compute: float = 1.0
@@ -47,6 +53,8 @@ class Costs:
         require_costs(asdict(self))
         if self.dq_buffers != int(self.dq_buffers):
             raise CostError(f"dq_buffers must be an integer, got {self.dq_buffers!r}")
+        if self.dq_buffers > MOST_BUFFERS:
+            raise CostError(f"dq_buffers must be at most {MOST_BUFFERS}, got {self.dq_buffers!r}")
 
     @property
     def per_task(self) -> float:

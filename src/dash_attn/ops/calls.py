@@ -33,7 +33,7 @@ from ..scores import ORIGIN, Origin, Scores
 from ..spec import AttentionSpec
 from .lengths import check_longest, host_used, packed_lengths
 from .policies import forget_with, schedule_named
-from .segments import Part, fingerprint_of_parts, parts_of, run_parts
+from .segments import Part, check_covered_parts, fingerprint_of_parts, parts_of, run_parts
 
 __all__ = [
     "DTYPE_NAMES",
@@ -111,8 +111,10 @@ class Call:
         self._plan: Plan | None = None
         self._packed = packed
         self._parts: tuple[Part, ...] | None = None
-        if spec.policy != "auto" and keys is None and not self.parts:
-            _ = self.plan  # a policy that does not cover the mask is an error of the forward
+        if spec.policy != "auto" and keys is None:  # a policy that does not cover the mask fails the forward
+            check_covered_parts(self.parts, spec.policy)
+            if not self.parts:
+                _ = self.plan
 
     @property
     def plan(self) -> Plan:

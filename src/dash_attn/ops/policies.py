@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..errors import DashError, InputError
 from ..schedule import POLICIES, Numerics, Schedule
+from ..schedule.placement import PLACEMENTS
 
 __all__ = ["forget", "forget_with", "policy_key", "schedule_named"]
 
@@ -31,13 +32,19 @@ def policy_key(policy: str | Numerics | Schedule) -> str:
 
     Raises:
         InputError: an unknown name, neither a policy nor a schedule, a policy that cannot be hashed, or one
-            that prints like another policy.
+            that prints like another policy; a schedule whose placement is not a built-in one.
     """
     if isinstance(policy, str):
         if policy != "auto" and policy not in POLICIES:
             schedule_named(policy)
         return policy
     if isinstance(policy, Schedule):
+        placement = policy.placement
+        if PLACEMENTS.get(placement.name) is not type(placement):
+            raise InputError(
+                f"placement {placement!r} is none of the built-in ones, {', '.join(PLACEMENTS)}: give it to "
+                "build_plan, and the plan to apply_plan"
+            )
         policy_key(policy.numerics)
         return str(policy)
     if not isinstance(policy, Numerics):

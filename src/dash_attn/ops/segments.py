@@ -26,13 +26,16 @@ from ..backends.base import (
 )
 from ..problem import Problem
 from ..schedule import Plan, build_plan, choose_policy
+from ..schedule.build import check_covered
 from ..schedule.defaults import choose_policy_of_segment
 from ..schedule.segments import Segment, head_groups_of_segments, segments_of
 from ..scores import Origin, Scores
 from ..spec import AttentionSpec
 from .policies import forget_with, schedule_named
 
-__all__ = ["CutSequence", "Part", "fingerprint_of_parts", "parts_of", "run_parts"]
+__all__ = [
+    "CutSequence", "Part", "check_covered_parts", "fingerprint_of_parts", "parts_of", "run_parts",
+]  # fmt: skip
 
 
 class CutSequence:
@@ -196,6 +199,17 @@ def _packed_parts(
         at = end
     end_run(len(cut))
     return tuple(parts)
+
+
+def check_covered_parts(parts: tuple[Part, ...], policy: str) -> None:
+    """Raise UnsupportedMaskError if a named policy does not cover a segment of a sequence that is cut."""
+    for part in parts:
+        if part.cut is not None:
+            for segment in part.cut.segments:
+                if segment.keys != (0, 0):
+                    check_covered(
+                        problem_of_segment(part.cut.problem, segment), schedule_named(policy).numerics
+                    )
 
 
 def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:

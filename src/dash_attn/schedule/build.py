@@ -157,7 +157,7 @@ def _pattern_of(
     problem: Problem, policy: Policy, shape: tuple[int, ...], grid: TileGrid, head_groups: int | None
 ) -> HeadPattern:
     groups = head_groups or default_head_groups(problem.group, grid, by_head=policy.by_head)
-    passes = most_heads(problem.group, groups) if policy.by_head else 1
+    passes = most_heads(problem.group, groups) if policy.by_head and grid.kv_tiles else 1
     keep = type(policy) in POLICIES.values() and grid.kv_tiles <= _KEPT_KV_TILES
     with _named(problem, shape):
         return (_kept_pattern if keep else _pattern)(policy, grid, groups, passes)

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import FingerprintError, PlacementError
+from ..errors import CoverageError, FingerprintError, PlacementError, PlanError
 from ..problem import IntArray, Problem, TileGrid
 from .batch import Batch, Columns, Items, Sizes
 from .constants import NUMERICS_VERSION
@@ -41,6 +41,24 @@ __all__ = ["Claims", "HeadPattern", "Plan", "Proven", "Run", "Verdict", "named"]
 _MOST_TILED, _LONGEST_TILED = 128, 2048
 """Arrays kept per pattern, and items of the longest. Names hold the order of items, and of those there may be
 any number. A process that sees all lengths keeps a thousand patterns (``build.py``)."""
+
+
+def _integers(what: str, given: Any, columns: int, dtype: type, error: type[PlanError]) -> NDArray[Any]:
+    """What is given as an array of integers, with so many columns, or none."""
+    rest = (columns,) if columns else ()
+    if isinstance(given, np.ndarray) and given.dtype == dtype and given.ndim and given.shape[1:] == rest:
+        return given
+    shape = f"{what} must be (n, {columns})" if columns else f"{what} must be (n,)"
+    expected = f"{shape} integers of {np.dtype(dtype).itemsize * 8} bits"
+    try:
+        found = np.asarray(given)
+    except ValueError as failed:  # rows of unequal lengths
+        raise error(f"{expected}: {failed}") from failed
+    fits = found.dtype.kind in "iu" and found.ndim and found.shape[1:] == rest
+    own: NDArray[Any] = found.astype(dtype) if fits else found
+    if not fits or not np.array_equal(own, found):
+        raise error(f"{expected}, got shape {found.shape} and {found.dtype}")
+    return own
 
 
 class Run(NamedTuple):
@@ -121,8 +139,11 @@ class HeadPattern:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_tiled", {})
         # Copies that nobody else can write: a proof must stay true.
-        for name in ("offsets", "runs"):
-            own = np.array(getattr(self, name), dtype=np.int64)
+        for name, columns in (("offsets", 0), ("runs", 6)):
+            given = _integers(f"{name} of a pattern", getattr(self, name), columns, np.int64, CoverageError)
+            if name == "offsets" and not len(given):
+                raise CoverageError("offsets of a pattern: there is none")
+            own = np.array(given)
             own.setflags(write=False)
             object.__setattr__(self, name, own)
 
@@ -274,8 +295,9 @@ class Plan:
         # What a proof speaks of: nobody else may write to it, before the proof (arrays made from it are kept)
         # or after it.
         object.__setattr__(self, "patterns", MappingProxyType(dict(self.patterns)))
-        if self.items.flags.writeable or self.items.base is not None:
-            own = self.items.copy()
+        own = _integers("items", self.items, 3, np.int32, PlacementError)
+        if own is not self.items or own.flags.writeable or own.base is not None:
+            own = own.copy()
             own.setflags(write=False)
             object.__setattr__(self, "items", own)
 
@@ -383,13 +405,7 @@ class Plan:
         Raises:
             PlacementError: they are not (items, 3) integers of 32 bits.
         """
-        given = np.asarray(items)
-        own = given.astype(np.int32, order="C")
-        if given.shape != (len(given), 3) or not np.array_equal(own, given):
-            raise PlacementError(
-                f"items must be (items, 3) integers of 32 bits, got shape {given.shape} and {given.dtype}"
-            )
-        return replace(self, items=own)
+        return replace(self, items=items)
 
     def __repr__(self) -> str:
         return f"Plan({self.policy}, {len(self.items)} items, {self.problem.tasks} tasks)"

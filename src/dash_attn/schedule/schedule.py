@@ -37,6 +37,8 @@ class Schedule(NamedTuple):
         """
         if isinstance(placement, Placement):
             return cls(numerics, placement)
+        if not isinstance(placement, str):
+            raise PlacementError(f"a placement is a name or a Placement, got {placement!r:.40}")
         if placement == "policy":
             return cls(numerics, default_placement(numerics))
         name, parameters = _name_and_parameters(placement)

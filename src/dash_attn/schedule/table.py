@@ -184,8 +184,15 @@ def _sequence_records(plan: Plan, total_first: NDArray[np.int64]) -> NDArray[np.
     return records
 
 
-def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | None = None) -> Plan:
+def from_table(
+    table: Words, *, head_dim: int, dtype: str, head_dim_v: int | None = None, fingerprint: str | None = None
+) -> Plan:
     """The verified plan that a table holds; with ``fingerprint``, only if its numerics are those.
+
+    Args:
+        table: of :func:`to_table`.
+        head_dim, head_dim_v, dtype: of the problem; a table has neither. By default both head dims are one.
+        fingerprint: ``plan.fingerprint``.
 
     Raises:
         TableError: not a plan table, or one that contradicts itself.
@@ -215,7 +222,8 @@ def from_table(table: Words, *, head_dim: int, dtype: str, fingerprint: str | No
     items, packed, sequences = sections
     mask = Mask.of_sides(head.window_left, head.window_right)
     pairs = tuple((q, k) for q, k in sequences[:, [SEQUENCE.seqlen_q, SEQUENCE.seqlen_k]].tolist())
-    problem = Problem(pairs, head.heads, head.kv_heads, head_dim, mask, dtype, head.tile_m, head.tile_n)
+    sizes = head.heads, head.kv_heads, head_dim, mask, dtype, head.tile_m, head.tile_n
+    problem = Problem(pairs, *sizes, head_dim_v=head_dim if head_dim_v is None else head_dim_v)
     patterns = _patterns(problem, items, _unpack_runs(packed), sequences)
     plan = Plan(problem, "table", patterns, _items(problem, items, patterns))
     if fingerprint is not None:

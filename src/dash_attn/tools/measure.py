@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..backends.base import Tensors, backend_for
+from ..backends.base import Tensors, backend_for, backend_named
 from ..backends.sm90 import launch
 from ..backends.sm90.forward.traced import traced_forward
 from ..backends.sm90.tiles import forward_kernel_of
@@ -26,9 +26,13 @@ def simulated_and_measured(plan: Plan) -> tuple[Timeline, Timeline]:
     """The timeline the model predicts for an H200, and one recorded on this GPU with random inputs.
 
     Raises:
+        InputError: the GPU or its kernel does not cover the problem, or there is nothing to do.
         RuntimeError, DashError: there is no GPU, or it cannot run the plan.
     """
     problem = plan.problem
+    _check_traced(problem)
+    if not plan.problem.tasks:
+        raise InputError("there is nothing to trace: no row sees a key")
     q, k, v = _random_inputs(problem)
     scale = problem.head_dim**-0.5
     out, lse = backend_for(q.device).prepare(problem, q.device, False).forward(q, k, v, Scores(scale))
@@ -48,13 +52,18 @@ def simulated_and_measured_forward(problem: Problem) -> tuple[ForwardTimeline, F
         InputError: the GPU or its kernel does not cover the problem, or there is nothing to do.
         RuntimeError: there is no GPU.
     """
-    device = torch.device("cuda", torch.cuda.current_device())
-    if reason := backend_for(device).why_not(problem, device, packed=False):
-        raise InputError(reason)
+    _check_traced(problem)
     costs = ForwardCosts.h200(forward_kernel_of(problem.head_dim, problem.head_dim_v)[0])
     traced = traced_forward(problem, _random_inputs(problem), runs=RUNS)
     measured = measured_forward(traced.plan, traced.trace.cpu().numpy(), CLOCK_GHZ)
     return simulate_forward(traced.plan, costs, H200_WORKERS), measured
+
+
+def _check_traced(problem: Problem) -> None:
+    """Only the Hopper kernels can be traced."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if reason := backend_named("sm90").why_not(problem, device, packed=False):
+        raise InputError(reason)
 
 
 def _random_inputs(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

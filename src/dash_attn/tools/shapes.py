@@ -80,8 +80,12 @@ class Shape:
             raise InputError(f"seed must be an integer of 64 bits, got {self.seed}")
         if self.window is not None and (len(self.window) != 2 or min(self.window) < -1):
             raise InputError(f"window must be (left, right), -1: unbounded; got {self.window}")
-        if self.seqlens is not None and len(self.seqlens) != len(self.seqlens_k or self.seqlens):
-            raise InputError(f"{len(self.seqlens)} seqlens, but {len(self.seqlens_k or ())} seqlens_k")
+        if (
+            self.seqlens is not None
+            and self.seqlens_k is not None
+            and len(self.seqlens) != len(self.seqlens_k)
+        ):
+            raise InputError(f"{len(self.seqlens)} seqlens, but {len(self.seqlens_k)} seqlens_k")
         if not self.sequences:
             raise InputError("there must be one sequence at least")
 
@@ -94,7 +98,7 @@ class Shape:
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """(seqlen_q, seqlen_k) of every sequence."""
         if self.seqlens is not None:
-            return tuple(zip(self.seqlens, self.seqlens_k or self.seqlens))
+            return tuple(zip(self.seqlens, self.seqlens if self.seqlens_k is None else self.seqlens_k))
         assert self.seqlen is not None
         return ((self.seqlen, self.seqlen if self.seqlen_k is None else self.seqlen_k),) * self.batch
 

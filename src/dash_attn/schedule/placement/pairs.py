@@ -51,7 +51,7 @@ class Pairs(Placement):
         """Of every head group."""
         heads = np.arange(len(batch.items_of_group))
         if self.heads_at_once is not None:
-            return heads // self.heads_at_once
+            return heads // min(self.heads_at_once, max(len(heads), 1))
         found: list[IntArray] = []
         first = 0
         for kv_tiles, run in _runs(batch):

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from ...api import backend_for, fingerprints, plan_for
 from ...model.output import FORMATS, PlotsMissingError, prepare_folder
 from ...model.render import save_plan
 from ...schedule import Plan
+from ...schedule.segments import WHOLE
 from ...testing import same_bytes
 from ..limits import why_no_simulation
 from .gpt import GPT
@@ -122,7 +124,8 @@ def run_demo(
         _check_output(settings.output)
     backend_for(device)  # an error before any work if there is none
     q = attention_inputs(settings, device)
-    plan, fingerprint = plan_for(q, q, q, causal=True), fingerprints(q, q, q, causal=True).backward
+    whole: dict[str, Any] = {"causal": True, "q_segment": WHOLE}  # apply_plan runs one plan
+    plan, fingerprint = plan_for(q, q, q, **whole), fingerprints(q, q, q, **whole).backward
     parameters = _parameters(settings)
     say(f"Training a GPT of {parameters:,} weights on Python's own manual, three times,")
     say(f"{settings.steps} steps each, {settings.dtype} attention on {_name(device)} by {plan}\n")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api import apply_plan, flash_attn_func, flash_attn_varlen_func, plan_for
+from ...api import apply_plan, fingerprints, flash_attn_func, flash_attn_varlen_func, plan_for
 from ...backends.cpu.oracle import Inputs, Results
 from ...schedule import Plan
 from ...schedule.segments import WHOLE
@@ -58,16 +58,22 @@ class Batch:
         out, lse = call(*tensors, *self.bounds, **self.shape.options, return_lse=True)
         return Results(out.detach(), lse, *torch.autograd.grad(out, tensors, self.dout))
 
-    def unordered_dq(self, seed: int) -> Tensor:
-        """dQ with its contributions added in no fixed order; on the CPU in one that the seed decides."""
+    def planned_dq(self, seed: int | None) -> Tensor:
+        """dQ by :meth:`plan`. With a seed there is no fixed order; on the CPU there is that of the seed."""
         scale = float(self.shape.head_dim) ** -0.5
-        how: dict[str, Any] = {"disorder": random.Random(seed), "backend": self.shape.backend}
+        disorder = None if seed is None else random.Random(seed)
+        how: dict[str, Any] = {"disorder": disorder, "backend": self.shape.backend}
         out, _ = apply_plan(self.plan(), self.q, self.k, self.v, scale, **how)
         return torch.autograd.grad(out, self.q, self.dout)[0]
 
+    def fingerprint(self) -> str:
+        """Of the backward that :meth:`run` has."""
+        return fingerprints(self.q, self.k, self.v, *self.bounds, **self.shape.options).backward
+
     def plan(self) -> Plan:
-        """The plan that :meth:`run` follows, if no sequence is cut into segments."""
-        return plan_for(self.q, self.k, self.v, *self.bounds, **self.shape.options, q_segment=WHOLE)
+        """The plan of whole sequences. :meth:`run` follows it if none is cut into segments."""
+        options = self.shape.options | {"q_segment": WHOLE}
+        return plan_for(self.q, self.k, self.v, *self.bounds, **options)
 
     def split(self, results: Results) -> list[Results]:
         """Results of every sequence; lse (heads, seqlen_q)."""

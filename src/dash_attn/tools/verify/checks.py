@@ -18,6 +18,7 @@ from ...api import backend_for, is_supported
 from ...backends.base import backend_named
 from ...backends.cpu import plain_attention
 from ...errors import DashError, InputError
+from ...schedule.constants import Q_SEGMENT
 from ...testing import same_bytes
 from ..shapes import Shape
 from .accuracy import allowed_errors, error_norms
@@ -81,14 +82,17 @@ def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -
     if not support:
         raise InputError(f"{shape}: {support.reason}")
     plan = batch.plan()
-    name = backend_named(str(support.backend)).fingerprint_of(plan.fingerprint)
+    name = batch.fingerprint()
+    whole = name == backend_named(str(support.backend)).fingerprint_of(plan.fingerprint)
+    policy = plan.policy if whole else f"{plan.policy}, or another one per segment of {Q_SEGMENT} q rows"
     facts = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "backend": support.backend, "plan": plan.policy, "items": len(plan.items),
+        "backend": support.backend, "plan": policy, "items": len(plan.items),
         "min_workers": plan.min_workers, "fingerprint": name,
     }  # fmt: skip
     report = Report(shape.as_json(), facts)
-    say(f"{shape}\n  on {facts['device']} by {facts['backend']}: {plan}, fingerprint {name[:16]}")
+    ran = plan if whole else policy
+    say(f"{shape}\n  on {facts['device']} by {facts['backend']}: {ran}, fingerprint {name[:16]}")
     subject = _Subject(shape, settings, inputs, batch, batch.run())
     report.hashes.update(digest(subject.first))
     for name, check in CHECKS.items():
@@ -227,11 +231,11 @@ _CONTROL_HEAD_DIM = 64
 
 def _change_without_order(batch: Batch, settings: Settings) -> str:
     """What giving up the order changed in dq; empty if nothing, in several runs."""
-    dq = batch.run()[NAMES.index("dq")]
+    dq = batch.planned_dq(None)
     with contention(settings.device) as disturb:
         for attempt in range(1, 21 if settings.device == "cuda" else 4):
             disturb()
-            found = batch.unordered_dq(attempt)
+            found = batch.planned_dq(attempt)
             if not same_bytes(dq, found):
                 changed = int((dq != found).sum())
                 return f"without order, run {attempt} changed {changed:,} of {dq.numel():,} elements of dq"
