@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -41,7 +42,7 @@ def spawn(
     """
     # The store listens on a port that the system has chosen; nobody can take it in between.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context = _context("spawn" if backend == "nccl" else "forkserver")
     processes, answers = [], []
     try:
         for rank in range(ranks):
@@ -59,6 +60,15 @@ def spawn(
             process.join()
         for mine in answers:
             mine.close()
+
+
+@cache
+def _context(method: str) -> Any:
+    """How processes begin. Those of a fork server have PyTorch imported already, which takes five seconds."""
+    context = multiprocessing.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["pytest", "dash_attn.distributed", "torch.utils.checkpoint"])
+    return context
 
 
 def _collected(answers: list[Connection], end: float, name: str) -> list[Any]:

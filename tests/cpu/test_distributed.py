@@ -17,7 +17,7 @@ from dash_attn.distributed import attention, attention_varlen, positions, shard,
 from dash_attn.distributed.shared import Shared
 from dash_attn.errors import InputError
 from dash_attn.problem import Mask
-from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, routes
+from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, routes, teams_of
 from dash_attn.scores import Origin
 from dash_attn.testing import assert_same_bytes
 from sharing_cases import LAYOUTS, MASKS, MODES, Case, compared
@@ -28,11 +28,17 @@ HEADS = ((4, 4), (4, 2), (3, 1))
 
 def _all_modes(rank: int, ranks: int) -> None:
     rows = {2: 512, 3: 384, 4: 512, 8: 1024}[ranks]
-    few = ranks > 3
-    for number, (heads, mask, mode, layout) in enumerate(product(HEADS, MASKS, MODES, LAYOUTS)):
-        if (mode == "ulysses" and heads[1] % ranks) or (few and number % (ranks + 1)):
-            continue
-        compared(Case(heads, mask, mode, layout, rows))
+    every = {4: 5, 8: 11}.get(ranks, 1)  # of the cases; it divides no number of modes or layouts
+    done, names = set(), set()
+    for heads, mask, mode, layout in list(product(HEADS, MASKS, MODES, LAYOUTS))[::every]:
+        if mode == "ulysses" and heads[1] % ranks:
+            heads = (2 * ranks, ranks)
+        same = heads, mask, layout, teams_of(mode, ranks, heads[1])  # several modes may be one
+        if same not in done or mode not in names:
+            compared(Case(heads, mask, mode, layout, rows))
+        done.add(same)
+        names.add(mode)
+    assert names == set(MODES)
     for mode in MODES:
         lengths = tuple(n * 2 * ranks for n in (40, 0, 3, 64, 1))
         if mode != "ulysses" or ranks == 2:
