@@ -12,7 +12,8 @@ from forward_points import Point
 from torch import Tensor
 
 import dash_attn
-from dash_attn.backends.base import backend_for, tensor_shapes
+from dash_attn.backends.base import backend_for
+from dash_attn.backends.shapes import tensor_shapes
 from dash_attn.peers import cudnn, fa4
 from dash_attn.peers.registry import PEERS, Inputs
 from dash_attn.scores import Scores

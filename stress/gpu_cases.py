@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import Prepared, backend_for, tensor_shapes
+from dash_attn.backends.base import Prepared, backend_for
 from dash_attn.backends.base import Tensors as Inputs
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
 from dash_attn.backends.cpu.oracle import Results
+from dash_attn.backends.shapes import tensor_shapes
 from dash_attn.backends.sm90.launch import Result, run_backward
 from dash_attn.peers import fa4
 from dash_attn.peers.base import Inputs as PeerInputs

@@ -27,7 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cached_launch import cached_problems, launch_cached
-from dash_attn.backends.base import Keys, RowIntervals, Tensors, new_key_sums, new_sink_sums, tensor_shapes
+from dash_attn.backends.base import RowIntervals, Tensors
+from dash_attn.backends.shapes import Keys, tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.add_sums.config import AddSumsConfig
 from dash_attn.backends.sm90.backend import BACKEND
@@ -48,6 +49,7 @@ from dash_attn.backends.sm90.sinks.config import SinkConfig
 from dash_attn.backends.sm90.sinks.launch import finish_sink
 from dash_attn.backends.sm90.softcap import cap_of
 from dash_attn.backends.sm90.tiles import kernel_of
+from dash_attn.backends.sums import new_key_sums, new_sink_sums
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from dash_attn.schedule.constants import FORWARD_SEGMENT

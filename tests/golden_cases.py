@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import tensor_shapes
+from dash_attn.backends.shapes import tensor_shapes
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
     Descending,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors, tensor_shapes
+from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors
 from dash_attn.backends.cpu import backward, forward, plain_attention
 from dash_attn.backends.cpu.oracle import Inputs, Results, sink_gradient
+from dash_attn.backends.shapes import tensor_shapes
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan
 from dash_attn.scores import Scores

@@ -11,7 +11,7 @@ from emulator.phases import Named
 from ptx_machine import LOAD_WARP, Machine, Thread, _as
 from ptx_machine import main_kernel_ptx as forward_ptx
 
-from dash_attn.backends.base import Keys
+from dash_attn.backends.shapes import Keys
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.table import forward_table
 from dash_attn.backends.sm90.tiles import row_bytes_of

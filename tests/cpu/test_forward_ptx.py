@@ -10,7 +10,7 @@ import pytest
 from forward_machine import REST, ForwardMachine, ForwardProgram, forward_ptx, plan_for
 from ptx_machine import DeadlockError
 
-from dash_attn.backends.base import Keys
+from dash_attn.backends.shapes import Keys
 from dash_attn.backends.sm90.forward.config import ForwardConfig, forward_config
 from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
 from dash_attn.backends.sm90.tiles import row_bytes_of

@@ -95,6 +95,14 @@ def test_warps_take_no_more_registers_than_others_have_left(config: ForwardConfi
     assert 128 * (config.warpgroups * multiply + others) <= launched
 
 
+def test_the_record_is_of_the_compiler_that_is_pinned() -> None:
+    """With another one the next test is skipped."""
+    pins = (RECORD.parents[1] / "constraints.txt").read_text().splitlines()
+    (pinned,) = [pin.partition("==")[2] for pin in pins if pin.startswith("nvidia-cutlass-dsl==")]
+    assert KNOWN["compiler"].startswith(f"nvidia-cutlass-dsl {pinned}, ")
+    assert set(KNOWN["variants"]) == set(variants())
+
+
 @pytest.mark.filterwarnings("default")
 def test_machine_code_is_what_is_on_record(name: str) -> None:
     """If code should change: ``dash-attn kernels --hashes --save tests/kernels-sm_90a.json``."""

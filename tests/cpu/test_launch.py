@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dash_attn.backends.base import Tensors, new_key_sums
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cuda.upload import loadable
 from dash_attn.backends.sm90 import backend, segments
 from dash_attn.backends.sm90.backend import BACKEND
@@ -21,6 +21,7 @@ from dash_attn.backends.sm90.launch import _accumulator_order, check_tensors
 from dash_attn.backends.sm90.places import Buffer, Sizes, place_of, sizes_of
 from dash_attn.backends.sm90.resident import _place
 from dash_attn.backends.sm90.tiles import TILES, kernel_of, tiles_of
+from dash_attn.backends.sums import new_key_sums
 from dash_attn.errors import PlanMismatchError
 from dash_attn.problem import Mask, Problem, default_tiles
 from dash_attn.schedule import build_plan

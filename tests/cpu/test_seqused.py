@@ -11,8 +11,9 @@ from torch.library import opcheck
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.api import Support
-from dash_attn.backends.base import NO_AUX, Keys
+from dash_attn.backends.base import NO_AUX
 from dash_attn.backends.cpu.backend import BACKEND
+from dash_attn.backends.shapes import Keys
 from dash_attn.backends.sm90.forward.table import ENTRY_WORDS, forward_table
 from dash_attn.errors import InputError, PlanMismatchError
 from dash_attn.ops.operators import USED

@@ -44,10 +44,11 @@ from triton_runs import (
 )
 
 import dash_attn
-from dash_attn.backends.base import Keys, Tensors
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cached import CachedProblem, CachedTensors
 from dash_attn.backends.cpu import dq_partials, fold_partials
 from dash_attn.backends.cpu import forward as reference
+from dash_attn.backends.shapes import Keys
 from dash_attn.backends.triton import backward_kernels, launch
 from dash_attn.backends.triton.append import append
 from dash_attn.backends.triton.backend import BACKEND

@@ -20,8 +20,9 @@ from attention_cases import SCALE, packed_tensors
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_with_kvcache
-from dash_attn.backends.base import NO_AUX, AuxTensors, Keys
+from dash_attn.backends.base import NO_AUX, AuxTensors
 from dash_attn.backends.cached import CachedProblem, CachedTensors
+from dash_attn.backends.shapes import Keys
 from dash_attn.backends.triton import cached, launch, split
 from dash_attn.backends.triton.append import append
 from dash_attn.backends.triton.backend import BACKEND

@@ -22,13 +22,11 @@ from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
 from dash_attn.spec import AttentionSpec
 from dash_attn.testing import same_bytes
-from gpu_cases import has_fa4
 
 AUTO = Way()
 
-needs_fa4 = pytest.mark.skipif(not has_fa4(), reason="packed tensors need FlashAttention-4's forward")
 ALL_WAYS = pytest.mark.parametrize("way", [pytest.param(way, id=name) for name, way in WAYS.items()])
-BOTH_LAYOUTS = pytest.mark.parametrize("layout", ["dense", pytest.param("packed", marks=needs_fa4)])
+BOTH_LAYOUTS = pytest.mark.parametrize("layout", ["dense", "packed"])
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +73,6 @@ def test_compiled_dense_calls_have_the_same_bytes(way):
         assert all_same(gradients(compiled, tensors, *rest), gradients(run, tensors, *rest))
 
 
-@needs_fa4
 @ALL_WAYS
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
@@ -133,7 +130,6 @@ def test_a_captured_graph_replays_the_same_bytes(layout, way):
         assert all_same([x.detach() for x in results], expected[replay % 2]), f"replay {replay}"
 
 
-@needs_fa4
 def test_layers_and_backward_share_one_read_of_the_lengths(monkeypatch):
     reads, read = [], lengths._lengths
     monkeypatch.setattr(lengths._READS, "_make", lambda name, ends: reads.append(name) or read(name, ends))
@@ -165,7 +161,6 @@ print("second call passed", flush=True)
 """
 
 
-@needs_fa4
 def test_lengths_changed_behind_pytorch_end_the_process():
     """Silently wrong results would be worse."""
     done = subprocess.run([sys.executable, "-c", UNCOUNTED_WRITE], capture_output=True, text=True)
@@ -174,7 +169,6 @@ def test_lengths_changed_behind_pytorch_end_the_process():
     assert "device-side assert" in done.stderr
 
 
-@needs_fa4
 def test_lengths_that_were_not_read_are_an_error_in_a_capture():
     q, k, v = (x.detach() for x in inputs("packed"))
     ends = cu(*ENDS)
@@ -200,11 +194,14 @@ def test_a_repeated_call_does_not_wait_for_the_device(layout):
     torch.cuda.set_sync_debug_mode("error")
     try:
         gradients(run, tensors)
+        if layout == "packed":  # the control: lengths that are new are read
+            others = cu(0, len(tensors[0]))
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                attend(AUTO, *tensors, others)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@needs_fa4
 def test_a_sequence_has_the_bytes_it_has_alone():
     tensors = inputs("packed")
     together = gradients(causal("packed"), tensors)

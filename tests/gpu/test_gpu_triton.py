@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
-from dash_attn.backends.base import NO_AUX, AuxTensors, Keys, Tensors
+from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.oracle import Inputs, Results, sink_gradient
+from dash_attn.backends.shapes import Keys
 from dash_attn.backends.triton import launch
 from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.tiles import forward_numerics

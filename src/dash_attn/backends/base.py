@@ -21,6 +21,7 @@ from ..errors import InputError
 from ..problem import Problem
 from ..schedule import Plan
 from ..scores import PLAIN, Scores
+from .shapes import Keys
 
 if TYPE_CHECKING:
     from .cached import CachedProblem, PreparedCached
@@ -34,24 +35,17 @@ __all__ = [
     "AuxTensors",
     "Backend",
     "Gradients",
-    "Keys",
     "Prepared",
     "RowIntervals",
-    "Shapes",
     "Tensors",
-    "accumulator",
     "as_current",
     "backend_for",
     "backend_named",
     "backends_for",
     "check_backend",
     "check_device",
-    "finish_rows",
-    "forward_shapes",
     "given_by",
-    "new_key_sums",
     "refuse_backward",
-    "tensor_shapes",
 ]
 
 BACKENDS = {"cpu": ".cpu.backend", "sm90": ".sm90.backend", "triton": ".triton.backend"}
@@ -123,69 +117,6 @@ def given_by(aux: AuxTensors) -> dict[str, Any]:
     }
 
 
-_Size = tuple[int, ...]
-
-
-class Shapes(NamedTuple):
-    """Of a problem's tensors; dout is like out. By default those that no tensor has."""
-
-    q: _Size = ()
-    k: _Size = ()
-    v: _Size = ()
-    out: _Size = ()
-    lse: _Size = ()
-
-    @property
-    def of_tensors(self) -> tuple[_Size, ...]:
-        """In the order of :class:`Tensors`."""
-        return self.out, self.q, self.k, self.v, self.out, self.lse
-
-
-def tensor_shapes(problem: Problem) -> dict[int, Shapes]:
-    """Shapes of a problem's tensors by rank; none of rank 4 where sequences are not alike."""
-    total_q, total_k = problem.lengths.sum(0).tolist()
-    found = {3: _shapes(problem, (total_q,), (total_k,), (problem.heads, total_q))}
-    if len(set(problem.shapes)) == 1:
-        batch, (seqlen_q, seqlen_k) = len(problem.sequences), problem.sequences[0]
-        lse = batch, problem.heads, seqlen_q
-        found[4] = _shapes(problem, (batch, seqlen_q), (batch, seqlen_k), lse)
-    return found
-
-
-def _shapes(problem: Problem, rows_q: _Size, rows_k: _Size, lse: _Size) -> Shapes:
-    q, k = (*rows_q, problem.heads), (*rows_k, problem.kv_heads)
-    of_qk, of_v = problem.head_dim, problem.head_dim_v
-    return Shapes((*q, of_qk), (*k, of_qk), (*k, of_v), (*q, of_v), lse)
-
-
-class Keys(NamedTuple):
-    """Where the keys of a forward lie in k and v, if these hold more than the problem's keys.
-
-    The problem has the lengths: a sequence's keys are the first ones of its place. Values behind them may be
-    anything.
-
-    Attributes:
-        shape: of k: (total_k, kv_heads, head_dim), or (batch, rows, kv_heads, head_dim); v has its own head
-            dim.
-        starts: of packed k and v: the row where the place of each sequence begins. None: a batch is a place.
-    """
-
-    shape: tuple[int, ...]
-    starts: tuple[int, ...] | None
-
-
-def forward_shapes(problem: Problem, packed: bool, keys: Keys | None) -> tuple[_Size, _Size, _Size]:
-    """Shapes of q, k and v, () of what cannot be dense: no tensor fits then. ``packed``: q is."""
-    if keys is None:
-        return tensor_shapes(problem).get(3 if packed else 4, Shapes())[:3]
-    lengths = problem.lengths[:, 0]
-    q: _Size = (int(lengths.sum()), problem.heads, problem.head_dim)
-    if not packed:
-        alike = bool((lengths == lengths[0]).all())
-        q = (len(lengths), int(lengths[0]), *q[1:]) if alike else ()
-    return q, keys.shape, (*keys.shape[:-1], problem.head_dim_v)
-
-
 class Gradients(NamedTuple):
     """In the shapes and dtypes of q, k, v and of the sink, if there is one."""
 
@@ -229,8 +160,8 @@ class Prepared(ABC):
             scores, aux: as in the forward.
             ordered: False permits dQ to be summed in no fixed order, where that gains anything.
             disorder: for negative controls: dQ is summed in no fixed order, which a simulation draws from it.
-            sink_sums: with a sink, what its gradient is added to, as :func:`new_sink_sums` makes it; dsink is
-                then None.
+            sink_sums: with a sink, sums that its gradient is added to (:func:`.new_sink_sums`); dsink is then
+                None.
 
         Raises:
             InputError: the problem was prepared with keys, which is for forwards.
@@ -253,7 +184,7 @@ class Prepared(ABC):
         Args:
             plan, scores, aux: as in :meth:`backward`.
             tensors: dense, (batch, rows, heads, head_dim), of any strides.
-            sums: what dK and dV are added to, as :func:`new_key_sums` makes them; the first kv tile is that
+            sums: what dK and dV are added to, as :func:`.new_key_sums` makes them; the first kv tile is that
                 of the first key.
             dq: like q; it is written.
             sink_sums: as in :meth:`backward`; not without a sink, nor None with one.
@@ -334,60 +265,6 @@ class Backend(ABC):
     @abstractmethod
     def prepare_cached(self, problem: CachedProblem, device: torch.device) -> PreparedCached:
         """A problem over a cache of keys, which it covers, on a device."""
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Of sums, and of lse, for tensors of a dtype: fp32, fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int, like: Tensor) -> Tensor:
-    """Zeros for sums of dK and dV, to which the backwards of several segments of q rows add.
-
-    Args:
-        backend: whose they are.
-        problem: of a segment.
-        kv_tiles: of the keys that there are sums of.
-        groups: head groups per kv head.
-        like: a tensor of the call, for its dtype and device.
-
-    Returns:
-        (kv_tiles, batch, kv_heads, head_groups, words) fp32 (fp64 for fp64). What the words are is the
-        backend's own business.
-    """
-    dtype = accumulator(like.dtype)
-    size = kv_tiles, len(problem.sequences), problem.kv_heads, *backend.key_sums(problem, groups)
-    return torch.zeros(size, dtype=dtype, device=like.device)
-
-
-def new_sink_sums(sequences: int, sink: Tensor | None) -> Tensor | None:
-    """(sequences, heads): zeros, to which backwards of the rows of sequences add the gradient of a sink; None
-    without one.
-
-    The rows of a sequence come in ascending order. Those of a backward begin at a multiple of ``SINK_ROWS``.
-    Then the bytes do not depend on how many backwards there are. What the sums are is the backend's own
-    business.
-    """
-    if sink is None:
-        return None
-    return torch.zeros(sequences, len(sink), dtype=accumulator(sink.dtype), device=sink.device)
-
-
-def finish_rows(sums: Tensor, scales: tuple[float, float], dk: Tensor, dv: Tensor) -> None:
-    """:meth:`Backend.finish_keys` of sums whose words are rows of (head_dim + head_dim_v) numbers.
-
-    ``scales``: factors on dK and on dV.
-    """
-    rows, of_qk = dk.shape[1], dk.shape[3]
-    total = sums[..., 0, :]
-    for group in range(1, sums.shape[3]):
-        total += sums[..., group, :]
-    tiles, batch, kv_heads, words = total.shape
-    columns = of_qk + dv.shape[3]
-    by_row = total.reshape(tiles, batch, kv_heads, words // columns, columns).permute(1, 0, 3, 2, 4)
-    by_row = by_row.flatten(1, 2)[:, :rows]
-    dk.copy_(by_row[..., :of_qk] * scales[0])
-    dv.copy_(by_row[..., of_qk:] * scales[1])
 
 
 def refuse_backward(keys: Keys | None) -> None:

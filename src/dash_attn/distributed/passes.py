@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Gradients, Tensors, as_current, backend_named, new_sink_sums
+from ..backends.base import AuxTensors, Gradients, Tensors, as_current, backend_named
+from ..backends.sums import new_sink_sums
 from .exchange import Meeting
 from .leaving import Leaving, Made
 from .shared import Heads, Shared, places

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..backends.base import accumulator
+from ..backends.sums import accumulator
 from ..ops.calls import Call, shaped_call
 from ..ops.segments import CutSequence
 from ..problem import IntArray

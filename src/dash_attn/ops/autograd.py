@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..backends.base import NO_AUX, NO_BACKWARD, AuxTensors, Gradients, Tensors, accumulator
+from ..backends.base import NO_AUX, NO_BACKWARD, AuxTensors, Gradients, Tensors
+from ..backends.sums import accumulator
 from ..errors import InputError
 
 __all__ = [

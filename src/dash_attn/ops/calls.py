@@ -20,12 +20,12 @@ from ..backends.base import (
     AuxTensors,
     Backend,
     Gradients,
-    Keys,
     Prepared,
     Tensors,
     as_current,
     backends_for,
 )
+from ..backends.shapes import Keys
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Gradients, Tensors, accumulator
+from ..backends.base import AuxTensors, Gradients, Tensors
 from ..backends.cached import CachedTensors
+from ..backends.sums import accumulator
 from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
 from .cached import append, cached_call

@@ -14,16 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import (
-    AuxTensors,
-    Backend,
-    Gradients,
-    Prepared,
-    Tensors,
-    accumulator,
-    new_key_sums,
-    new_sink_sums,
-)
+from ..backends.base import AuxTensors, Backend, Gradients, Prepared, Tensors
+from ..backends.sums import accumulator, new_key_sums, new_sink_sums
 from ..problem import Problem
 from ..schedule import Plan, build_plan, choose_policy
 from ..schedule.build import check_covered

@@ -12,19 +12,10 @@ from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
 from ...scores import PLAIN, Scores
-from ..base import (
-    NO_AUX,
-    AuxTensors,
-    Backend,
-    Gradients,
-    Keys,
-    Prepared,
-    Tensors,
-    finish_rows,
-    forward_shapes,
-    refuse_backward,
-)
+from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, Tensors, refuse_backward
 from ..cached import CachedProblem, PreparedCached
+from ..shapes import Keys, forward_shapes
+from ..sums import finish_rows
 from . import executor
 from .cached import Cached
 from .forward import forward

@@ -11,8 +11,9 @@ from ...errors import InputError
 from ...problem import Mask, Problem
 from ...schedule import ForwardNumerics
 from ...scores import Scores
-from ..base import NO_AUX, AuxTensors, accumulator
+from ..base import NO_AUX, AuxTensors
 from ..cached import CachedProblem, CachedTensors, PreparedCached, first_key
+from ..sums import accumulator
 from .forward import forward
 
 __all__ = ["Cached", "append"]

@@ -26,7 +26,8 @@ from torch import Tensor
 from ...problem import Problem, SequenceGrid
 from ...schedule import ForwardNumerics, Plan
 from ...scores import Scores, scores_of
-from ..base import NO_AUX, AuxTensors, RowIntervals, accumulator
+from ..base import NO_AUX, AuxTensors, RowIntervals
+from ..sums import accumulator
 from .dropout import Dropout, dropout_of
 from .masks import hidden_elements, outside_intervals
 from .tiles import TileRows, check_packed, distances, exact, slope_of

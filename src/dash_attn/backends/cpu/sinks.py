@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ...problem import Problem
 from ...schedule.constants import SINK_ROWS
-from ..base import AuxTensors, Tensors, accumulator, new_sink_sums
+from ..base import AuxTensors, Tensors
+from ..sums import accumulator, new_sink_sums
 from .tiles import TileRows
 
 __all__ = ["finish_sink", "sink_gradient"]

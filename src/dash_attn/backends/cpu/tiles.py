@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ...errors import InputError
 from ...problem import Mask, Problem, SequenceGrid
-from ..base import AuxTensors, accumulator, tensor_shapes
+from ..base import AuxTensors
+from ..shapes import tensor_shapes
+from ..sums import accumulator
 from .masks import hidden_elements
 
 __all__ = [

@@ -18,20 +18,10 @@ from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ...schedule.constants import SOFTCAP_VERSION
 from ...scores import PLAIN, Scores
-from ..base import (
-    NO_AUX,
-    AuxTensors,
-    Backend,
-    Gradients,
-    Keys,
-    Prepared,
-    RowIntervals,
-    Tensors,
-    forward_shapes,
-    refuse_backward,
-)
+from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, RowIntervals, Tensors, refuse_backward
 from ..cached import CachedProblem, PreparedCached
 from ..cuda.multiprocessors import multiprocessors
+from ..shapes import Keys, forward_shapes
 from .cached.launch import Cached
 from .compile import flavour
 from .forward.launch import Forward, config_of, numerics_of, why_no_scale

@@ -25,10 +25,11 @@ from ...errors import HandOverError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
-from ..base import NOTHING, Gradients, RowIntervals, Shapes, Tensors, as_current
+from ..base import NOTHING, Gradients, RowIntervals, Tensors, as_current
 from ..cuda.multiprocessors import multiprocessors, usable_multiprocessors
 from ..cuda.turns import in_turn
 from ..cuda.upload import loadable
+from ..shapes import Shapes
 from .backward import arguments
 from .backward.config import Accumulation, BackwardConfig
 from .compile import program

@@ -12,8 +12,8 @@ from ...errors import InputError, PlanMismatchError
 from ...machine import CONVERSION_CYCLES, FEW_ROUNDS, ITEM_CYCLES, TASK_CYCLES
 from ...schedule.plan import Plan
 from ...schedule.table import shared_sums, to_table
-from ..base import Shapes, tensor_shapes
 from ..cuda.upload import Upload
+from ..shapes import Shapes, tensor_shapes
 from .backward.config import CONTROL_WORDS, SEEN_WORDS, BackwardConfig
 from .places import Sizes, sizes_of
 from .tiles import kernel_of, name_of, tiles_of

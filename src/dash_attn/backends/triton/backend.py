@@ -14,22 +14,10 @@ from ...errors import PlanMismatchError, UnavailableError
 from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ...scores import PLAIN, Scores
-from ..base import (
-    NO_AUX,
-    AuxTensors,
-    Backend,
-    Gradients,
-    Keys,
-    Prepared,
-    Shapes,
-    Tensors,
-    as_current,
-    finish_rows,
-    forward_shapes,
-    refuse_backward,
-    tensor_shapes,
-)
+from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, Tensors, as_current, refuse_backward
 from ..cached import CachedProblem, PreparedCached
+from ..shapes import Keys, Shapes, forward_shapes, tensor_shapes
+from ..sums import finish_rows
 from .tiles import DTYPES, HEAD_DIMS, TILES, fingerprint_of, padded
 
 if TYPE_CHECKING:

@@ -18,8 +18,10 @@ from ...problem import Problem
 from ...schedule import Plan
 from ...schedule.constants import SINK_ROWS
 from ...scores import Scores
-from ..base import AuxTensors, Gradients, Keys, Tensors, new_sink_sums
+from ..base import AuxTensors, Gradients, Tensors
 from ..cuda.upload import Upload
+from ..shapes import Keys
+from ..sums import new_sink_sums
 from .backward_kernels import (
     dkdv_kernel,
     dq_kernel,

@@ -20,7 +20,7 @@ from ...problem import IntArray, Mask, Problem
 from ...schedule import Plan
 from ...schedule.batch import first_of_each
 from ...schedule.plan import HeadPattern
-from ..base import Keys
+from ..shapes import Keys
 
 __all__ = [
     "WORDS",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...api import plan_for
-from ...backends.base import Tensors, backends_for, tensor_shapes
+from ...backends.base import Tensors, backends_for
+from ...backends.shapes import tensor_shapes
 from ...errors import InputError, UnavailableError, UnsupportedMaskError
 from ...peers.registry import PEERS, Backward, Inputs
 from ...schedule import Plan

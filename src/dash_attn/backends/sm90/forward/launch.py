@@ -12,9 +12,10 @@ from torch import Tensor
 from ....errors import InputError, PlanMismatchError
 from ....problem import Problem
 from ....schedule import ForwardNumerics, ForwardPlan, build_forward_plan
-from ...base import Keys, RowIntervals
+from ...base import RowIntervals
 from ...cuda.multiprocessors import multiprocessors
 from ...cuda.upload import Upload, loadable
+from ...shapes import Keys
 from ..compile import program
 from ..fold.config import fold_config
 from ..launch import DTYPES
