@@ -36,7 +36,7 @@ step has another length, so give it ``disable_compile=True``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,59 +138,91 @@ def attention_forward(
     _refuse_mask(attention_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    how: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
+    how["dropout_p"] = dropout
     if (spread := _spread_of(attention_mask)) is not None:
 
         def layer() -> Layer:
             refuse_inside(cu_seq_lens_q=cu_seq_lens_q, cu_seq_lens_k=cu_seq_lens_k)
-            causal, mask = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal), None
+            mask = None
             if isinstance(attention_mask, TokenMask):
                 _check_sizes(attention_mask, sizes)
                 mask = attention_mask.causal, attention_mask.local_size
-            how = {"softmax_scale": scaling, "softcap": softcap or 0.0, "learnable_sink": s_aux}
-            return Layer(mask, causal, sliding_window, position_ids, how | {"dropout_p": dropout})
+            return Layer(mask, causal, sliding_window, position_ids, how)
 
         return attend_spread(spread, q, k, v, layer), None
     if "cross" in type(module).__name__.lower() or getattr(module, "is_cross_attention", False):
         position_ids = None
+    if cu_seq_lens_q is not None:
+        position_ids = None
     if isinstance(attention_mask, TokenMask):
         _check_sizes(attention_mask, sizes)
         k, v = (x[:, : attention_mask.kv_length] for x in (k, v))  # a view: nothing is copied
-        _check_window(attention_mask, sliding_window)
-        if position_ids is not None and cu_seq_lens_q is None:
-            attention_mask = _isolated(attention_mask, position_ids)
-        causal, window, packing = attention_mask.causal, attention_mask.window, attention_mask.packing
+        shown = _shown_by_mask(attention_mask, sliding_window, position_ids)
     else:
-        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        window = _window(sliding_window, causal)
         numbers = _numbers(attention_mask, sizes)
-        if position_ids is not None and cu_seq_lens_q is None:
-            numbers = _separated(numbers, position_ids, sizes, causal)
-        keep = not causal and window == (-1, -1)
-        packing = None
-        if numbers is not None:
-            packing = packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=q.device)
-    how: dict[str, Any] = {"softmax_scale": scaling, "causal": causal, "window_size": window}
-    how |= {"softcap": 0.0 if softcap is None else softcap, "learnable_sink": s_aux, "dropout_p": dropout}
+        shown = _shown_by_numbers(numbers, sizes, causal, sliding_window, position_ids, q.device)
+    how |= {"causal": shown.causal, "window_size": shown.window}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if q.shape[0] != 1:
             raise InputError(f"cu_seq_lens_q needs a batch of 1, got {q.shape[0]}")
-        _check_sequences(attention_mask, packing, cu_seq_lens_q, cu_seq_lens_k)
+        _check_sequences(attention_mask, shown.packing, cu_seq_lens_q, cu_seq_lens_k)
         rows = (x.flatten(0, 1) for x in (q, k, v))
         return _of_packed(flash_attn_varlen_func(*rows, cu_seq_lens_q, cu_seq_lens_k, **how))[None], None
+    if shown.packing is None and attention_mask is None and shown.causal and 1 < q.shape[1] != k.shape[1]:
+        raise InputError(
+            f"attention_mask None with {q.shape[1]} queries and {k.shape[1]} keys: how a causal mask is "
+            "aligned then differs among implementations"
+        )
+    return _attended(q, k, v, shown, how), None
+
+
+class _Shown(NamedTuple):
+    """What rows see: a band, and the tokens of sequences if there is padding or more than one."""
+
+    causal: bool
+    window: tuple[int, int]
+    packing: Packing | None
+
+
+def _shown_by_mask(mask: TokenMask, sliding_window: int | None, position_ids: Tensor | None) -> _Shown:
+    _check_window(mask, sliding_window)
+    if position_ids is not None:
+        mask = _isolated(mask, position_ids)
+    return _Shown(mask.causal, mask.window, mask.packing)
+
+
+def _shown_by_numbers(
+    numbers: Tensor | None,
+    sizes: Sizes,
+    causal: bool,
+    sliding_window: int | None,
+    position_ids: Tensor | None,
+    device: torch.device,
+) -> _Shown:
+    """``numbers``: of sequences, by token; None: one without padding."""
+    window = _window(sliding_window, causal)
+    if position_ids is not None:
+        numbers = _separated(numbers, position_ids, sizes, causal)
+    if numbers is None:
+        return _Shown(causal, window, None)
+    keep = not causal and window == (-1, -1)
+    return _Shown(causal, window, packing_of(numbers, sizes.seqlen_q, keep_queries=keep, device=device))
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, shown: _Shown, how: dict[str, Any]) -> Tensor:
+    """out, (batch, seqlen_q, heads, head_dim of v)."""
+    packing = shown.packing
     if packing is None:
-        if attention_mask is None and causal and 1 < q.shape[1] != k.shape[1]:
-            raise InputError(
-                f"attention_mask None with {q.shape[1]} queries and {k.shape[1]} keys: how a causal mask is "
-                "aligned then differs among implementations"
-            )
-        return _of_packed(flash_attn_func(q, k, v, **how)), None
-    if packing.holes and window != (-1, -1):
-        raise InputError(f"sliding_window {window} over padding between the tokens of a sequence")
-    if packing.used_k is not None and _forward_only(q, k, v, s_aux):
-        return _of_packed(flash_attn_varlen_func(q, k, v, seqused_k=packing.used_k, **how)), None
-    return _unpadded(q, k, v, packing, how), None
+        return _of_packed(flash_attn_func(q, k, v, **how))
+    if packing.holes and shown.window != (-1, -1):
+        raise InputError(f"sliding_window {shown.window} over padding between the tokens of a sequence")
+    if packing.used_k is not None and _forward_only(q, k, v, how["learnable_sink"]):
+        return _of_packed(flash_attn_varlen_func(q, k, v, seqused_k=packing.used_k, **how))
+    return _unpadded(q, k, v, packing, how)
 
 
 def _spread_of(mask: TokenMask | Tensor | None) -> Spread | None:
