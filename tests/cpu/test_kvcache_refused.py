@@ -155,7 +155,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "expanded": (
         {"k_cache": CACHE[:1].expand(2, -1, -1, -1), "k": NEW, "v": NEW, "cache_seqlens": 3},
-        r"k_cache is expanded, so tokens share memory: strides \(0, 16, 8, 1\)",
+        r"k_cache has tokens that share memory: shape \(2, .*\), strides \(0, 16, 8, 1\)",
+    ),
+    "steps shorter than a token": (
+        {"v_cache": CACHE.as_strided(CACHE.shape, (512, 8, 8, 1)), "k": NEW, "v": NEW, "cache_seqlens": 3},
+        r"v_cache has tokens that share memory: shape .*, strides \(512, 8, 8, 1\)",
     ),
     "a number with new ones": (
         {"k": NEW, "v": NEW, "cache_seqlens": 30},

@@ -123,8 +123,21 @@ def check_last_strides(cache: tuple[Tensor, Tensor]) -> None:
     for name, x in zip(("k_cache", "v_cache"), cache):
         if x.stride(-1) != 1:
             raise InputError(f"{name} must have a last dimension of stride 1, got strides {x.stride()}")
-        if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride())):
-            raise InputError(f"{name} is expanded, so tokens share memory: strides {x.stride()}")
+        if _shares_memory(x.shape, x.stride()):
+            raise InputError(
+                f"{name} has tokens that share memory: shape {tuple(x.shape)}, strides {x.stride()}"
+            )
+
+
+@lru_cache(256)
+def _shares_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements may lie in one place: a step is no longer than all smaller ones together."""
+    span = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape) if size > 1):
+        if stride <= span:
+            return True
+        span += stride * (size - 1)
+    return False
 
 
 def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:
