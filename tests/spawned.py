@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def spawn(
     try:
         for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
-            given = (function, args, (rank, ranks, store.port, backend), theirs)
+            given = (function, args, (rank, ranks, store.port, backend), dict(os.environ), theirs)
             processes.append(context.Process(target=_run, args=given, daemon=True))
             processes[-1].start()
             theirs.close()
@@ -101,9 +102,15 @@ def _other_errors(left: dict[Connection, int], first: Connection) -> list[str]:
 
 
 def _run(
-    function: Callable[..., Any], args: tuple[Any, ...], place: tuple[int, int, int, str], answer: Any
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    place: tuple[int, int, int, str],
+    environment: dict[str, str],
+    answer: Any,
 ) -> None:
     rank, ranks, port, backend = place
+    os.environ.clear()  # that of the fork server is older
+    os.environ.update(environment)
     options: dict[str, Any] = {}
     try:
         torch.set_num_threads(1)

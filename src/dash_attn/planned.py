@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .arguments import aux_of, check_aux, check_planned, check_rows, completed
 from .backends.base import (
@@ -109,7 +110,8 @@ def _apply(
 
 
 class _Planned(NamedTuple):
-    """A call whose plan is given."""
+    """A call whose plan is given. Modes of dispatch, such as that of a selective checkpoint, do not see what
+    computes it."""
 
     prepared: Prepared
     plan: Plan
@@ -117,12 +119,12 @@ class _Planned(NamedTuple):
     disorder: random.Random | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
-        with as_current(q.device):
+        with as_current(q.device), _disable_current_modes():
             return self.prepared.forward(q, k, v, self.scores, aux)
 
     def backward(self, tensors: Tensors, aux: AuxTensors = NO_AUX) -> Gradients:
         ordered = self.disorder is None
-        with as_current(tensors.q.device):
+        with as_current(tensors.q.device), _disable_current_modes():
             return self.prepared.backward(
                 self.plan, tensors, self.scores, aux, ordered=ordered, disorder=self.disorder
             )

@@ -72,6 +72,13 @@ def test_bfloat16(tiny):
     assert result.losses == pytest.approx(tiny[0].losses, rel=0.01)
 
 
+def test_sequences_that_calls_would_cut_are_trained_whole(tiny, monkeypatch):
+    monkeypatch.setattr("dash_attn.spec.Q_SEGMENT", 128)
+    result = run_demo(replace(TINY, steps=1), say=lambda line: None)
+    assert result.identical
+    assert result.fingerprint == tiny[0].fingerprint
+
+
 def test_differing_runs_are_reported_and_end_with_1(monkeypatch):
     hashes = iter("abc")
     monkeypatch.setattr(demo.training, "weights_sha256", lambda model: next(hashes))

@@ -5,15 +5,19 @@ from __future__ import annotations
 from functools import partial
 from itertools import cycle, product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import all_reduce
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import dash_attn
-from dash_attn.distributed import attention, attention_varlen, positions, shard, unshard
+from dash_attn.distributed import attention, attention_varlen, passes, positions, shard, unshard
+from dash_attn.distributed import autograd as shared_autograd
 from dash_attn.distributed.shared import Shared
 from dash_attn.errors import InputError
 from dash_attn.problem import Mask
@@ -241,6 +245,39 @@ def test_rows_come_and_go() -> None:
     spawn(_rows_and_positions, 2)
 
 
+class _Reduced(torch.autograd.Function):
+    """Its gradient is a collective that nobody has waited for, like those of tensor parallelism."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return all_reduce(grad.contiguous(), "max", dist.group.WORLD)
+
+
+def _pending(x: Any) -> None:
+    """Results of collectives are waited for before a backend reads them."""
+    seen: list[type] = []
+
+    def noted(shared: Any, meeting: Any, *tensors: Any) -> Any:
+        seen.extend(type(x) for x in tensors if isinstance(x, torch.Tensor))
+        return next(run)(shared, meeting, *tensors)
+
+    run = iter((passes.forward, passes.backward))
+    with (
+        mock.patch.object(shared_autograd, "forward", noted),
+        mock.patch.object(shared_autograd, "backward", noted),
+    ):
+        q = all_reduce(x, "max", dist.group.WORLD)
+        assert type(q) is not torch.Tensor, "the control"
+        leaf = x.clone().requires_grad_()
+        out = attention(leaf, q, q, causal=True, mode="gather")
+        _Reduced.apply(out).sum().backward()  # type: ignore[no-untyped-call]
+    assert seen == [torch.Tensor] * 4
+
+
 def _features(rank: int) -> None:
     q = torch.randn(1, 64, 4, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     mesh = dist.init_device_mesh("cpu", (2,))
@@ -252,6 +289,14 @@ def _features(rank: int) -> None:
     )
     found = [torch.autograd.grad(x.sum(), q)[0] for x in (out, again)]  # type: ignore[union-attr]
     assert torch.equal(*found)
+    policy = partial(
+        create_selective_checkpoint_contexts, [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
+    )
+    chosen = torch.utils.checkpoint.checkpoint(
+        lambda x: attention(x, x, x, causal=True), q, use_reentrant=False, context_fn=policy
+    )
+    assert torch.equal(torch.autograd.grad(chosen.sum(), q)[0], found[0])  # type: ignore[union-attr]
+    _pending(q.detach())
     with torch.autocast("cpu", torch.bfloat16):
         assert attention(q, q, q).dtype == torch.bfloat16  # type: ignore[union-attr]
     sink = torch.zeros(4, requires_grad=True)

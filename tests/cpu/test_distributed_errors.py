@@ -100,6 +100,13 @@ def _refused(rank: int) -> None:
         for function in (shard, unshard):
             with pytest.raises(InputError, match=f"dim must be one of the 3 dimensions of x, got {dim}"):
                 function(x[0], dim=dim)  # type: ignore[arg-type]
+    for x, said in (
+        (torch.zeros(2, 8).to_sparse(), "x must be a dense tensor, got layout torch.sparse_coo"),
+        (torch.zeros(2, 8, device="meta"), r"x of shape \(2, 8\) is a meta tensor"),
+    ):
+        for function in (shard, unshard):
+            with pytest.raises(InputError, match=said):
+                function(x)
     with pytest.raises(InputError, match="x must be a torch.Tensor, got list"):
         shard([1, 2])  # type: ignore[arg-type]
     for seqlen in (-8, 8.0, "8", True):
@@ -291,6 +298,31 @@ def _fails_within(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", ["_forward_step", "_backward_step"])
 def test_a_rank_that_fails_within_a_call_is_named_and_its_group_is_not_used_again(name: str) -> None:
     spawn(_fails_within, 2, name)
+
+
+def _changed_behind(rank: int) -> None:
+    """What a backward needs was changed on one rank, or is gone there."""
+    x = torch.randn(1, 64, 4, 32)
+    for number, spoilt in enumerate(
+        ("modified by an inplace operation", "backward through the graph a second")
+    ):
+        group, sink, q = _short(), torch.zeros(4), x.clone().requires_grad_()
+        out = attention(q, x, x, group=group, learnable_sink=sink, mode="ulysses")
+        if rank and not number:
+            sink.add_(1)
+        if number:
+            torch.autograd.backward(out, out.detach(), retain_graph=not rank)
+        kind, said = RuntimeError if rank else CommunicationError, spoilt
+        if not rank:
+            said = f"rank 1 of 2 has failed in the middle of a call: RuntimeError: .*{spoilt}"
+        with pytest.raises(kind, match=said):
+            torch.autograd.backward(out, out.detach())
+        dist.barrier()
+
+
+@pytest.mark.slow
+def test_what_autograd_refuses_on_one_rank_is_told() -> None:
+    spawn(_changed_behind, 2)
 
 
 class _Unspeakable(Exception):

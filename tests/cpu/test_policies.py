@@ -467,6 +467,13 @@ def test_what_auto_chooses_has_its_numbers_among_the_constants() -> None:
     assert numbers == {0, 1, 256}  # the first sequence, several heads, and how many choices are kept
 
 
+def test_a_section_of_more_heads_than_there_are() -> None:
+    problem = Problem.dense(seqlen=512, heads=2, head_dim=64, mask=Mask.causal())
+    for heads in (2, 10**30):
+        plan = build_plan(problem, f"descending + pairs(heads_at_once={heads})")
+        assert np.array_equal(plan.items, build_plan(problem, "descending + pairs(heads_at_once=2)").items)
+
+
 def test_a_schedule_with_a_placement_of_ones_own_is_refused_by_calls() -> None:
     """Operators carry names, and a name would stand for a built-in placement, or for none."""
 

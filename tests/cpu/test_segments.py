@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dash_attn import attention, fingerprints, flash_attn_varlen_func, is_supported, plan_for
-from dash_attn.backends.base import NO_AUX, Tensors
+from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors
+from dash_attn.backends.cpu import executor
 from dash_attn.errors import InputError, TableError, UnsupportedMaskError
 from dash_attn.ops import segments as module
 from dash_attn.ops.calls import dense_call
@@ -181,7 +182,7 @@ def test_packed_sequences_have_the_bytes_that_they_have_alone(mask: dict[str, An
 
 
 def of_sink(lengths: list[int], packed: bool, q_segment: int | None) -> Tensor:
-    """The gradient of a sink of a batch."""
+    """The gradient of a sink. Segments of several tiles of 128 rows tell a chain from a sum of sums."""
     q, k, v, dout = (x[0] for x in drawn(sum(lengths)))
     sink = torch.randn(4, generator=torch.Generator().manual_seed(1)).requires_grad_()
     how: dict[str, Any] = {"causal": True, "learnable_sink": sink, "q_segment": q_segment}
@@ -195,15 +196,30 @@ def of_sink(lengths: list[int], packed: bool, q_segment: int | None) -> Tensor:
 
 
 def test_the_gradient_of_a_sink_has_the_bytes_of_whole_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = of_sink([300, 300], False, None)
-    for packed, q_segment in ((False, 128), (False, 256), (True, None), (True, 128)):
-        assert_same_bytes(of_sink([300, 300], packed, q_segment), whole)
-    mixed = [60, 300, 0, 128, 129, 50, 300]  # cut are those of 300 and 129
+    whole = of_sink([1100, 1100], False, None)
+    for packed, q_segment in ((False, 128), (False, 256), (False, 384), (True, None), (True, 512)):
+        assert_same_bytes(of_sink([1100, 1100], packed, q_segment), whole)
+    mixed = [60, 700, 0, 128, 257, 50, 900]  # cut are those of 700, 257 and 900
     wanted = of_sink(mixed, True, None)
-    assert_same_bytes(of_sink(mixed, True, 128), wanted)
-    assert not torch.equal(of_sink(mixed[::-1], True, 128), wanted)
-    monkeypatch.setattr(module, "enumerate", lambda x: reversed(list(enumerate(x))), raising=False)
-    assert not torch.equal(of_sink([300, 300], False, 128), whole)
+    assert_same_bytes(of_sink(mixed, True, 256), wanted)
+    assert not torch.equal(of_sink(mixed[::-1], True, 256), wanted)
+    add = executor.sink_gradient
+
+    def apart(problem: Problem, tensors: Tensors, aux: AuxTensors, sums: Tensor) -> None:
+        """Sums of segments, added."""
+        mine = torch.zeros_like(sums)
+        add(problem, tensors, aux, mine)
+        sums += mine
+
+    monkeypatch.setattr(executor, "sink_gradient", apart)
+    assert not torch.equal(of_sink([1100, 1100], False, 256), whole)
+
+
+def test_a_fingerprint_of_segments_is_on_record() -> None:
+    """It changes with what a cut call's bits depend on: see CHANGELOG.md."""
+    q = torch.zeros(1, 600, 2, 64, dtype=torch.bfloat16)
+    found = fingerprints(q, q, q, causal=True, q_segment=256).backward
+    assert found.startswith("e31de660c72d5739"), found
 
 
 def test_the_gradient_of_a_sink_in_float64_is_float64() -> None:
@@ -313,13 +329,15 @@ def test_what_auto_chose_can_be_pinned_where_segments_have_one_policy(
             assert fingerprints(q, k, k, **mask, **cut, policy=name) != auto
 
 
-@pytest.mark.parametrize(("head_dim", "pinned"), [(64, False), (72, True), (256, True)])
-def test_what_auto_chose_for_long_causal_sequences_can_be_pinned_above_head_dim_64(
-    head_dim: int, pinned: bool
+@pytest.mark.parametrize(
+    ("head_dim", "of_v", "pinned"), [(64, 64, False), (72, 72, True), (192, 128, False), (256, 256, True)]
+)
+def test_what_auto_chose_for_long_causal_sequences_can_be_pinned_at_some_head_dims(
+    head_dim: int, of_v: int, pinned: bool
 ) -> None:
-    q = torch.zeros(1, 33_000, 1, head_dim, dtype=torch.bfloat16)
-    pin = {"policy": plan_for(q, q, q, causal=True, q_segment=2**30).policy, "q_segment": 16_384}
-    assert (fingerprints(q, q, q, causal=True, **pin) == fingerprints(q, q, q, causal=True)) is pinned
+    q, v = (torch.zeros(1, 33_000, 1, n, dtype=torch.bfloat16) for n in (head_dim, of_v))
+    pin = {"policy": plan_for(q, q, v, causal=True, q_segment=2**30).policy, "q_segment": 16_384}
+    assert (fingerprints(q, q, v, causal=True, **pin) == fingerprints(q, q, v, causal=True)) is pinned
 
 
 @pytest.mark.parametrize("policy", ["symmetric_shift", "shift", "shift(ring=4, stride=2)"])

@@ -97,7 +97,7 @@ def test_models_that_never_call_it_cannot_be_built(name, asked):
     assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
 
 
-def test_models_that_never_call_it_do_not_take_its_name_later():
+def test_models_that_never_call_it_do_not_take_its_name_later(monkeypatch):
     """Transformers leaves them as they were, with a warning."""
     made = transformers.FalconModel
     config = made.config_class(vocab_size=61, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
@@ -109,6 +109,12 @@ def test_models_that_never_call_it_do_not_take_its_name_later():
     with pytest.raises(InputError, match="FalconModel does its own attention"):
         model.set_attn_implementation({"": "dash"})
     taken = model_of(qwen)
+    monkeypatch.setattr(type(taken), "_can_set_attn_implementation", classmethod(lambda _: False))
+    taken.set_attn_implementation("dash")  # it has it
+    taken.config._attn_implementation = "eager"
+    with pytest.raises(InputError, match="transformers does not change .* later: give attn_implementation"):
+        taken.set_attn_implementation("dash")
+    monkeypatch.undo()
     taken.set_attn_implementation("eager")
     taken.set_attn_implementation("dash")
     assert taken.config._attn_implementation == "dash"
@@ -116,8 +122,26 @@ def test_models_that_never_call_it_do_not_take_its_name_later():
 
 def test_attention_weights_of_a_configuration_are_refused():
     model = model_of(qwen, output_attentions=True)
-    with pytest.raises(InputError, match="output_attentions is not supported by 'dash' attention, got True"):
+    with pytest.raises(InputError, match="output_attentions=True of the configuration: 'dash' attention has"):
         model(tokens_of())
+
+
+def test_parts_are_asked_for_by_name():
+    """As transformers does: a part that a dict does not name stays as it is."""
+    config = transformers.LlavaConfig(
+        text_config={"model_type": "falcon", "hidden_size": 32, "num_attention_heads": 4,
+                     "num_hidden_layers": 1, "vocab_size": 61},
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32,
+                       "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+        image_token_index=60,
+    )  # fmt: skip
+    model = transformers.LlavaModel._from_config(config, attn_implementation="eager")
+    for asked in ("dash", {"text_config": "dash"}):
+        with pytest.raises(InputError, match="FalconModel does its own attention"):
+            model.set_attn_implementation(asked)
+    model.set_attn_implementation({"vision_config": "dash"})
+    names = [part._attn_implementation for part in (model.config.text_config, model.config.vision_config)]
+    assert names == ["eager", "dash"]
 
 
 @pytest.mark.parametrize("name", ["OpenAIGPTModel", "FSMTModel"])

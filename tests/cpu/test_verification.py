@@ -187,6 +187,11 @@ def test_a_failure_ends_with_one(capsys, monkeypatch):
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
 
+def test_no_lengths_of_keys_are_lengths():
+    with pytest.raises(InputError, match="1 seqlens, but 0 seqlens_k"):
+        Shape(seqlens=(3,), seqlens_k=(), heads=1, head_dim=8)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

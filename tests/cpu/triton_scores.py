@@ -320,6 +320,26 @@ def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_t
     assert not same_bytes(others, found), "the example shows nothing"
 
 
+@pytest.mark.slow
+def test_the_gradient_of_a_sink_has_its_bytes_in_segments_of_rows() -> None:
+    """Segments of two tiles of 128 rows: a sum of each of them would be another number."""
+    generator = torch.Generator().manual_seed(0)
+    lengths_q, lengths_k = (520, 30, 300), (20, 9, 17)
+    q, dout = (torch.randn(sum(lengths_q), 2, 16, generator=generator) for _ in range(2))
+    k = torch.randn(sum(lengths_k), 2, 16, generator=generator)
+    ends = [
+        torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32) for x in (lengths_q, lengths_k)
+    ]
+    found = []
+    for q_segment in (2**30, 256, 128):
+        sink = torch.tensor([0.5, 1.5], requires_grad=True)
+        how = {"backend": "triton", "q_segment": q_segment, "learnable_sink": sink}
+        out = dash_attn.flash_attn_varlen_func(q, k, k, *ends, **how)
+        found += torch.autograd.grad(out, sink, dout)
+    assert_same_bytes(found[1], found[0])
+    assert_same_bytes(found[2], found[0])
+
+
 def test_a_sink_without_weight_changes_no_byte() -> None:
     problem = problem_of((70, 70), (33, 150), (90, 4), mask=Mask.causal())
     tensors, plan = packed_tensors(problem), build_plan(problem, SPT())

@@ -255,6 +255,8 @@ def test_what_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
         (50, 0, 1000, 1),  # a cache without room
         (1, 128, 2**19, 128),
         (1, 129, 2**19, 1),  # memory
+        (1, 65_535, 10, 65_535),
+        (1, 65_536, 10, 1),  # blocks of a grid
     ):
         assert split.parts_of(programs, segments, words, CPU) == parts
     monkeypatch.undo()

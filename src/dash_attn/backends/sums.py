@@ -39,16 +39,13 @@ def new_key_sums(backend: Backend, problem: Problem, kv_tiles: int, groups: int,
     return torch.zeros(size, dtype=dtype, device=like.device)
 
 
-def new_sink_sums(sequences: int, sink: Tensor | None) -> Tensor | None:
-    """(sequences, heads): zeros, to which backwards of the rows of sequences add the gradient of a sink; None
-    without one.
+def new_sink_sums(sequences: int, sink: Tensor) -> Tensor:
+    """(sequences, heads): zeros, to which backwards of the rows of sequences add the gradient of a sink.
 
     The rows of a sequence come in ascending order. Those of a backward begin at a multiple of ``SINK_ROWS``.
     Then the bytes do not depend on how many backwards there are. What the sums are is the backend's own
     business.
     """
-    if sink is None:
-        return None
     return torch.zeros(sequences, len(sink), dtype=accumulator(sink.dtype), device=sink.device)
 
 

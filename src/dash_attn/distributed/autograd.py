@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends.base import AuxTensors, Gradients
-from ..ops.autograd import gradients_once, needs_grad, savable
-from .exchange import Meeting, exchanging
+from ..ops.autograd import gradients_once, needs_grad, savable, with_memory
+from .exchange import Meeting, backing_out, exchanging
 from .passes import Saved, backward, forward
 from .shared import Shared
 
@@ -62,9 +63,12 @@ class _Attention(torch.autograd.Function):
         shared, meeting = what
         if shared.given.packed:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        with exchanging(shared.team):
+        # Modes of dispatch, such as that of a selective checkpoint, see what computes as little as elsewhere.
+        with exchanging(shared.team), _disable_current_modes():
+            q, k, v = map(with_memory, (q, k, v))
+            aux = tuple(None if x is None else with_memory(x) for x in aux)
             out, lse, saved = forward(shared, meeting, q, k, v, AuxTensors(*aux))
-        ctx.save_for_backward(tie, *saved, *savable(aux))
+            ctx.save_for_backward(tie, *saved, *savable(aux))
         ctx.mark_non_differentiable(lse)
         ctx.shared, ctx.step = shared, meeting.at._replace(backward=True)
         return out, lse
@@ -75,10 +79,12 @@ class _Attention(torch.autograd.Function):
 
         def made(dout: Tensor, _: Tensor | None, *saved: Tensor) -> Gradients:
             meeting = Meeting(shared.team, step, dout.device)
-            with exchanging(shared.team):
+            with exchanging(shared.team), _disable_current_modes():
                 return backward(shared, meeting, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
 
-        grads = gradients_once(made, dout, *ctx.saved_tensors)
+        with backing_out(shared.team):  # what was saved may have been changed, or be gone
+            dout, saved = with_memory(dout), ctx.saved_tensors
+        grads = gradients_once(made, dout, *saved)
         if shared.given.packed:
             dq, dk, dv = (x.squeeze(0) for x in grads[:3])
             grads = grads._replace(dq=dq, dk=dk, dv=dv)

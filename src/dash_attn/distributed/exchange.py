@@ -15,8 +15,8 @@ from ..errors import CommunicationError, InputError
 from .notes import Notes, message_of, notes_of
 
 __all__ = [
-    "Meeting", "Move", "Moving", "Step", "Team", "copy_rows", "errors_of", "exchanging", "of_first_rank",
-    "team_of", "usable_notes",
+    "Meeting", "Move", "Moving", "Step", "Team", "backing_out", "copy_rows", "errors_of", "exchanging",
+    "of_first_rank", "team_of", "usable_notes",
 ]  # fmt: skip
 
 
@@ -191,6 +191,18 @@ def exchanging(team: Team) -> Iterator[None]:
                 if not notes.broken:
                     notes.broken = f"{type(error).__name__}: {message_of(error)}"
                     notes.give_up(notes.broken)
+        raise
+
+
+@contextmanager
+def backing_out(team: Team) -> Iterator[None]:
+    """Inside, before a backward has met others, an error is told to them."""
+    try:
+        yield
+    except BaseException as error:
+        if team.size > 1:
+            with suppress(RuntimeError):  # the error is that of this rank, also without a store
+                team.notes.give_up(f"{type(error).__name__}: {message_of(error)}")
         raise
 
 

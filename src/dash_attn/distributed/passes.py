@@ -156,7 +156,7 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in mine[1:4])
     complete, sums = shared.complete[shared.team.rank], {}
     lengths, batch = shared.given.lengths, shared.given.batch
-    sink_sums = new_sink_sums(len(lengths) * batch, wide.learnable_sink)
+    sink_sums = None if sink is None else new_sink_sums(len(lengths) * batch, sink.to(shared.wide))
     for rows, place in zip(shared.rows, places(shared.rows)):
         origin = shared.origin(heads, rows.sequence)
         first = rows.sequence * batch

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..arguments import dense
 from ..errors import InputError
 from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
@@ -72,8 +73,10 @@ def shard(
 
 
 def _dim_of(x: Tensor, dim: int) -> int:
-    if not isinstance(x, Tensor) or type(x).__name__ == "DTensor":
-        raise InputError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if type(x).__name__ == "DTensor":
+        raise InputError("x must be a torch.Tensor, got DTensor")
+    if dense("x", x).device.type == "meta":
+        raise InputError(f"x of shape {tuple(x.shape)} is a meta tensor: it has no rows")
     if not is_integer(dim) or not -x.ndim <= dim < x.ndim:
         raise InputError(f"dim must be one of the {x.ndim} dimensions of x, got {short(dim)}")
     return int(dim) % x.ndim

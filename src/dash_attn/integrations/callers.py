@@ -61,8 +61,15 @@ def refuse_models_that_do_not_call(name: str) -> None:
     @wraps(change)
     def changed(self: Any, attn_implementation: Any, *arguments: Any, **options: Any) -> Any:
         for part, requested in _parts(self, attn_implementation, PreTrainedModel):
-            if requested in _NAMES and not (_calls(type(part), PreTrainedModel) and getattr(part, _CAN)()):
+            if requested not in _NAMES or requested == part.config._attn_implementation:
+                continue
+            if not _calls(type(part), PreTrainedModel):
                 raise InputError(_does_its_own(part, requested))
+            if not getattr(part, _CAN)():
+                raise InputError(
+                    f"transformers does not change the attention of a {type(part).__name__} to {requested!r} "
+                    "later: give attn_implementation when the model is built"
+                )
         return change(self, attn_implementation, *arguments, **options)
 
     setattr(PreTrainedModel, _SET, changed)
@@ -77,15 +84,17 @@ def _does_its_own(model: Any, requested: str) -> str:
 
 
 def _parts(model: Any, asked: Any, base: type) -> Iterator[tuple[Any, Any]]:
-    """The models that a model is made of, with the name that each is asked to take."""
-    names = asked if isinstance(asked, dict) else {"": asked}
-    own = model.config
-    keys = [key for key in getattr(own, "sub_configs", ()) if key in names]
-    of_config = {id(getattr(own, key)): names[key] for key in keys}
+    """The models that a model is made of, with the name that each is asked to take; None: none.
+
+    A dict names parts by their configuration, "" all that have none of their own.
+    """
+    own: Any = model.config
+    configs = {id(getattr(own, key)): key for key in getattr(own, "sub_configs", ())}
     for part in model.modules():
         theirs = getattr(part, "config", None) if isinstance(part, base) else None
         if part is model or (theirs is not None and type(theirs) is not type(own)):
-            yield part, of_config.get(id(theirs), names.get(""))
+            key = "" if part is model else configs.get(id(theirs), "")
+            yield part, asked.get(key) if isinstance(asked, dict) else asked
 
 
 def _calls(model: type, base: type) -> bool:

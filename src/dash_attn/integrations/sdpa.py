@@ -88,7 +88,8 @@ def enabled() -> Iterator[None]:
     """Inside, every SDPA call of this thread runs on dash-attn, forward and backward, or raises.
 
     Other threads are left alone, but while a block is open anywhere, ``nn.TransformerEncoder`` and its layers
-    take no fused inference path. A call's backward is ours after the block as well.
+    take no fused inference path. (``torch.backends.mha`` is set back at the end.) A call's backward is ours
+    after the block as well.
 
     Raises:
         InputError: from a call inside that is not supported; the message names the argument and its value.

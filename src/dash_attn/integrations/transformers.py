@@ -133,8 +133,12 @@ def attention_forward(
         InputError: an argument cannot be honoured; the message names it and its value.
     """
     refuse_unknown(other)
-    if getattr(getattr(module, "config", None), "output_attentions", False):
-        refuse_unknown({"output_attentions": True})
+    if "output_attentions" not in other and getattr(
+        getattr(module, "config", None), "output_attentions", False
+    ):
+        raise InputError(
+            "output_attentions=True of the configuration: 'dash' attention has no weights to give"
+        )
     _refuse_mask(attention_mask)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     sizes = Sizes(q.shape[0], q.shape[1], k.shape[1])

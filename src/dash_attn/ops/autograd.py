@@ -32,6 +32,7 @@ __all__ = [
     "refuse_transforms",
     "savable",
     "with_gradients",
+    "with_memory",
     "without_gradients",
     "without_second_derivative",
 ]
@@ -203,8 +204,8 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         if dout is None:
             return (None,) * len(ctx.needs_input_grad)
-        saved = (None if x is None else _with_memory(x) for x in ctx.saved_tensors)
-        grads = gradients_once(_backward_of(ctx.call), _with_memory(dout), *saved)
+        saved = (None if x is None else with_memory(x) for x in ctx.saved_tensors)
+        grads = gradients_once(_backward_of(ctx.call), with_memory(dout), *saved)
         return None, *_wanted(ctx.needs_input_grad[1:], grads)
 
     @staticmethod
@@ -217,8 +218,8 @@ def is_wrapped(x: Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(x))
 
 
-def _with_memory(x: Tensor) -> Tensor:
-    """A tensor that a kernel can read: a gradient that a collective has not finished is waited for.
+def with_memory(x: Tensor) -> Tensor:
+    """A tensor that a kernel can read: one that a collective has not finished is waited for.
 
     Raises:
         InputError: it is a tensor of other tensors.

@@ -74,10 +74,10 @@ def _check_written(
     what: str, table: list[list[int]], used: Sequence[range], written: Sequence[range]
 ) -> None:
     """A page that tokens are written to must be that of one sequence, and once."""
-    owners: dict[int, list[int]] = {}
+    owners: dict[int, list[str]] = {}
     for at, (row, columns) in enumerate(zip(table, used)):
         for column in columns:
-            owners.setdefault(row[column], []).append(at)
+            owners.setdefault(row[column], []).append(f"({at}, {column})" if len(row) > 1 else str(at))
     for row, columns in zip(table, written):
         for column in columns:
             if len(mine := owners[row[column]]) > 1:

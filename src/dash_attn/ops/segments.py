@@ -94,7 +94,7 @@ class CutSequence:
             dq: of the segment's rows.
             sink_sums: of these sequences.
         """
-        if self.segments[index].keys == (0, 0):  # rows whose delta is 0
+        if self.segments[index].keys == (0, 0):  # rows without an output: delta is 0 of a finite dout
             dq.zero_()
             return
         plan, prepared = self._of(index)
@@ -228,11 +228,11 @@ def run_parts(
 ) -> Gradients:
     """The gradients of a call, part by part. ``sink_sums``: as in :meth:`.Prepared.backward`."""
     sink, q, k, v = aux.learnable_sink, tensors.q, tensors.k, tensors.v
-    if sink is not None:
-        aux = aux._replace(learnable_sink=sink.to(accumulator(q.dtype)))
     sums = sink_sums
-    if sums is None:
-        sums = new_sink_sums(sum(part.sequences for part in parts), aux.learnable_sink)
+    if sink is not None:
+        wide = sink.to(accumulator(q.dtype))
+        aux = aux._replace(learnable_sink=wide)
+        sums = new_sink_sums(sum(part.sequences for part in parts), wide) if sums is None else sums
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     for part in parts:
         mine, of_part = _rows_of(tensors, part), scores.at(Origin(sequence=part.first))

@@ -33,7 +33,6 @@ def sink_gradient(
         return None
     sink = aux.learnable_sink.detach().to(accumulator(tensors.q.dtype))
     found = new_sink_sums(len(problem.sequences), sink) if sums is None else sums
-    assert found is not None
     for total, (begin, end) in zip(found, pairwise(TileRows(problem).q_start)):
         rows = slice(begin, end)
         products = tensors.dout[rows].to(sink.dtype) * tensors.out[rows].to(sink.dtype)

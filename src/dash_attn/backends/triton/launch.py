@@ -191,7 +191,6 @@ class Backward:
         if sink is None:
             return grads
         of_sink = new_sink_sums(len(problem.sequences), sink.float()) if sink_sums is None else sink_sums
-        assert of_sink is not None
         _add_to_sink_sums(of_sink, sink, lse, stats, sequences)
         return grads._replace(dsink=finish_sink(of_sink, sink.dtype) if sink_sums is None else None)
 

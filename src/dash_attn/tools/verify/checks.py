@@ -87,8 +87,8 @@ def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -
     policy = plan.policy if whole else f"{plan.policy}, or another one per segment of {Q_SEGMENT} q rows"
     facts = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "backend": support.backend, "plan": policy, "items": len(plan.items),
-        "min_workers": plan.min_workers, "fingerprint": name,
+        "backend": support.backend, "plan": policy, "items": len(plan.items) if whole else None,
+        "min_workers": plan.min_workers if whole else None, "fingerprint": name,
     }  # fmt: skip
     report = Report(shape.as_json(), facts)
     ran = plan if whole else policy

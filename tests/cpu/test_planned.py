@@ -8,11 +8,13 @@ import pickle
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.api import apply_plan
@@ -214,6 +216,24 @@ def test_a_plan_of_ones_own_has_checked_arguments() -> None:
         apply_plan(plan, x, 1, x, 0.1)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="v must have 3 or 4 dimensions"):
         apply_plan(plan, x, x, x[0, 0], 0.1)
+
+
+def test_a_plan_of_ones_own_in_a_selective_checkpoint() -> None:
+    """It sees no product of the backend, to keep in place of what is computed again."""
+    plan, x = planned(FA3()), torch.randn(2, 100, 1, 64, requires_grad=True)
+
+    def chosen(_: object, operator: object, *args: object, **how: object) -> CheckpointPolicy:
+        asked.append(operator)
+        return CheckpointPolicy.MUST_SAVE
+
+    asked: list[object] = []
+    contexts = partial(create_selective_checkpoint_contexts, chosen, allow_cache_entry_mutation=True)
+    call = partial(apply_plan, plan, softmax_scale=0.1)
+    out = checkpoint(lambda x: call(x, x, x)[0], x, use_reentrant=False, context_fn=contexts)
+    (found,) = torch.autograd.grad(out.square().sum(), x)
+    (wanted,) = torch.autograd.grad(call(x, x, x)[0].square().sum(), x)
+    assert_same_bytes(found, wanted)
+    assert torch.ops.aten.mm.default not in asked
 
 
 def test_a_plan_of_ones_own_under_autocast() -> None:
