@@ -189,13 +189,13 @@ def test_lengths_that_were_not_read_are_an_error_in_a_capture():
 @BOTH_LAYOUTS
 def test_a_repeated_call_does_not_wait_for_the_device(layout):
     tensors, run = inputs(layout), causal(layout)
+    others = cu(0, len(tensors[0]))
     gradients(run, tensors)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         gradients(run, tensors)
         if layout == "packed":  # the control: lengths that are new are read
-            others = cu(0, len(tensors[0]))
             with pytest.raises(RuntimeError, match="synchronizing"):
                 attend(AUTO, *tensors, others)
     finally:
