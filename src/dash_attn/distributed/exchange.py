@@ -185,12 +185,7 @@ def exchanging(team: Team) -> Iterator[None]:
     except OutOfStep:
         raise
     except BaseException as error:  # after Ctrl-C, too
-        if team.size > 1:
-            with suppress(RuntimeError):  # the error is that of this rank, also without a store
-                notes = team.notes
-                if not notes.broken:
-                    notes.broken = f"{type(error).__name__}: {message_of(error)}"
-                    notes.give_up(notes.broken)
+        _leave(team, error, ends=True)
         raise
 
 
@@ -200,10 +195,22 @@ def backing_out(team: Team) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if team.size > 1:
-            with suppress(RuntimeError):  # the error is that of this rank, also without a store
-                team.notes.give_up(f"{type(error).__name__}: {message_of(error)}")
+        _leave(team, error, ends=False)
         raise
+
+
+def _leave(team: Team, error: BaseException, *, ends: bool) -> None:
+    """Tell the others of an error, once. ``ends``: this rank does not use the group again."""
+    if team.size == 1:
+        return
+    with suppress(RuntimeError):  # the error is that of this rank, also without a store
+        notes = team.notes
+        if notes.broken:
+            return
+        why = f"{type(error).__name__}: {message_of(error)}"
+        if ends:
+            notes.broken = why
+        notes.give_up(why)
 
 
 def of_first_rank(team: Team, x: Tensor) -> Tensor:

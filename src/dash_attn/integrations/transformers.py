@@ -156,9 +156,8 @@ def attention_forward(
             return Layer(mask, causal, sliding_window, position_ids, how)
 
         return attend_spread(spread, q, k, v, layer), None
-    if "cross" in type(module).__name__.lower() or getattr(module, "is_cross_attention", False):
-        position_ids = None
-    if cu_seq_lens_q is not None:
+    crossed = "cross" in type(module).__name__.lower() or getattr(module, "is_cross_attention", False)
+    if crossed or cu_seq_lens_q is not None:
         position_ids = None
     if isinstance(attention_mask, TokenMask):
         _check_sizes(attention_mask, sizes)

@@ -195,13 +195,11 @@ def _packed_parts(
 
 def check_covered_parts(parts: tuple[Part, ...], policy: str) -> None:
     """Raise UnsupportedMaskError if a named policy does not cover a segment of a sequence that is cut."""
-    for part in parts:
-        if part.cut is not None:
-            for segment in part.cut.segments:
-                if segment.keys != (0, 0):
-                    check_covered(
-                        problem_of_segment(part.cut.problem, segment), schedule_named(policy).numerics
-                    )
+    numerics = schedule_named(policy).numerics
+    for cut in [part.cut for part in parts if part.cut is not None]:
+        for segment in cut.segments:
+            if segment.keys != (0, 0):
+                check_covered(problem_of_segment(cut.problem, segment), numerics)
 
 
 def fingerprint_of_parts(parts: tuple[Part, ...]) -> str:
