@@ -14,8 +14,8 @@ from torch import Tensor
 
 import dash_attn
 from dash_attn.distributed import attention, attention_varlen, shard
-from dash_attn.distributed.exchange import team_of
 from dash_attn.distributed.notes import Notes
+from dash_attn.distributed.team import team_of
 from dash_attn.errors import InputError
 from dash_attn.testing import assert_same_bytes
 

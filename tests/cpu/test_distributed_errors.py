@@ -21,7 +21,7 @@ import torch.distributed as dist
 from dash_attn.backends.base import backend_named
 from dash_attn.distributed import attention, attention_varlen, notes, passes, positions, shard, unshard
 from dash_attn.distributed.agreement import agree, telling
-from dash_attn.distributed.exchange import team_of
+from dash_attn.distributed.team import team_of
 from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
 from spawned import spawn
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dash_attn.distributed.exchange import Move, Moving, copy_rows, team_of
+from dash_attn.distributed.exchange import Move, Moving, copy_rows
+from dash_attn.distributed.team import team_of
 from dash_attn.testing import assert_same_bytes
 from spawned import spawn
 

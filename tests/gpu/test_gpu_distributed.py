@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.distributed import attention, shard
+from dash_attn.distributed import attention, shard, transport, windows
+from dash_attn.distributed.team import team_of
 from dash_attn.testing import assert_same_bytes
 from sharing_cases import Case, compared
-from spawned import spawn
+from spawned import RankError, spawn
 
 REPLAYS = int(os.environ.get("DASH_ATTN_REPLAYS", "50"))
 
@@ -32,6 +35,7 @@ def _lengths(rank: int) -> None:
                         continue
                     case = Case(heads, mask, mode, layout, rows, q_segment=q_segment, head_dim=head_dim)
                     compared(case, "cuda")
+    assert transport() == "windows"
 
 
 def test_8k_to_128k_tokens_have_the_bytes_of_one_gpu() -> None:
@@ -57,6 +61,90 @@ def _features(rank: int) -> None:
 
 def test_features_and_backends() -> None:
     spawn(_features, 2, backend="nccl")
+
+
+def _by_nccl(rank: int) -> None:
+    """The mode that goes through windows goes without, too; an exchange of several turns is in neither."""
+    os.environ["DASH_ATTN_WINDOWS"] = "0"
+    lengths = (4096, 0, 512, 33 * 4, 2048)
+    compared(Case((4, 2), "causal", "ulysses", "zigzag", lengths=lengths, q_segment=512, head_dim=64), "cuda")
+    compared(Case((8, 2), "window", "ulysses", "contiguous", 8192, head_dim=128, sink=True), "cuda")
+    assert transport() == "collectives: rank 0: DASH_ATTN_WINDOWS=0"
+
+
+def test_rows_that_nccl_moves_have_the_same_bytes() -> None:
+    spawn(_by_nccl, 2, backend="nccl")
+
+
+def _turns(rank: int) -> None:
+    """Exchanges of several turns, calls on other streams, and a captured graph."""
+    windows.REGION, windows.WINDOW_BYTES = 1 << 20, (2 << 20) + windows._TAGS
+    compared(Case((8, 2), "causal", "ulysses", "zigzag", 8192, head_dim=128), "cuda")
+    lengths = tuple(4 * n for n in (700, 1, 0, 33, 90, 512, 7))
+    compared(Case((4, 2), "causal", "ulysses", "zigzag", lengths=lengths, head_dim=64), "cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    whole = torch.randn(4, 1, 4096, 4, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+    parts = [shard(x) for x in whole]
+
+    def called(x: Tensor) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        out = attention(leaf, leaf, leaf, causal=True)
+        assert isinstance(out, Tensor)
+        return [out, *torch.autograd.grad(out, [leaf], out.detach())]
+
+    wanted = [called(x) for x in parts]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    torch.cuda.synchronize()
+    for number in range(40):
+        with torch.cuda.stream(streams[number % 3 % 2]):
+            found.append(called(parts[number % 4]))
+    torch.cuda.synchronize()
+    graph, given = torch.cuda.CUDAGraph(), parts[0].clone()
+    with torch.cuda.graph(graph):
+        made = called(given)
+    for number in range(40):
+        given.copy_(parts[number % 4])
+        graph.replay()
+        found += [[x.clone() for x in made], called(parts[number % 4])]
+    torch.cuda.synchronize()
+    for number, each in enumerate(found):
+        for a, b in zip(each, wanted[number % 4 if number < 40 else (number - 40) // 2 % 4]):
+            assert_same_bytes(a, b)
+
+
+def test_turns_streams_and_graphs() -> None:
+    spawn(_turns, 2, backend="nccl")
+
+
+def _other_order(rank: int) -> None:  # error 710 is that of an assertion
+    leaf = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    losses = [attention(leaf, leaf, leaf, causal=True).sum() for _ in range(2)]  # type: ignore[union-attr]
+    assert transport() == "windows"
+    for loss in losses[:: 1 - 2 * rank]:
+        loss.backward()
+    torch.cuda.synchronize()
+
+
+def test_backwards_in_another_order_stop_both_gpus() -> None:
+    with pytest.raises(RankError, match="device-side assert|CUDA Error Code: 710"):
+        spawn(_other_order, 2, backend="nccl")
+
+
+def _alone(rank: int) -> None:
+    team_of(None).group.get_group_store().set_timeout(timedelta(seconds=5))
+    x = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
+    attention(x, x, x, causal=True)
+    torch.cuda.synchronize()
+    if rank == 0:
+        attention(x, x, x, causal=True)
+        torch.cuda.synchronize()
+    time.sleep(30)
+
+
+def test_a_rank_that_does_not_come_stops_the_other_at_the_timeout() -> None:
+    with pytest.raises(RankError, match="rank 0:[^~]*(launch failure|CUDA error)"):
+        spawn(_alone, 2, backend="nccl")
 
 
 def _replays(rank: int, replays: int) -> None:

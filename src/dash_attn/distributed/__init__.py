@@ -11,5 +11,9 @@ from ..schedule.sharing import LAYOUTS, MODES
 from .context import context
 from .functional import attention, attention_varlen
 from .rows import positions, shard, unshard
+from .windows import transport
 
-__all__ = ["LAYOUTS", "MODES", "attention", "attention_varlen", "context", "positions", "shard", "unshard"]
+__all__ = [
+    "LAYOUTS", "MODES", "attention", "attention_varlen", "context", "positions", "shard", "transport",
+    "unshard",
+]  # fmt: skip

@@ -8,8 +8,9 @@ from typing import Any
 from zlib import crc32
 
 from ..errors import CommunicationError
-from .exchange import Step, Team, usable_notes
+from .meeting import Step
 from .notes import message_of
+from .team import Team, usable_notes
 
 __all__ = ["agree", "telling"]
 

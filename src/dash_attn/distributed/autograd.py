@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends.base import AuxTensors, Gradients
 from ..ops.autograd import gradients_once, needs_grad, savable, with_memory
-from .exchange import Meeting, backing_out, exchanging
+from .meeting import Meeting
 from .passes import Saved, backward, forward
 from .shared import Shared
+from .team import backing_out, exchanging
 
 __all__ = ["attend"]
 

@@ -14,9 +14,9 @@ from ..ops.spread import spread_by
 from ..schedule.sharing import LAYOUTS, MODES
 from ..values import check_q_segment
 from .agreement import telling
-from .exchange import Team, team_of
 from .functional import attention
 from .rows import positions
+from .team import Team, team_of
 
 __all__ = ["context"]
 

@@ -20,9 +20,12 @@ from ..values import Window, check_flag
 from .agreement import agree, telling
 from .autograd import attend
 from .covered import check_policy
-from .exchange import Meeting, Team, exchanging, of_first_rank, team_of
+from .exchange import of_first_rank
+from .meeting import Meeting
 from .rows import lengths_of
 from .shared import Given, Shared
+from .team import Team, exchanging, team_of
+from .windows import open_window
 
 __all__ = ["attention", "attention_varlen"]
 
@@ -197,6 +200,9 @@ def _run(
     if shared is None or empty:
         out, lse = empty_results(q, k, v, aux)
         return (out, lse) if return_lse else out
+    if shared.keeps_keys:
+        with exchanging(team):
+            open_window(team, q.device)
     meeting = Meeting(team, step, q.device)
     aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:

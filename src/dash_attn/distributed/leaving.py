@@ -9,8 +9,8 @@ from torch import Tensor
 from ..backends.base import as_current
 from ..ops.segments import CutSequence
 from ..schedule.sharing import Rows
-from .exchange import Move, Moving
-from .shared import Heads, Shared
+from .exchange import Move
+from .shared import Heads, Shared, finish
 
 __all__ = ["Leaving", "Made"]
 
@@ -47,10 +47,9 @@ class Leaving:
     ) -> None:
         self._shared, self._step, self._made, self._grads = shared, step, made, grads[1:]
         self._arrived: dict[tuple[int, Heads], list[tuple[int, int, Tensor]]] = {}
-        moves = [] if grads[0] is None else shared.rows_out(made.dq, grads[0], step)
-        for flat, x in zip((made.dk, made.dv), self._grads):
-            moves += shared.keys_out(flat, x, step)
-        self._moving: Moving | None = shared.move(moves + self._sums())
+        legs = [] if grads[0] is None else [shared.rows_out(made.dq, grads[0], step)]
+        legs += [shared.keys_out(flat, x, step) for flat, x in zip((made.dk, made.dv), self._grads)]
+        self._moving = shared.move(legs, beside=self._sums())
 
     def _sums(self) -> list[Move]:
         """Moves of the segments' sums, to every chunk of keys that they have a part in."""
@@ -73,8 +72,7 @@ class Leaving:
 
     def end(self) -> None:
         """Wait, and write dK and dV."""
-        assert self._moving is not None
-        self._moving.end()
+        finish(self._moving)
         shared, rank = self._shared, self._shared.team.rank
         for (number, heads), parts in self._arrived.items():
             rows, offset = shared.layout.chunks[rank][number]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients, Tensors, as_current, backend_named
 from ..backends.sums import new_sink_sums
-from .exchange import Meeting
 from .leaving import Leaving, Made
-from .shared import Heads, Shared, places
+from .meeting import Meeting
+from .shared import Heads, Shared, finish, places
 
 __all__ = ["Saved", "backward", "forward"]
 
@@ -47,14 +47,14 @@ def forward(
         k, v: (batch, local rows, kv_heads, head_dim).
         aux: of all heads, and intervals of rows of the keys that lie on this rank, (batch, local rows).
     """
-    mine, moves = shared.rows_in(q)
-    coming = shared.begin_keys(k, v, 0, moves, meeting)
+    mine, legs = shared.rows_in(q)
+    coming = shared.begin_keys(k, v, 0, legs, meeting)
     aux = _with_all_keys(shared, aux)
     outs, lses = [], []
     steps = shared.steps(shared.team.rank)
     for step, heads in enumerate(steps):
         moving, keys, values = coming
-        moving.end()
+        finish(moving)
         if step + 1 < len(steps):
             coming = shared.begin_keys(k, v, step + 1)
         given = mine[:, :, _q_heads(shared, heads)], keys, values
@@ -68,7 +68,7 @@ def forward(
     if shared.in_place:
         return out, lse, saved
     homes = [shared.home(x) for x in (out, lse)]
-    shared.move([move for x, home in zip((out, lse), homes) for move in shared.rows_out(x, home)]).end()
+    finish(shared.move([shared.rows_out(x, home) for x, home in zip((out, lse), homes)]))
     return homes[0], homes[1], saved
 
 
@@ -109,12 +109,12 @@ def backward(shared: Shared, meeting: Meeting, dout: Tensor, saved: Saved, aux: 
         dout: of the rows that lie on this rank.
         saved: what the forward returned.
     """
-    dout, moves = shared.rows_in(dout)
+    dout, legs = shared.rows_in(dout)
     q, k, v, out, lse = saved
     if shared.keeps_keys:
-        coming = shared.move(moves, meeting), k, v
+        coming = shared.move(legs, meeting), k, v
     else:
-        coming = shared.begin_keys(k, v, 0, moves, meeting)
+        coming = shared.begin_keys(k, v, 0, legs, meeting)
     aux = _with_all_keys(shared, aux)
     local = dout.shape[0], shared.layout.local_rows, shared.given.kv_heads
     dk, dv = (x.new_empty((*local, x.shape[3])) for x in (k, v))
@@ -126,7 +126,7 @@ def backward(shared: Shared, meeting: Meeting, dout: Tensor, saved: Saved, aux: 
     steps = shared.steps(shared.team.rank)
     for step, heads in enumerate(steps):
         moving, keys, values = coming
-        moving.end()
+        finish(moving)
         if step + 1 < len(steps):
             coming = shared.begin_keys(k, v, step + 1)
         of_q = _q_heads(shared, heads)

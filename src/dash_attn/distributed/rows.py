@@ -14,7 +14,8 @@ from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
 from ..values import is_integer, short
 from .agreement import agree, telling
-from .exchange import Meeting, errors_of, exchanging, team_of
+from .meeting import Meeting
+from .team import errors_of, exchanging, team_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 

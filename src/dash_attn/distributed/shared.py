@@ -19,12 +19,18 @@ from ..schedule.constants import FORWARD_SEGMENT
 from ..schedule.sharing import Cut, Layout, Route, Rows, deal, in_place, routes
 from ..scores import Origin
 from ..spec import AttentionSpec
-from .exchange import Meeting, Move, Moving, Team, copy_rows
+from .exchange import Move, Moving, copy_rows, write
+from .meeting import Meeting
+from .team import Team
+from .windows import window_of
 
-__all__ = ["Given", "Heads", "Shared", "places"]
+__all__ = ["Given", "Heads", "Leg", "Shared", "finish", "places"]
 
 MOST_RUNS = 4
 """Stretches of rows between two ranks that are copied one by one. More are copied at once, by indices."""
+
+_PADDING = 4096
+"""Bytes of a window that moves of one turn may lose between them."""
 
 _ALL = slice(None)
 
@@ -243,50 +249,35 @@ class Shared:
 
     # Moving rows
 
-    def _moves(
-        self, x: Tensor, ways: Sequence[_Way], flat: Tensor, heads: Sequence[Heads], out: bool
-    ) -> list[Move]:
-        """Moves between x, rows as they lie with all heads, and what workers have of them.
-
-        Args:
-            x: (batch, local rows, heads, columns); lse (batch, heads, local rows).
-            ways: which rows.
-            flat: of this rank as a worker, with its rows and heads.
-            heads: of x, those of each worker.
-            out: to the workers, not back.
-        """
-        moves = []
-        for way in ways:
-            mine = slice(*heads[way.worker])
-            count = mine.stop - mine.start
-            if x.ndim == 3:
-                there, here = _Part(x, (_ALL, mine, way.local)), _Part(flat, (_ALL, _ALL, way.at))
-                shape: tuple[int, ...] = (x.shape[0], count, way.size)
-            else:
-                there, here = _Part(x, (_ALL, way.local, mine)), _Part(flat, (_ALL, way.at))
-                shape = (x.shape[0], way.size, count, x.shape[3])
-            ends = (way.owner, way.worker) if out else (way.worker, way.owner)
-            source, target = (there, here) if out else (here, there)
-            moves.append(Move(*ends, shape, x.dtype, source.take, target.put))
-        return moves
-
     def q_heads(self, step: int | None = None) -> list[Heads]:
         """The q heads of each worker: all of them, or those of a step."""
         of_kv = [work.heads for work in self.work] if step is None else self.of_step(step)
         return [(first * self.group, last * self.group) for first, last in of_kv]
 
-    def move(self, moves: Sequence[Move], meeting: Meeting | None = None) -> Moving:
-        """Begin moves, behind a meeting."""
-        return Moving(self.team, moves, self.device, meeting)
+    def move(
+        self, legs: Sequence[Leg], meeting: Meeting | None = None, beside: Sequence[Move] = ()
+    ) -> Moving | None:
+        """Begin moves, behind a meeting. None: they have been made, through windows."""
+        window = window_of(self.team, self.device) if self.keeps_keys else None
+        rows = 0 if window is None else (window.room - _PADDING) // max(1, sum(leg.row_bytes for leg in legs))
+        if window is None or not rows:
+            moves = [move for leg in legs for move in leg.moves()]
+            return Moving(self.team, [*moves, *beside], self.device, meeting)
+        assert not beside, "ranks that have all rows have no sums for others"
+        if meeting is not None:
+            meeting.end()
+        starts = range(0, self.layout.local_rows, rows)
+        write(window, ([move for leg in legs for move in leg.moves(n, n + rows)] for n in starts))
+        return None
 
-    def rows_in(self, x: Tensor) -> tuple[Tensor, list[Move]]:
-        """Of a tensor like q: the rows that this rank works on, with its heads, and moves that fill them."""
+    def rows_in(self, x: Tensor) -> tuple[Tensor, list[Leg]]:
+        """Of a tensor like q: the rows that this rank works on, with its heads, and what fills them."""
         if self.in_place:
             return x, []
         heads = self.q_heads()
         first, last = heads[self.team.rank]
         flat = x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3]))
-        return flat, self._moves(x, self._q_ways, flat, heads, True)
+        return flat, [Leg(x, flat, self._q_ways, heads, True)]
 
     def home(self, like: Tensor) -> Tensor:
         """Room for the rows that lie on this rank, with all heads, of a tensor like out or like lse."""
@@ -294,41 +285,47 @@ class Shared:
         batch, *_, columns = like.shape
         return like.new_empty((batch, heads, rows) if like.ndim == 3 else (batch, rows, heads, columns))
 
-    def rows_out(self, flat: Tensor, x: Tensor, step: int | None = None) -> list[Move]:
-        """Moves of rows like out, or of lse, to where they lie in x; of all heads, or those of a step."""
-        return self._moves(x, self._q_ways, flat, self.q_heads(step), False)
+    def rows_out(self, flat: Tensor, x: Tensor, step: int | None = None) -> Leg:
+        """Rows like out, or of lse, to where they lie in x; of all heads, or those of a step."""
+        return Leg(x, flat, self._q_ways, self.q_heads(step), False)
 
     def begin_keys(
         self,
         k: Tensor,
         v: Tensor,
         step: int,
-        beside: Sequence[Move] = (),
+        beside: Sequence[Leg] = (),
         meeting: Meeting | None = None,
-    ) -> tuple[Moving, Tensor, Tensor]:
-        """Begin to bring the keys of a step, and other moves beside them, behind a meeting: (the moves, k,
+    ) -> tuple[Moving | None, Tensor, Tensor]:
+        """Begin to bring the keys of a step, and other rows beside them, behind a meeting: (:meth:`move`, k,
         v)."""
         heads, mine = self.of_step(step), self.keys[self.team.rank]
         first, last = heads[self.team.rank]
-        flat, moves = [], list(beside)
+        flat, legs = [], list(beside)
         for x in (k, v):
             flat.append(x.new_empty((x.shape[0], _total(mine), last - first, x.shape[3])))
-            moves += self._moves(x, self._k_ways, flat[-1], heads, True)
-        return self.move(moves, meeting), flat[0], flat[1]
+            legs.append(Leg(x, flat[-1], self._k_ways, heads, True))
+        return self.move(legs, meeting), flat[0], flat[1]
 
     def rows_of_keys(self, *tensors: Tensor) -> list[Tensor]:
         """What stands beside each key, (batch, local rows), of all keys that this rank needs."""
         mine, everywhere = self.keys[self.team.rank], [(0, 1)] * self.team.size
-        flat, moves = [], []
+        flat, legs = [], []
         for x in tensors:
             flat.append(x.new_empty((x.shape[0], 1, _total(mine))))
-            moves += self._moves(x[:, None], self._k_ways, flat[-1], everywhere, True)
-        self.move(moves).end()
+            legs.append(Leg(x[:, None], flat[-1], self._k_ways, everywhere, True))
+        finish(self.move(legs))
         return [x[:, 0] for x in flat]
 
-    def keys_out(self, flat: Tensor, x: Tensor, step: int) -> list[Move]:
-        """Moves of rows like k, of sequences that their worker has whole, to where they lie in x."""
-        return self._moves(x, self._home_ways, flat, self.of_step(step), False)
+    def keys_out(self, flat: Tensor, x: Tensor, step: int) -> Leg:
+        """Rows like k, of sequences that their worker has whole, to where they lie in x."""
+        return Leg(x, flat, self._home_ways, self.of_step(step), False)
+
+
+def finish(moving: Moving | None) -> None:
+    """Wait for what :meth:`Shared.move` has begun."""
+    if moving is not None:
+        moving.end()
 
 
 class _Way(NamedTuple):
@@ -340,6 +337,64 @@ class _Way(NamedTuple):
     size: int
     local: slice | Tensor
     at: slice | Tensor
+
+    def some(self, first: int, last: int) -> _Way:
+        """Of these rows, those from ``first`` on, up to ``last``."""
+        local, at = (
+            x[first:last] if isinstance(x, Tensor) else slice(x.start + first, x.start + last)
+            for x in (self.local, self.at)
+        )
+        return self._replace(size=last - first, local=local, at=at)
+
+
+class Leg(NamedTuple):
+    """Rows that go from where they lie to their workers, or back.
+
+    Attributes:
+        x: as they lie, with all heads: (batch, local rows, heads, columns); lse (batch, heads, local rows).
+        flat: of this rank as a worker, with its rows and heads.
+        ways: which rows.
+        heads: of x, those of each worker.
+        out: to the workers, not back.
+    """
+
+    x: Tensor
+    flat: Tensor
+    ways: Sequence[_Way]
+    heads: Sequence[Heads]
+    out: bool
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row, with the heads of the worker that has the most."""
+        count = max(last - first for first, last in self.heads)
+        columns = 1 if self.x.ndim == 3 else self.x.shape[3]
+        return self.x.shape[0] * count * columns * self.x.element_size()
+
+    def moves(self, first: int = 0, last: int | None = None) -> list[Move]:
+        """Those of all rows; or of so many, counted between each owner and each worker."""
+        found = []
+        before: dict[tuple[int, int], int] = {}
+        for way in self.ways:
+            begin = before.get(way[:2], 0)
+            before[way[:2]] = begin + way.size
+            lower, upper = max(first - begin, 0), way.size if last is None else min(last - begin, way.size)
+            if lower < upper or last is None:
+                found.append(self._move(way.some(lower, upper)))
+        return found
+
+    def _move(self, way: _Way) -> Move:
+        mine = slice(*self.heads[way.worker])
+        count = mine.stop - mine.start
+        if self.x.ndim == 3:
+            there, here = _Part(self.x, (_ALL, mine, way.local)), _Part(self.flat, (_ALL, _ALL, way.at))
+            shape: tuple[int, ...] = (self.x.shape[0], count, way.size)
+        else:
+            there, here = _Part(self.x, (_ALL, way.local, mine)), _Part(self.flat, (_ALL, way.at))
+            shape = (self.x.shape[0], way.size, count, self.x.shape[3])
+        ends = (way.owner, way.worker) if self.out else (way.worker, way.owner)
+        source, target = (there, here) if self.out else (here, there)
+        return Move(*ends, shape, self.x.dtype, source.take, target.put)
 
 
 class _Part(NamedTuple):
