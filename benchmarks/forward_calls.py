@@ -62,7 +62,7 @@ def _forwards(x: Inputs) -> Iterator[tuple[str, Call]]:
     ours = backend_for(x.q.device).prepare(x.problem, x.q.device, x.packed)
     yield OURS, lambda: ours.forward(x.q, x.k, x.v, Scores(x.scale))
     mask, lengths = x.problem.mask, x.lengths
-    if not fa4.why_not():
+    if not _left_out("fa4 forward", fa4.why_not()):
         yield "fa4", lambda: fa4.forward(x.q, x.k, x.v, x.scale, mask, lengths)
     if x.q.is_cuda and x.problem.group == 1 and cudnn.covers(x.problem, x.packed):
         turned = [t.transpose(1, 2) for t in (x.q, x.k, x.v)]
@@ -85,11 +85,11 @@ def _training(x: Inputs) -> Iterator[tuple[str, Call]]:
             yield f"{name} forward", call
     for peer in PEERS:
         name = BACKWARDS.get((peer.impl, peer.deterministic))
-        if name and not peer.why_not(x):
+        if name and not _left_out(f"{name} backward", peer.why_not(x)):
             try:
                 call = peer.make(x)
             except Exception as error:  # a library that cannot do it
-                _say(f"{name} backward", error)
+                _left_out(f"{name} backward", _reason(error))
                 continue
             yield f"{name} backward", call
 
@@ -98,7 +98,7 @@ def _functions(x: Inputs) -> Iterator[tuple[str, Callable[..., Tensor]]]:
     """What users call, of dense tensors with as many kv heads as q heads."""
     causal = x.problem.mask.is_causal
     yield OURS, partial(dash_attn.flash_attn_func, causal=causal)
-    if not fa4.why_not():
+    if not _left_out("fa4 function", fa4.why_not()):
         for name, deterministic in (("fa4_det", True), ("fa4", False)):
             yield f"{name} function", partial(fa4.function, causal=causal, deterministic=deterministic)
     if x.q.is_cuda and cudnn.covers(x.problem, x.packed):
@@ -120,11 +120,18 @@ def works(name: str, call: Call, *, must: bool) -> bool:
     except Exception as error:
         if must:
             raise
-        _say(name, error)
+        _left_out(name, _reason(error))
         return False
     return True
 
 
-def _say(name: str, error: Exception) -> None:
+def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    print(f"{name} is left out: {type(error).__name__}: {lines[0]}"[:300], file=sys.stderr, flush=True)
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _left_out(name: str, why: str) -> bool:
+    """Whether there is a reason to leave a contender out; it is said."""
+    if why:
+        print(f"{name} is left out: {why}"[:300], file=sys.stderr, flush=True)
+    return bool(why)

@@ -101,7 +101,7 @@ def calls(head_dim: int, case: str, elements: Elements) -> Iterator[tuple[tuple[
         "no intervals": lambda: attention(*leaves, causal=causal, q_segment=2**30),
     }
     if case.endswith("documents"):
-        flat = [x[0] for x in leaves]
+        flat = [x.squeeze(0) for x in leaves]  # the gradient of x[0] is a copy into zeros
         functions["packed"] = lambda: flash_attn_varlen_func(
             *flat, bounds, bounds, longest, longest, causal=True
         )[None]

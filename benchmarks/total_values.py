@@ -13,7 +13,7 @@ from functools import partial
 from documents import STATISTICS, Value, table_of
 from forward_values import FA3_TO_FA4, Point, by_point
 from points import SEQLENS
-from summary import OTHER_BUILDS_TFLOPS
+from summary import CUDNN_TO_FA4, OTHER_BUILDS_TFLOPS
 
 __all__ = ["total_values"]
 
@@ -65,6 +65,8 @@ def _points(file: str, timing: str) -> dict[Point, dict[str, float]]:
         if "fa4 backward" in ms:
             ms["fa3 backward"] = ms["fa4 backward"] / FA3_BACKWARD_TO_FA4[head_dim, mask][at]
         if "fa4_det backward" in ms:
+            by_ratio = ms["fa4_det backward"] / CUDNN_TO_FA4[head_dim, mask][at]
+            ms.setdefault("cudnn_det backward", by_ratio)  # it is timed where cuDNN's package is installed
             speeds = {name: x[at] for name, x in OTHER_BUILDS_TFLOPS[head_dim, mask].items()}
             ms["builds_det backward"] = ms["fa4_det backward"] * speeds.pop("fa4") / max(speeds.values())
     return found

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import dash_attn
+from dash_attn.peers import torch_sdpa
 
 HEAD_DIMS, SEQLENS = (64, 96, 128, 256), (1024, 4096, 16_384)
 ROUNDS = 5
@@ -66,11 +68,8 @@ def calls(head_dim: int, causal: bool, seqlen: int) -> Iterator[tuple[tuple[str,
 
 def _backward(out: Tensor, leaves: Sequence[Tensor], dout: Tensor, strict: bool) -> Call:
     def run() -> Any:
-        torch.use_deterministic_algorithms(strict)
-        try:
+        with torch_sdpa.strict() if strict else nullcontext():
             return torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        finally:
-            torch.use_deterministic_algorithms(False)
 
     return run
 

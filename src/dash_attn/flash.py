@@ -121,6 +121,7 @@ def flash_attn_varlen_func(
     on the host: a ``cu_seqlens`` or ``seqused_k`` on a GPU is copied once, by its first user; later calls
     with the same tensor, all layers of a model and the backward among them, do not wait. Inside a CUDA graph
     capture a tensor that was not read before is an error, and the graph keeps the lengths of its capture.
+    A tensor made in inference mode is read at every call, so a capture takes none on a GPU.
 
     **A cache of keys.** With ``seqused_k``, sequence i uses only the first ``seqused_k[i]`` of its keys, and
     masks are aligned with that length. A GPU copies nothing where tensors begin at multiples of 16 bytes,

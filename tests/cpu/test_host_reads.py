@@ -71,6 +71,17 @@ def test_nothing_new_is_read_during_a_capture(capturing: list[bool]) -> None:
     assert names == ["known"]
 
 
+def test_during_a_capture_a_tensor_of_inference_mode_is_said_to_be_one(capturing: list[bool]) -> None:
+    """To make the call before the capture does not help: its numbers are not kept."""
+    reads, _ = counting()
+    with torch.inference_mode():
+        inference = torch.tensor([0, 3]).as_subclass(OnDevice)
+    reads.of("a", inference)
+    capturing.append(True)
+    with pytest.raises(InputError, match="a on cpu cannot be read .*: it was made in inference mode"):
+        reads.of("a", inference)
+
+
 def test_a_tensor_of_inference_mode_and_one_on_the_cpu_are_read_at_every_call(capturing: list[bool]) -> None:
     with torch.inference_mode():
         inference = torch.tensor([0, 3]).as_subclass(OnDevice)

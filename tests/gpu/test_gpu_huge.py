@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn import attention, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.testing import assert_same_bytes
 
 BATCH, ROWS, HEADS, HEAD_DIM = 17, 8192, 128, 128
@@ -69,3 +69,18 @@ def test_pages(backend: str, rows: int) -> None:
     before = [x[:128].clone() for x in pool]
     other = flash_attn_with_kvcache(q, *before, page_table=table - (pages - 128), **how)
     assert not torch.equal(found, other)
+
+
+@BACKENDS
+def test_more_cut_sequences_than_a_grid_has_rows_of_blocks(backend: str) -> None:
+    """65,535 blocks: the most in all dimensions of a grid but the first."""
+    *qkv, dout = (drawn(65_537, 256, 1, 64) for _ in range(4))
+    found = []
+    for at in (slice(None), slice(-1, None)):
+        leaves = [x[at].requires_grad_() for x in qkv]
+        out = attention(*leaves, causal=True, q_segment=128, backend=backend)
+        assert isinstance(out, Tensor)
+        grads = torch.autograd.grad(out, leaves, dout[at])
+        found.append([x[-1].detach().clone() for x in (out, *grads)])
+    for x, alone in zip(*found):
+        assert_same_bytes(x, alone)

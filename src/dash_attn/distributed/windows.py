@@ -26,7 +26,7 @@ from .team import Team, errors_of, team_of
 __all__ = ["WINDOW_BYTES", "Window", "open_window", "transport", "window_of"]
 
 REGION = 128 << 20
-"""Bytes that others may write to a rank in one turn: 0.35 ms by NVLink. The host takes up to 0.3 ms for it."""
+"""Bytes that others may write to a rank in a turn: 0.35 ms by NVLink. The host takes up to 0.3 ms for it."""
 
 _TAGS = 4096
 """Bytes before the first region."""
@@ -83,7 +83,7 @@ class Window:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Inside, copies run beside what this rank writes: behind all given so far, and up to :meth:`join`."""
+        """Inside, copies run beside what this rank writes: behind all given so far, up to :meth:`join`."""
         if self._beside is None:
             yield
             return

@@ -66,9 +66,11 @@ class HostReads(Generic[T]):
                 _assert_unchanged(name, tensor, known[3])
             return known[2]
         if torch.cuda.is_current_stream_capturing():
+            what = "make the same call once before the capture, with the same tensor"
+            if version < 0:  # nobody could see that its numbers change
+                what = "it was made in inference mode: make it outside, or give it on the CPU"
             raise InputError(
-                f"{name} on {tensor.device} cannot be read while a CUDA graph is captured: make the same "
-                "call once before the capture, with the same tensor"
+                f"{name} on {tensor.device} cannot be read while a CUDA graph is captured: {what}"
             )
         held = tensor.clone()
         made = self._make(name, held)

@@ -74,6 +74,7 @@ class Emulated:
     def _launch(
         self, kernel: Kernel, grid: tuple[int, ...], parameters: Iterable[Parameter], memory: Memory
     ) -> None:
+        assert max(grid[1:]) <= 65_535, f"CUDA launches no grid of {grid} blocks"
         fitted = [_fitted(p, size) for p, size in zip(parameters, kernel.parameters, strict=True)]
         before = memory.copied() if self.races else []
         machine = Machine(kernel, (*grid, 1)[:3], fitted, memory, self.seed, self.late, self.races)
@@ -191,7 +192,7 @@ class Emulated:
         sums, dk, dv, scale, groups = given
         (batch, rows, kv_heads), (finish,) = dk.shape[:3], kernels(self.config)
         parameters = [*map(_tensor, (sums, dk, dv)), *map(_number, (scale, groups))]
-        self._launch(finish, (-(-rows // self.config.tile_n), 2 * kv_heads, batch), parameters, memory)
+        self._launch(finish, (-(-rows // self.config.tile_n) * kv_heads * batch, 2), parameters, memory)
 
     def _add_sums(self, memory: Memory, given: list[Any]) -> None:
         sums, more, vectors = given

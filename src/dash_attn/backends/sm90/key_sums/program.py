@@ -36,23 +36,25 @@ class Finish:
     def __call__(self, arguments: Arguments, stream):
         batch, rows, kv_heads = arguments.dk.shape[0], arguments.dk.shape[1], arguments.dk.shape[2]
         tiles = (rows + self.config.tile_n - 1) // self.config.tile_n
+        # Only the first dimension of a grid takes any number of heads and sequences.
         self.kernel(arguments).launch(
-            grid=(tiles, 2 * kv_heads, batch), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(tiles * batch * kv_heads, 2, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
         )
 
     @cute.kernel
     def kernel(self, arguments) -> None:
-        kv_tile, y, batch = cute.arch.block_idx()
+        tile, which, _ = cute.arch.block_idx()
         cute.arch.griddepcontrol_wait()
-        if y % 2 == 0:
-            self._finish(arguments, 0, arguments.dk, arguments.scale, (batch, y // 2, kv_tile))
+        if which == 0:
+            self._finish(arguments, 0, arguments.dk, arguments.scale, tile)
         else:
-            self._finish(arguments, 1, arguments.dv, Float32(1.0), (batch, y // 2, kv_tile))
+            self._finish(arguments, 1, arguments.dv, Float32(1.0), tile)
 
-    def _finish(self, arguments, which, target, scale, at) -> None:
-        batch, kv_head, kv_tile = at
-        slot = ((kv_tile * target.shape[0] + batch) * target.shape[2] + kv_head) * arguments.groups
-        of = GroupsOf(slot, arguments.groups, which, scale)
+    def _finish(self, arguments, which, target, scale, tile) -> None:
+        """tile: the number of a kv tile, batch and kv head, in the order of the sums."""
+        kv_head, rest = tile % target.shape[2], tile // target.shape[2]
+        batch, kv_tile = rest % target.shape[0], rest // target.shape[0]
+        of = GroupsOf(tile * arguments.groups, arguments.groups, which, scale)
         add_up(self.config, arguments.sums, of, RowsOf(target, batch, 0, kv_tile, kv_head, target.shape[1]))
 
 
