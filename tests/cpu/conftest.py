@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import outputs
 import pytest
@@ -21,6 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if given := os.environ.get("DASH_ATTN_TEST_OUTPUTS"):  # of several sessions, of the same sources
+        outputs.folder = Path(given)
+        return
     base = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # of all processes of this session
