@@ -190,6 +190,10 @@ def _refused(rank: int, folder: Path) -> None:
     assert _opened(folder, failing=mine) == "rank 1 has no memory for a window: out of memory"
     mine = {} if rank else {"rendezvous": fails}
     assert _opened(folder, failing=mine) == "rank 0 cannot map the windows of others: out of memory"
+    with mock.patch.object(_Handle, "barrier", fails):
+        assert _opened(folder) == "rank 0 cannot write to windows of others: out of memory"
+    with mock.patch.object(Window, "heard", lambda self: torch.tensor([0, windows._TRIAL][rank])):
+        assert _opened(folder) == "rank 0 does not find in its window what others wrote"
 
 
 def test_what_one_rank_lacks_is_said_by_all(tmp_path: Path) -> None:

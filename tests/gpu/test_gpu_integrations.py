@@ -241,6 +241,20 @@ def test_packed_sequences_with_a_cache(transformers, config):
         assert not same_bytes(found, model(tokens).logits)
 
 
+@CONFIGS
+def test_caches_that_leave_the_gpu_have_the_same_bytes(transformers, config):
+    """Layers of an offloaded cache come back on a stream of their own while another layer computes."""
+    model, prompt = model_of(transformers, config, "dash").eval(), tokens_of()[:, :40]
+    how = {"max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for name in ("dynamic", "offloaded", "static", "offloaded_static"):
+        made = model.generate(prompt, cache_implementation=name, pad_token_id=0, **how)
+        found.append([made.sequences, *made.logits])
+    for each in found[1:]:
+        for a, b in zip(each, found[0], strict=True):
+            assert_same_bytes(a, b)
+
+
 def test_positions_on_the_device_are_read_once_until_they_are_written():
     positions, sizes = torch.arange(64, device="cuda")[None], Sizes(1, 64, 64)
     assert separate(positions, None, sizes) is None

@@ -33,6 +33,9 @@ _TAGS = 4096
 
 WINDOW_BYTES = _TAGS + 2 * REGION
 
+_TRIAL = 0x5EED
+"""What ranks say when they try their windows."""
+
 _VARIABLE = "DASH_ATTN_WINDOWS"
 """0 on any rank: NCCL moves all rows."""
 
@@ -203,7 +206,14 @@ def _opened(team: Team, device: torch.device) -> Window | str:
     if why := first_of(failed):
         return why
     wait_ms = max(1, round(1000 * team.group.get_group_store().timeout.total_seconds()))
-    return Window(team, memory, lambda: handle.barrier(0, wait_ms))
+    window = Window(team, memory, lambda: handle.barrier(0, wait_ms))
+    try:
+        window.say(_TRIAL)
+        if not bool((window.heard() == _TRIAL).all()):
+            failed = f"rank {team.rank} does not find in its window what others wrote"
+    except RuntimeError as error:
+        failed = f"rank {team.rank} cannot write to windows of others: {_first_line(error)}"
+    return first_of(failed) or window
 
 
 class _Here(NamedTuple):
