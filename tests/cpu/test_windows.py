@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,12 +19,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dash_attn.distributed import attention, transport, unshard, windows
+from dash_attn.distributed import attention, functional, opening, rows, transport, unshard, windows
 from dash_attn.distributed.exchange import Move, copy_rows, write
 from dash_attn.distributed.meeting import Meeting, Step
-from dash_attn.distributed.team import OutOfStep, team_of
-from dash_attn.distributed.windows import Window
+from dash_attn.distributed.team import OutOfStep, Team, team_of
+from dash_attn.distributed.windows import Window, window_of
+from dash_attn.errors import CommunicationError, InputError
 from dash_attn.testing import assert_same_bytes
 from sharing_cases import LAYOUTS, MASKS, Case, compared
 from spawned import spawn
@@ -35,51 +39,61 @@ class _Handle(NamedTuple):
     """As of symmetric memory. A rank is late after each barrier: others go on meanwhile."""
 
     folder: Path
+    mine: Tensor
+    rank: int
+    world_size: int
     late: bool
+    waits: list[int]
 
-    def get_buffer(self, rank: int, sizes: tuple[int], dtype: torch.dtype) -> Tensor:
+    def get_buffer(self, rank: int, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
+        if rank == self.rank:
+            return self.mine
         return torch.from_file(str(self.folder / str(rank)), shared=True, size=sizes[0], dtype=dtype)
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
-        assert (channel, timeout_ms) == (0, 60_000)
+        self.waits.append(timeout_ms)
+        assert channel == 0
         dist.barrier()
         if self.late:
             time.sleep(0.003)
 
 
 def _opened(
-    folder: Path, late: int = 0, failing: dict[str, Callable[..., Any]] | None = None
+    folder: Path, late: int = 0, patches: Mapping[tuple[Any, str], Any] | None = None, seconds: int = 30
 ) -> Window | str:
-    """The windows of all processes, as :func:`.windows.open_window` has them on GPUs."""
+    """The windows of all processes, as :func:`.opening.open_window` has them on GPUs; seconds: that a
+    rendezvous waits."""
     team = team_of(None)
 
     def empty(size: int, **options: Any) -> Tensor:
-        (folder / str(team.rank)).write_bytes(bytes(size))
-        return torch.empty(0)
+        place = folder / str(team.rank)
+        place.write_bytes(bytes(size))
+        return torch.from_file(str(place), shared=True, size=size, dtype=torch.uint8)
 
     def rendezvous(mine: Tensor, name: str) -> _Handle:
         assert name == team.group.group_name
-        return _Handle(folder, team.rank == late)
+        assert team.group.get_group_store().timeout == timedelta(seconds=seconds)
+        return _Handle(folder, mine, team.rank, team.size, team.rank == late, [])
 
+    of_this_one = opening._Here("", "host", str(team.rank), team.rank, opening._rendezvous)
+    every: dict[tuple[Any, str], Any] = {
+        (symmetric, "empty"): empty, (symmetric, "rendezvous"): rendezvous,
+        (opening, "_here"): lambda device: of_this_one, (opening, "_gpu"): str,
+        (opening, "_has_atomics"): lambda *_: True, (torch.cuda, "device_count"): lambda: team.size,
+        (torch.cuda, "can_device_access_peer"): lambda *_: True,
+        (torch.cuda, "is_current_stream_capturing"): lambda: False,
+    }  # fmt: skip
     with ExitStack() as patched:
-        for name, function in ({"empty": empty, "rendezvous": rendezvous} | (failing or {})).items():
-            patched.enter_context(mock.patch.object(symmetric, name, function))
-        of_this_one = windows._Here("", "host", str(team.rank), team.rank)
-        patched.enter_context(mock.patch.object(windows, "_here", return_value=of_this_one))
-        patched.enter_context(mock.patch.object(windows, "_gpu", str))
-        for name, answer in (("device_count", team.size), ("can_device_access_peer", True)):
-            patched.enter_context(mock.patch.object(torch.cuda, name, return_value=answer))
-        found = windows._opened(team, torch.device("cpu"))
-    windows._WINDOWS[team.group] = found
+        for (where, name), function in (every | dict(patches or {})).items():
+            patched.enter_context(mock.patch.object(where, name, function))
+        found = opening._opened(team, torch.device("cpu"))
+    windows.WINDOWS[team.group] = found
+    assert team.group.get_group_store().timeout == timedelta(seconds=60)
     return found
 
 
-def _small() -> None:
-    windows.REGION, windows.WINDOW_BYTES = SMALL, 2 * SMALL + windows._TAGS
-
-
 def _all_cases(rank: int, ranks: int, folder: Path) -> None:
-    _small()
+    windows.REGION = SMALL
     window = _opened(folder)
     assert isinstance(window, Window)
     assert transport() == "windows"
@@ -108,7 +122,7 @@ def test_rows_through_windows_have_the_bytes_of_one_process(ranks: int, tmp_path
 
 def _broken(rank: int, folder: Path) -> None:
     """One region in place of two, and tags in one place: a late rank reads what comes next."""
-    _small()
+    windows.REGION = SMALL
     window = _opened(folder, late=1)
     assert isinstance(window, Window)
 
@@ -176,31 +190,179 @@ def test_ranks_at_different_calls_raise_before_anything_moves(tmp_path: Path) ->
 
 def _refused(rank: int, folder: Path) -> None:
     """What one rank lacks keeps all from having windows, with the reason, and no rank waits."""
-    assert transport() == "not decided"
-    q = torch.randn(1, 8, 2, 32)
-    attention(q, q, q, mode="gather")
-    assert transport() == "not decided"
-    attention(q, q, q, mode="ulysses")
-    assert transport() == "collectives: the tensors are on cpu"
+    nothing = "collectives: no call on GPUs in this mode so far"
+    assert transport() == nothing
+    attention(*[torch.randn(1, 8, 2, 32)] * 3, mode="ulysses")
+    assert transport() == nothing
 
     def fails(*_: Any, **__: Any) -> Tensor:
-        raise RuntimeError("out of memory\nand so on")
+        raise ValueError("no room\nand so on")
 
-    mine = {"empty": fails} if rank else {}
-    assert _opened(folder, failing=mine) == "rank 1 has no memory for a window: out of memory"
-    mine = {} if rank else {"rendezvous": fails}
-    assert _opened(folder, failing=mine) == "rank 0 cannot map the windows of others: out of memory"
-    with mock.patch.object(_Handle, "barrier", fails):
-        assert _opened(folder) == "rank 0 cannot write to windows of others: out of memory"
-    with mock.patch.object(Window, "heard", lambda self: torch.tensor([0, windows._TRIAL][rank])):
-        assert _opened(folder) == "rank 0 does not find in its window what others wrote"
+    def refused(who: int, where: Any, name: str, other: Any = fails) -> str:
+        found = _opened(folder, patches={(where, name): other} if rank == who else {})
+        assert isinstance(found, str)
+        assert transport() == f"collectives: {found}"
+        return found
+
+    assert refused(0, opening, "_why_not", lambda every, rank: f"of {rank}") == "of 0"
+    assert refused(1, opening, "_why_not", lambda every, rank: f"of {rank}") == "of 1"
+    assert refused(1, symmetric, "empty") == "rank 1 has no memory for a window: no room"
+    assert refused(0, symmetric, "rendezvous") == "rank 0 cannot map the windows of others: no room"
+    opening._rendezvous += rank
+    before = opening._rendezvous - rank
+    found = _opened(folder)
+    assert found == f"rank 0 has had {before} windows before, rank 1 {before + 1}: PyTorch counts them"
+    opening._rendezvous = 0
+    other = _Handle(folder, torch.zeros(8), 0, 2, False, [])
+    for handle, why in (
+        (other._replace(rank=1 - rank), f"PyTorch takes this for rank {1 - rank} of 2"),
+        (other._replace(rank=rank, world_size=3), f"PyTorch takes this for rank {rank} of 3"),
+        (other._replace(rank=rank), "the window does not begin where its memory does"),
+    ):
+        found = refused(rank, symmetric, "rendezvous", lambda *_, handle=handle: handle)
+        assert found.startswith("rank 0 cannot map the windows of others: ")
+        with pytest.raises(ValueError, match=why):
+            _map(handle)
+    said = "rank 1 does not find in its window what others wrote"
+    assert refused(1, Window, "heard", _heard_nothing) == said
+    assert refused(rank, _Handle, "barrier") == "rank 0 cannot write to windows of others: no room"
+
+
+def _map(handle: _Handle) -> None:
+    with mock.patch.object(symmetric, "rendezvous", return_value=handle):
+        opening._mapped(team_of(None), torch.zeros(8), 60.0)
+
+
+def _heard_nothing(window: Window) -> Tensor:
+    window.barrier()
+    return torch.zeros(2)
 
 
 def test_what_one_rank_lacks_is_said_by_all(tmp_path: Path) -> None:
     spawn(_refused, 2, tmp_path)
 
 
-HERE = windows._Here("", "host", "a", 0)
+def _timeouts(rank: int, folder: Path) -> None:
+    """A barrier waits as long as the group, and not as its store. A rendezvous waits for a part of that."""
+    waits: list[int] = []
+    late = mock.patch.object(_Handle, "barrier", lambda self, _, ms: (waits.append(ms), dist.barrier()))
+    with late:
+        assert isinstance(_opened(folder), Window)
+    assert waits == [60_000]
+    options = SimpleNamespace(_timeout=timedelta(hours=2))
+    team = Team(weakref.ref(group := _Group()), 0, 2)
+    group._get_backend = lambda _: SimpleNamespace(options=options)
+    assert opening._seconds(team, torch.device("cpu")) == 7200
+    with late, mock.patch.object(opening, "_seconds", return_value=timedelta.max.total_seconds()):
+        assert isinstance(_opened(folder, seconds=60), Window)
+    assert waits[1:] == [2**43]
+
+
+def test_barriers_wait_as_long_as_their_group(tmp_path: Path) -> None:
+    spawn(_timeouts, 2, tmp_path)
+
+
+def _modes(rank: int, folder: Path) -> None:
+    """Windows that are made in inference mode, inside a checkpoint for instance, are for all calls."""
+    seen: list[Any] = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    right, team = opening._opened, team_of(None)
+    with mock.patch.object(opening, "_opened", side_effect=lambda *_: _opened_by(right, folder)):
+        with torch.inference_mode(), Watching():
+            capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+            with capturing:
+                opening.open_window(team, torch.device("cuda", 0))
+            assert team.group not in windows.WINDOWS
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
+                opening.open_window(team, torch.device("cpu"))
+                assert team.group not in windows.WINDOWS
+                opening.open_window(team, torch.device("cuda", 0))
+        assert not seen
+    assert transport() == "windows"
+    compared(Case((2, 2), "causal", "ulysses", "zigzag", 64))
+    with torch.inference_mode():
+        attention(*[torch.randn(1, 8, 2, 32)] * 3, mode="ulysses")
+
+
+def _opened_by(right: Callable[..., Window | str], folder: Path) -> Window | str:
+    with mock.patch.object(opening, "_opened", right):
+        return _opened(folder)
+
+
+def test_windows_made_in_any_mode_are_for_all_calls(tmp_path: Path) -> None:
+    spawn(_modes, 2, tmp_path)
+
+
+def _other_device(rank: int) -> None:
+    """Refused before ranks meet, and told."""
+
+    def refuses(*_: Any) -> None:
+        raise InputError("of another one")
+
+    q = torch.randn(1, 8, 2, 32)
+    error, said = (
+        (InputError, "of another") if rank else (CommunicationError, "rank 1 of 2 refused .* of another")
+    )
+    for module, call in ((functional, partial(attention, q, q, q)), (rows, partial(unshard, q))):
+        patch = mock.patch.object(module, "window_of", refuses) if rank else nullcontext()
+        with patch, pytest.raises(error, match=said):
+            call()
+
+
+def test_tensors_on_another_device_are_refused_for_all() -> None:
+    spawn(_other_device, 2)
+    team = Team(weakref.ref(group := _Group()), 0, 2)
+    window = Window(team, [torch.zeros(4096, dtype=torch.uint8)] * 2, lambda: None)
+    window.device = torch.device("cuda", 0)
+    windows.WINDOWS[group] = window
+    assert window_of(team, torch.device("cuda", 0)) is window
+    assert window_of(team, torch.device("cpu")) is None
+    with pytest.raises(InputError, match="tensors are on cuda:1, but rank 0 of this group .* of cuda:0"):
+        window_of(team, torch.device("cuda", 1))
+
+
+class _Group(SimpleNamespace):
+    """There are weak references to it."""
+
+    __hash__ = object.__hash__
+
+
+def test_what_is_copied_beside_has_ended_where_its_memory_is_used_again() -> None:
+    """Before a barrier, for then others may write there; and at the end, after an error, too."""
+    team = Team(weakref.ref(group := _Group()), 0, 2)
+    window = Window(team, [torch.zeros(windows.window_bytes(), dtype=torch.uint8)] * 2, lambda: None)
+    done: list[str] = []
+    window.barrier = partial(done.append, "barrier")
+    one = torch.ones(4)
+    moves = [
+        Move(source, target, (4,), one.dtype, partial(_noted, done, f"{source}{target}", one), copy_to)
+        for source, target in ((0, 0), (0, 1), (1, 0))
+        for copy_to in (lambda value, name=f"to {source}{target}": done.append(name),)
+    ]
+    with mock.patch.object(Window, "join", side_effect=partial(done.append, "join")):
+        write(window, [moves, moves])
+        turn = ["00", "to 00", "01", "join", "barrier", "to 10"]
+        assert done == [*turn, *turn, "join"]
+        done.clear()
+        window.barrier = fails = mock.Mock(side_effect=MemoryError)
+        with pytest.raises(MemoryError):
+            write(window, [moves, moves])
+        assert done == ["00", "to 00", "01", "join", "join"]
+    assert fails.call_count == 1
+    assert group is not None
+
+
+def _noted(done: list[str], name: str, value: Tensor) -> Tensor:
+    done.append(name)
+    return value
+
+
+HERE = opening._Here("", "host", "a", 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -209,33 +371,79 @@ HERE = windows._Here("", "host", "a", 0)
         (HERE._replace(gpu="b", number=1), ""),
         (HERE._replace(why="DASH_ATTN_WINDOWS=0"), "rank 1: DASH_ATTN_WINDOWS=0"),
         (HERE._replace(host="other"), "ranks 0 and 1 are on different hosts, or in different containers"),
-        (HERE, "ranks 0 and 1 have one GPU"),
-        (HERE._replace(gpu="b", number=3), "rank 0 does not see the GPU of rank 1 as that one does"),
-        (HERE._replace(gpu="z", number=1), "rank 0 does not see the GPU of rank 1 as that one does"),
-        (HERE._replace(gpu="c", number=2), "the GPU of rank 0 cannot reach the memory of that of rank 1"),
+        (HERE._replace(rendezvous=1), "rank 0 has had 2 windows before, rank 1 1: PyTorch counts them"),
+        (HERE, "both have one GPU"),
+        (HERE._replace(gpu="b", number=4), "the GPU has another number there, or is not seen here"),
+        (HERE._replace(gpu="z", number=1), "the GPU has another number there, or is not seen here"),
+        (HERE._replace(gpu="c", number=2), "the GPU cannot reach the other one's memory"),
+        (HERE._replace(gpu="d", number=3), "the link between the GPUs has no atomic operations"),
     ],
-    ids=["can", "switched off", "two hosts", "one GPU", "hidden", "other numbers", "no link"],
+    ids=["can", "off", "hosts", "other groups", "one GPU", "hidden", "other numbers", "no link", "PCIe"],
 )
-def test_who_can_have_windows(theirs: windows._Here, message: str) -> None:
+def test_who_can_have_windows(theirs: opening._Here, message: str) -> None:
     with (
-        mock.patch.object(torch.cuda, "device_count", return_value=3),
-        mock.patch.object(torch.cuda, "can_device_access_peer", lambda mine, other: {mine, other} == {0, 1}),
-        mock.patch.object(windows, "_gpu", "abc".__getitem__),
+        mock.patch.object(torch.cuda, "device_count", return_value=4),
+        mock.patch.object(torch.cuda, "can_device_access_peer", lambda mine, other: other != 2),
+        mock.patch.object(opening, "_has_atomics", lambda mine, other: other != 3),
+        mock.patch.object(opening, "_gpu", "abcd".__getitem__),
     ):
-        found = windows._why_not([HERE, theirs], 0)
-    assert re.match(re.escape(message), found)
+        found = opening._why_not([HERE, theirs], 0)
+    assert message in found
     assert bool(found) == bool(message)
 
 
-def test_a_rank_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    with mock.patch.object(windows, "_gpu", str):
-        monkeypatch.delenv("DASH_ATTN_WINDOWS", raising=False)
-        here = windows._here(torch.device("cuda", 1))
-        assert here == windows._here(torch.device("cuda", 1))
-        assert (here.why, here.gpu, here.number) == ("", "1", 1)
-        for asked in ("0", "no"):
-            monkeypatch.setenv("DASH_ATTN_WINDOWS", asked)
-            assert windows._here(torch.device("cuda", 1)).why == f"DASH_ATTN_WINDOWS={asked}"
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], opening._Here]:
+    """What a rank says of itself, with a GPU that can have windows."""
+    for name in ("DASH_ATTN_WINDOWS", "NCCL_P2P_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    monkeypatch.setattr(opening, "_gpu", str)
+    monkeypatch.setattr(opening, "_DRIVER", "json")
+    monkeypatch.setattr(symmetric, "get_backend", lambda device: "CUDA")
+    return lambda: opening._here(torch.device("cuda", 1))
+
+
+def test_a_rank_says_what_it_has(
+    here: Callable[[], opening._Here], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = here()
+    assert found == here()
+    assert (found.why, found.gpu, found.number) == ("", "1", 1)
+    assert len(found.host.split()) == 5
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert here().host.split()[:4] == found.host.split()[:4]
+    assert here().host != found.host
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("DASH_ATTN_WINDOWS", "0", "DASH_ATTN_WINDOWS=0"),
+        ("DASH_ATTN_WINDOWS", "no", "DASH_ATTN_WINDOWS=no"),
+        ("NCCL_P2P_DISABLE", "1", "NCCL_P2P_DISABLE=1"),
+        ("TMPDIR", "/no/such/folder", "PyTorch makes sockets in '/no/such/folder': it must be writable"),
+        ("TMPDIR", "/tmp/" + 80 * "x", "PyTorch makes sockets in '/tmp/xx"),
+    ],
+)
+def test_the_environment_may_forbid_windows(
+    here: Callable[[], opening._Here], monkeypatch: pytest.MonkeyPatch, name: str, value: str, why: str
+) -> None:
+    if len(value) > 80:
+        monkeypatch.setattr("os.access", lambda *_: True)
+    monkeypatch.setenv(name, value)
+    assert here().why.startswith(why)
+
+
+def test_what_fails_is_why_not(here: Callable[[], opening._Here], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a package, with other symmetric memory, or where the system does not say what it is."""
+    monkeypatch.setattr(symmetric, "get_backend", lambda device: "NVSHMEM")
+    assert here().why == "PyTorch's symmetric memory is that of NVSHMEM"
+    monkeypatch.setattr(symmetric, "get_backend", lambda device: "CUDA")
+    monkeypatch.setattr("os.readlink", lambda place: {}[place])
+    assert here().why == "KeyError: '/proc/self/ns/net'"
+    monkeypatch.setattr(opening, "_DRIVER", "no_such_package")
+    assert here().why == "ModuleNotFoundError: No module named 'no_such_package'"
 
 
 def _one(rank: int) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 
 import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.distributed import attention, shard, transport, windows
-from dash_attn.distributed.team import team_of
+from dash_attn.distributed import attention, opening, shard, transport, windows
 from dash_attn.testing import assert_same_bytes
 from sharing_cases import Case, compared
 from spawned import RankError, spawn
@@ -77,8 +75,11 @@ def test_rows_that_nccl_moves_have_the_same_bytes() -> None:
 
 
 def _turns(rank: int) -> None:
-    """Exchanges of several turns, calls on other streams, and a captured graph."""
-    windows.REGION, windows.WINDOW_BYTES = 1 << 20, (2 << 20) + windows._TAGS
+    """Exchanges of several turns, calls on other streams, and a captured graph; windows of inference mode."""
+    windows.REGION = 1 << 20
+    with torch.inference_mode():
+        attention(*[torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16)] * 3)
+    assert transport() == "windows"
     compared(Case((8, 2), "causal", "ulysses", "zigzag", 8192, head_dim=128), "cuda")
     lengths = tuple(4 * n for n in (700, 1, 0, 33, 90, 512, 7))
     compared(Case((4, 2), "causal", "ulysses", "zigzag", lengths=lengths, head_dim=64), "cuda")
@@ -132,7 +133,7 @@ def test_backwards_in_another_order_stop_both_gpus() -> None:
 
 
 def _alone(rank: int) -> None:
-    team_of(None).group.get_group_store().set_timeout(timedelta(seconds=5))
+    opening._seconds = lambda *_: 5.0
     x = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
     attention(x, x, x, causal=True)
     torch.cuda.synchronize()

@@ -102,23 +102,29 @@ def write(window: Window, turns: Iterable[Sequence[Move]]) -> None:
         turns: moves as for :class:`Moving`, one turn after the other. All ranks have as many. What goes from
             one rank to another in a turn has room in a window.
     """
-    for moves in turns:
-        out, into, within = _sorted(moves, window.team.rank)
-        theirs, mine = window.turn()
-        with window.beside():
-            for move in within:
-                move.put(move.take())
-        for target, place in theirs.items():
-            for move, part in _places([move for move in out if move.target == target], place):
-                copy_rows(part, move.take())
-        window.join()  # with what came in the turn before: its place is free for the next one
-        with errors_of(window.team):
-            window.barrier()
-        with window.beside():
-            for source, place in mine.items():
-                for move, part in _places([move for move in into if move.source == source], place):
-                    move.put(part)
-    window.join()
+    try:
+        for moves in turns:
+            _turn(window, moves)
+    finally:  # after an error, too: nothing that is read or written beside may be used for something else
+        window.join()
+
+
+def _turn(window: Window, moves: Sequence[Move]) -> None:
+    out, into, within = _sorted(moves, window.team.rank)
+    theirs, mine = window.turn()
+    with window.beside():
+        for move in within:
+            move.put(move.take())
+    for target, place in theirs.items():
+        for move, part in _places([move for move in out if move.target == target], place):
+            copy_rows(part, move.take())
+    window.join()  # with what came in the turn before: its place is free for the next one
+    with errors_of(window.team):
+        window.barrier()
+    with window.beside():
+        for source, place in mine.items():
+            for move, part in _places([move for move in into if move.source == source], place):
+                move.put(part)
 
 
 def _sorted(moves: Sequence[Move], rank: int) -> tuple[list[Move], list[Move], list[Move]]:

@@ -22,10 +22,11 @@ from .autograd import attend
 from .covered import check_policy
 from .exchange import of_first_rank
 from .meeting import Meeting
+from .opening import open_window
 from .rows import lengths_of
 from .shared import Given, Shared
 from .team import Team, exchanging, team_of
-from .windows import open_window
+from .windows import window_of
 
 __all__ = ["attention", "attention_varlen"]
 
@@ -192,6 +193,7 @@ def _run(
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], *beside)
         (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
+        window_of(team, q.device)  # it must not be of another one
         shared = None
         if given.lengths:  # without sequences a dense batch is refused for what it would be with them
             shared = _shared(given._replace(batch=given.batch or 1), spec, team, q.device)

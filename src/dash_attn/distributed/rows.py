@@ -16,6 +16,7 @@ from ..values import is_integer, short
 from .agreement import agree, telling
 from .meeting import Meeting
 from .team import errors_of, exchanging, team_of
+from .windows import window_of
 
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 
@@ -102,6 +103,7 @@ def unshard(
         if torch.is_grad_enabled() and x.requires_grad:
             raise InputError("unshard carries no gradient: give it x.detach()")
         spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens), team.size, layout)
+        window_of(team, x.device)  # it must not be of another one
         mine = x.detach().movedim(dim, 0).contiguous()
     others = tuple(x.shape[:dim] + x.shape[dim + 1 :])
     said = {"function": "unshard", "dtype": x.dtype, "device": x.device.type, "dim": dim, "layout": layout}
