@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -31,19 +31,19 @@ from dash_attn.testing import assert_same_bytes
 from sharing_cases import LAYOUTS, MASKS, Case, compared
 from spawned import spawn
 
+TIMES = 4
+
 SMALL = 24 << 10
 """Bytes of a region: an exchange takes several turns."""
 
 
 class _Handle(NamedTuple):
-    """As of symmetric memory. A rank is late after each barrier: others go on meanwhile."""
+    """As of symmetric memory."""
 
     folder: Path
     mine: Tensor
     rank: int
     world_size: int
-    late: bool
-    waits: list[int]
 
     def get_buffer(self, rank: int, sizes: torch.Size, dtype: torch.dtype) -> Tensor:
         if rank == self.rank:
@@ -51,15 +51,12 @@ class _Handle(NamedTuple):
         return torch.from_file(str(self.folder / str(rank)), shared=True, size=sizes[0], dtype=dtype)
 
     def barrier(self, channel: int, timeout_ms: int) -> None:
-        self.waits.append(timeout_ms)
         assert channel == 0
         dist.barrier()
-        if self.late:
-            time.sleep(0.003)
 
 
 def _opened(
-    folder: Path, late: int = 0, patches: Mapping[tuple[Any, str], Any] | None = None, seconds: int = 30
+    folder: Path, patches: Mapping[tuple[Any, str], Any] | None = None, seconds: int = 30
 ) -> Window | str:
     """The windows of all processes, as :func:`.opening.open_window` has them on GPUs; seconds: that a
     rendezvous waits."""
@@ -73,7 +70,7 @@ def _opened(
     def rendezvous(mine: Tensor, name: str) -> _Handle:
         assert name == team.group.group_name
         assert team.group.get_group_store().timeout == timedelta(seconds=seconds)
-        return _Handle(folder, mine, team.rank, team.size, team.rank == late, [])
+        return _Handle(folder, mine, team.rank, team.size)
 
     of_this_one = opening._Here("", "host", str(team.rank), team.rank, opening._rendezvous)
     every: dict[tuple[Any, str], Any] = {
@@ -120,16 +117,28 @@ def test_rows_through_windows_have_the_bytes_of_one_process(ranks: int, tmp_path
     spawn(_all_cases, ranks, ranks, tmp_path)
 
 
-def _broken(rank: int, folder: Path) -> None:
-    """One region in place of two, and tags in one place: a late rank reads what comes next."""
+def _late(rank: int, folder: Path) -> None:
+    """Rank 1 reads only when rank 0 has written what comes next. With one region in place of two, or with
+    tags in one place, it reads that."""
     windows.REGION = SMALL
-    window = _opened(folder, late=1)
+    window = _opened(folder)
     assert isinstance(window, Window)
+    store, barrier, passed = team_of(None).group.get_group_store(), window.barrier, itertools.count(1)
+
+    def and_late() -> None:
+        number = next(passed)
+        if rank == 0:
+            store.set(f"written {number}", "")
+        barrier()
+        if rank == 1 and number % TIMES:
+            store.wait([f"written {number + 1}"])
+
+    window.barrier = and_late
 
     def exchanged(size: int) -> bool:
-        """Whether each of four exchanges has brought what the other rank sent."""
+        """Whether each of some exchanges has brought what the other rank sent."""
         right = True
-        for number in range(4):
+        for number in range(TIMES):
             sent, found = torch.full((size,), 10 * rank + number), torch.zeros(size, dtype=torch.int64)
             there, back = (
                 Move(r, 1 - r, (size,), torch.int64, partial(torch.clone, sent), partial(copy_rows, found))
@@ -140,9 +149,9 @@ def _broken(rank: int, folder: Path) -> None:
         return right
 
     def met() -> bool:
-        """Whether each of four meetings has heard what the other rank said."""
+        """Whether each of some meetings has heard what the other rank said."""
         right = True
-        for call in range(4):
+        for call in range(TIMES):
             try:
                 Meeting(team_of(None), Step(call, 0), torch.device("cpu")).end()
             except OutOfStep:
@@ -158,7 +167,7 @@ def _broken(rank: int, folder: Path) -> None:
 
 
 def test_a_late_rank_reads_its_rows_because_regions_take_turns(tmp_path: Path) -> None:
-    spawn(_broken, 2, tmp_path)
+    spawn(_late, 2, tmp_path)
 
 
 def _out_of_step(rank: int, folder: Path) -> None:
@@ -213,7 +222,7 @@ def _refused(rank: int, folder: Path) -> None:
     found = _opened(folder)
     assert found == f"rank 0 has had {before} windows before, rank 1 {before + 1}: PyTorch counts them"
     opening._rendezvous = 0
-    other = _Handle(folder, torch.zeros(8), 0, 2, False, [])
+    other = _Handle(folder, torch.zeros(8), 0, 2)
     for handle, why in (
         (other._replace(rank=1 - rank), f"PyTorch takes this for rank {1 - rank} of 2"),
         (other._replace(rank=rank, world_size=3), f"PyTorch takes this for rank {rank} of 3"),
