@@ -31,7 +31,7 @@ from record import Row, write
 from torch import Tensor
 
 import dash_attn
-from dash_attn.distributed import attention, shard
+from dash_attn.distributed import attention, shard, transport
 from dash_attn.model.links import H200_LINKS, memory_gb, predict
 from dash_attn.peers import fa4
 from dash_attn.problem import Mask, Problem
@@ -246,7 +246,8 @@ def run(rank: int, ranks: int, options: argparse.Namespace) -> None:
                 show(mine)
             if rank == 0 and options.output:  # a run that is cut short leaves what it has
                 facts = facts_of_run(options.rounds, "torch", "flash-attn-4")
-                write(options.output, facts | {"gpus": ranks, "timing": "sustained"}, found)
+                about = {"gpus": ranks, "timing": "sustained", "transport": transport()}
+                write(options.output, facts | about, found)
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -60,7 +61,7 @@ def _opened(
 ) -> Window | str:
     """The windows of all processes, as :func:`.opening.open_window` has them on GPUs; seconds: that a
     rendezvous waits."""
-    team = team_of(None)
+    team, multicast = team_of(None), os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST")
 
     def empty(size: int, **options: Any) -> Tensor:
         place = folder / str(team.rank)
@@ -70,12 +71,13 @@ def _opened(
     def rendezvous(mine: Tensor, name: str) -> _Handle:
         assert name == team.group.group_name
         assert team.group.get_group_store().timeout == timedelta(seconds=seconds)
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
         return _Handle(folder, mine, team.rank, team.size)
 
     of_this_one = opening._Here("", "host", str(team.rank), team.rank, opening._rendezvous)
     every: dict[tuple[Any, str], Any] = {
         (symmetric, "empty"): empty, (symmetric, "rendezvous"): rendezvous,
-        (opening, "_here"): lambda device: of_this_one, (opening, "_gpu"): str,
+        (opening, "_here"): lambda *_: of_this_one, (opening, "_gpu"): str,
         (opening, "_has_atomics"): lambda *_: True, (torch.cuda, "device_count"): lambda: team.size,
         (torch.cuda, "can_device_access_peer"): lambda *_: True,
         (torch.cuda, "is_current_stream_capturing"): lambda: False,
@@ -85,6 +87,7 @@ def _opened(
             patched.enter_context(mock.patch.object(where, name, function))
         found = opening._opened(team, torch.device("cpu"))
     windows.WINDOWS[team.group] = found
+    assert os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == multicast
     assert team.group.get_group_store().timeout == timedelta(seconds=60)
     return found
 
@@ -198,7 +201,7 @@ def test_ranks_at_different_calls_raise_before_anything_moves(tmp_path: Path) ->
 
 
 def _refused(rank: int, folder: Path) -> None:
-    """What one rank lacks keeps all from having windows, with the reason, and no rank waits."""
+    """What one rank lacks keeps all from having windows, with the reason."""
     nothing = "collectives: no call on GPUs in this mode so far"
     assert transport() == nothing
     attention(*[torch.randn(1, 8, 2, 32)] * 3, mode="ulysses")
@@ -217,6 +220,7 @@ def _refused(rank: int, folder: Path) -> None:
     assert refused(1, opening, "_why_not", lambda every, rank: f"of {rank}") == "of 1"
     assert refused(1, symmetric, "empty") == "rank 1 has no memory for a window: no room"
     assert refused(0, symmetric, "rendezvous") == "rank 0 cannot map the windows of others: no room"
+    assert opening._numbers_differ
     opening._rendezvous += rank
     before = opening._rendezvous - rank
     found = _opened(folder)
@@ -234,7 +238,8 @@ def _refused(rank: int, folder: Path) -> None:
             _map(handle)
     said = "rank 1 does not find in its window what others wrote"
     assert refused(1, Window, "heard", _heard_nothing) == said
-    assert refused(rank, _Handle, "barrier") == "rank 0 cannot write to windows of others: no room"
+    assert refused(1, Window, "say") == "rank 1 cannot write to windows of others: no room"
+    assert refused(rank, _Handle, "barrier") == "rank 0 cannot wait for others: no room"
 
 
 def _map(handle: _Handle) -> None:
@@ -402,7 +407,7 @@ def test_who_can_have_windows(theirs: opening._Here, message: str) -> None:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], opening._Here]:
+def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[], opening._Here]:
     """What a rank says of itself, with a GPU that can have windows."""
     for name in ("DASH_ATTN_WINDOWS", "NCCL_P2P_DISABLE"):
         monkeypatch.delenv(name, raising=False)
@@ -410,7 +415,9 @@ def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], openin
     monkeypatch.setattr(opening, "_gpu", str)
     monkeypatch.setattr(opening, "_DRIVER", "json")
     monkeypatch.setattr(symmetric, "get_backend", lambda device: "CUDA")
-    return lambda: opening._here(torch.device("cuda", 1))
+    group = _Group(group_name="cp")
+    team = Team(weakref.ref(group), 0, 2)
+    return lambda: opening._here(team._replace(known=lambda: group), torch.device("cuda", 1))
 
 
 def test_a_rank_says_what_it_has(
@@ -431,6 +438,7 @@ def test_a_rank_says_what_it_has(
         ("DASH_ATTN_WINDOWS", "0", "DASH_ATTN_WINDOWS=0"),
         ("DASH_ATTN_WINDOWS", "no", "DASH_ATTN_WINDOWS=no"),
         ("NCCL_P2P_DISABLE", "1", "NCCL_P2P_DISABLE=1"),
+        ("TMPDIR", "", "PyTorch makes sockets in '': it must be writable"),
         ("TMPDIR", "/no/such/folder", "PyTorch makes sockets in '/no/such/folder': it must be writable"),
         ("TMPDIR", "/tmp/" + 80 * "x", "PyTorch makes sockets in '/tmp/xx"),
     ],
@@ -449,6 +457,13 @@ def test_what_fails_is_why_not(here: Callable[[], opening._Here], monkeypatch: p
     monkeypatch.setattr(symmetric, "get_backend", lambda device: "NVSHMEM")
     assert here().why == "PyTorch's symmetric memory is that of NVSHMEM"
     monkeypatch.setattr(symmetric, "get_backend", lambda device: "CUDA")
+    monkeypatch.setattr(symmetric, "_group_name_to_store", {"cp": None}, raising=False)
+    assert here().why == "a group of this name has had symmetric memory before"
+    monkeypatch.setattr(symmetric, "_group_name_to_store", {"other": None})
+    assert here().why == ""
+    monkeypatch.setattr(opening, "_numbers_differ", True)
+    assert here().why == "an earlier group of this process could not map its windows"
+    monkeypatch.setattr(opening, "_numbers_differ", False)
     monkeypatch.setattr("os.readlink", lambda place: {}[place])
     assert here().why == "KeyError: '/proc/self/ns/net'"
     monkeypatch.setattr(opening, "_DRIVER", "no_such_package")

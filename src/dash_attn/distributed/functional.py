@@ -57,7 +57,7 @@ def attention(
     """Self-attention of sequences that are spread over the ranks of a group (context parallelism).
 
     Out, lse and gradients of every row have the same bytes as :func:`dash_attn.attention` of the whole
-    sequences on one GPU, for any number of ranks, layout and mode. NCCL, or gloo, moves bytes and never adds.
+    sequences on one GPU, for any number of ranks, layout and mode. Only bytes move, and nothing adds them.
 
     Args:
         q: (batch, seqlen / N, heads, head_dim): the rows of this rank, as :func:`shard` deals them.
@@ -202,7 +202,7 @@ def _run(
     if shared is None or empty:
         out, lse = empty_results(q, k, v, aux)
         return (out, lse) if return_lse else out
-    if shared.keeps_keys:
+    if shared.through_windows:
         with exchanging(team):
             open_window(team, q.device)
     meeting = Meeting(team, step, q.device)

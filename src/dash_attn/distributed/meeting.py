@@ -60,7 +60,8 @@ class Meeting:
         usable_notes(team)
         self._window = window_of(team, device)
         if self._window is not None:
-            self._window.say(at.tag)
+            with errors_of(team):
+                self._window.say(at.tag)
             return
         self._mine = torch.full((team.size,), at.tag, dtype=torch.int64, device=device)
         self._every = torch.empty_like(self._mine)

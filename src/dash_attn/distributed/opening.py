@@ -26,10 +26,13 @@ _TRIAL = 0x5EED
 """What ranks say when they try their windows."""
 
 _RENDEZVOUS_SECONDS = 60.0
-"""So long ranks wait in PyTorch's rendezvous, at the most, and not until others give this one up."""
+"""So long PyTorch's rendezvous waits for what each other rank puts in the store. Nothing bounds the rest."""
 
 _rendezvous = 0
 """How many this process has begun. PyTorch numbers them per process, and not per group."""
+
+_numbers_differ = False
+"""Ranks may have other numbers after one that has failed."""
 
 
 def open_window(team: Team, device: torch.device) -> None:
@@ -60,7 +63,7 @@ def _opened(team: Team, device: torch.device) -> Window | str:
     def first_of(why: str) -> str:
         return next(filter(None, told(why)), "")
 
-    if why := first_of(_why_not(told(_here(device)), team.rank)):
+    if why := first_of(_why_not(told(_here(team, device)), team.rank)):
         return why
     made: Any = None
     failed = ""
@@ -77,14 +80,23 @@ def _opened(team: Team, device: torch.device) -> Window | str:
     except Exception as error:
         failed = f"rank {team.rank} cannot map the windows of others: {_first_line(error)}"
     if why := first_of(failed):
+        global _numbers_differ
+        _numbers_differ = True
         return why
     assert window is not None
     try:
         window.say(_TRIAL)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        failed = f"rank {team.rank} cannot write to windows of others: {_first_line(error)}"
+    if why := first_of(failed):
+        return why
+    try:
         if not bool((window.heard() == _TRIAL).all()):
             failed = f"rank {team.rank} does not find in its window what others wrote"
     except Exception as error:
-        failed = f"rank {team.rank} cannot write to windows of others: {_first_line(error)}"
+        failed = f"rank {team.rank} cannot wait for others: {_first_line(error)}"
     return first_of(failed) or window
 
 
@@ -95,10 +107,15 @@ def _mapped(team: Team, mine: Tensor, seconds: float) -> Window:
     _rendezvous += 1
     before = store.timeout
     store.set_timeout(min(before, timedelta(seconds=min(seconds / 2, _RENDEZVOUS_SECONDS))))
+    multicast = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
     try:
         handle = symmetric.rendezvous(mine, team.group.group_name)
     finally:
         store.set_timeout(before)
+        os.environ.pop(_NO_MULTICAST)
+        if multicast is not None:
+            os.environ[_NO_MULTICAST] = multicast
     if (handle.rank, handle.world_size) != (team.rank, team.size):
         raise ValueError(f"PyTorch takes this for rank {handle.rank} of {handle.world_size}")
     memory = [handle.get_buffer(rank, mine.shape, torch.uint8) for rank in range(team.size)]
@@ -107,6 +124,9 @@ def _mapped(team: Team, mine: Tensor, seconds: float) -> Window:
     wait_ms = max(1, min(round(1000 * seconds), _MOST_MS))
     return Window(team, memory, lambda: handle.barrier(0, wait_ms), owned=mine)
 
+
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+"""PyTorch reads it in a rendezvous. Windows need no multicast, and to set it up may take for ever."""
 
 _MOST_MS = 2**43
 """In nanoseconds the GPU still counts so many."""
@@ -143,14 +163,17 @@ _SYMMETRIC = "torch.distributed._symmetric_memory"
 _DRIVER = "cuda.bindings.driver"
 
 
-def _here(device: torch.device) -> _Here:
+def _here(team: Team, device: torch.device) -> _Here:
     """An error of any kind is why not."""
     try:
         if why := _why_none():
             return _Here(why)
         import_module(_DRIVER)
-        if (backend := import_module(_SYMMETRIC).get_backend(device)) != "CUDA":
+        symmetric = import_module(_SYMMETRIC)
+        if (backend := symmetric.get_backend(device)) != "CUDA":
             return _Here(f"PyTorch's symmetric memory is that of {backend}")
+        if team.group.group_name in getattr(symmetric, "_group_name_to_store", ()):  # before PyTorch 2.11
+            return _Here("a group of this name has had symmetric memory before")
         spaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "mnt", "pid")]  # of a container
         host = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces, _sockets()]
         return _Here("", " ".join(host), _gpu(device.index), device.index, _rendezvous)
@@ -159,9 +182,11 @@ def _here(device: torch.device) -> _Here:
 
 
 def _why_none() -> str:
-    if (asked := os.environ.get(_VARIABLE, "1")) != "1":
+    if _numbers_differ:
+        return "an earlier group of this process could not map its windows"
+    if (asked := os.environ.get(_VARIABLE) or "1") != "1":
         return f"{_VARIABLE}={asked}"
-    if (asked := os.environ.get("NCCL_P2P_DISABLE", "0")) != "0":
+    if (asked := os.environ.get("NCCL_P2P_DISABLE") or "0") != "0":
         return f"NCCL_P2P_DISABLE={asked}"
     if len(place := _sockets()) > _LONGEST or not os.access(place, os.W_OK):
         return f"PyTorch makes sockets in {place!r}: it must be writable, and have at most {_LONGEST} bytes"
@@ -174,7 +199,7 @@ _LONGEST = 80
 
 def _sockets() -> str:
     """The folder of PyTorch's sockets, by which ranks give each other their memory."""
-    return next(filter(None, map(os.environ.get, ("TMPDIR", "TMP", "TEMP", "TEMPDIR"))), "/tmp")
+    return next((os.environ[n] for n in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if n in os.environ), "/tmp")
 
 
 def _gpu(number: int) -> str:

@@ -142,6 +142,12 @@ class Shared:
         where they lie."""
         return self.whole and not self.given.in_turns
 
+    @property
+    def through_windows(self) -> bool:
+        """Whether rows may go through windows: all ranks have as many, and none comes while others are
+        computed."""
+        return self.keeps_keys
+
     @cached_property
     def in_place(self) -> bool:
         """Whether every rank works on the rows that lie on it, in their order, with all heads."""
@@ -258,7 +264,7 @@ class Shared:
         self, legs: Sequence[Leg], meeting: Meeting | None = None, beside: Sequence[Move] = ()
     ) -> Moving | None:
         """Begin moves, behind a meeting. None: they have been made, through windows."""
-        window = window_of(self.team, self.device) if self.keeps_keys else None
+        window = window_of(self.team, self.device) if self.through_windows else None
         rows = 0 if window is None else (window.room - _PADDING) // max(1, sum(leg.row_bytes for leg in legs))
         if window is None or not rows:
             moves = [move for leg in legs for move in leg.moves()]

@@ -1,4 +1,4 @@
-"""Windows: memory of each rank of a host into which the others write, without NCCL.
+"""Windows: memory of each rank of a group into which the others write, without NCCL.
 
 NCCL takes rows that are packed, SMs, and some 40 us for 8 bytes. Between GPUs of one host a copy writes rows
 of some of the heads to where another GPU reads them. Nothing is packed, and the bytes are the same. What
@@ -140,7 +140,8 @@ def window_of(team: Team, device: torch.device) -> Window | None:
 
 
 def transport(group: Any = None) -> str:
-    """What carries rows of the mode "ulysses" between the ranks of a group. It decides no bit.
+    """What carries rows between the ranks of a group where each has all rows of some heads (mode "ulysses",
+    and others that come to the same). It decides no bit.
 
     Args:
         group: a process group, a DeviceMesh of one dimension, or None for all processes.

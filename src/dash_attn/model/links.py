@@ -38,7 +38,7 @@ class Links:
 
 
 H200_LINKS = Links()
-"""H200s of one host, through NVLink and NCCL."""
+"""H200s of one host, through NVLink."""
 
 
 class Prediction(NamedTuple):
