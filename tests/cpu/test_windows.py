@@ -200,6 +200,25 @@ def test_ranks_at_different_calls_raise_before_anything_moves(tmp_path: Path) ->
     spawn(_out_of_step, 2, tmp_path)
 
 
+def _failed(rank: int, folder: Path) -> None:
+    """What fails at a window ends the use of the group, as a collective that fails does."""
+    assert isinstance(_opened(folder), Window)
+    q = torch.randn(1, 8, 2, 32)
+    call = partial(attention, q, q, q, mode="ulysses")
+    call()
+    with (
+        mock.patch.object(Window, "say", side_effect=RuntimeError("no such memory")),
+        pytest.raises(CommunicationError, match=f"rank {rank} of 2: exchange failed: .*no such memory"),
+    ):
+        call()
+    with pytest.raises(CommunicationError, match="make a new group"):
+        call()
+
+
+def test_after_a_failure_at_a_window_the_group_is_not_used_again(tmp_path: Path) -> None:
+    spawn(_failed, 2, tmp_path)
+
+
 def _refused(rank: int, folder: Path) -> None:
     """What one rank lacks keeps all from having windows, with the reason."""
     nothing = "collectives: no call on GPUs in this mode so far"
