@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -10,6 +9,7 @@ from threading import Barrier
 
 import pytest
 import torch
+from sdpa_cases import leaves, needs_registry, nothing_left_behind, ours, run
 from torch.nn import attention as registry
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -21,39 +21,11 @@ from dash_attn.integrations import aten, sdpa
 from dash_attn.ops.spread import current_spread, spread_by
 from dash_attn.testing import assert_same_bytes, same_bytes
 
-needs_registry = pytest.mark.skipif(
-    not all(hasattr(registry, hook) for hook in sdpa._HOOKS),
-    reason=f"the registry of torch {torch.__version__} cannot take an implementation back",
-)
-
-
-def leaves(heads=4, kv_heads=2, seqlen_q=300, seqlen_k=300, dtype=torch.bfloat16, seed=0):
-    """q, k, v: (batch, heads, seqlen, head_dim), as SDPA takes them."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [(2, heads, seqlen_q, 16), *[(2, kv_heads, seqlen_k, 16)] * 2]
-    return [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
-
-
-def run(function, tensors, **how):
-    """out, dq, dk, dv."""
-    for x in tensors:
-        x.grad = None
-    out = function(*tensors, **how)
-    out.backward(torch.ones_like(out) * 0.1)
-    return [out.detach(), *(x.grad for x in tensors)]
-
-
-def ours(q, k, v, **how):
-    return attention(*(x.transpose(1, 2) for x in (q, k, v)), **how).transpose(1, 2)
-
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind():
-    q, k, v = leaves(kv_heads=4)
-    before = F.scaled_dot_product_attention(q, k, v)
-    yield
-    assert getattr(registry, "current_flash_attention_impl", lambda: None)() is None
-    assert same_bytes(F.scaled_dot_product_attention(q, k, v), before)
+    with nothing_left_behind():
+        yield
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -88,16 +60,6 @@ def test_output_under_autocast_has_its_dtype_whatever_the_layout():
             with sdpa.enabled():
                 found = F.scaled_dot_product_attention(q, q, q)
             assert (found.dtype, found.stride()) == (wanted.dtype, q.stride())
-
-
-def test_compiled_calls_take_the_same_kernels():
-    tensors = leaves()
-    torch._dynamo.reset()
-    compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
-    with sdpa.enabled():
-        found = run(compiled, tensors, is_causal=True, enable_gqa=True)
-    for a, b in zip(found, run(ours, tensors, causal=True)):
-        assert_same_bytes(a, b)
 
 
 @pytest.mark.parametrize(
@@ -171,40 +133,6 @@ def test_a_checkpoint_runs_again_inside_and_raises_outside():
         out = checkpoint(call, *tensors, use_reentrant=False)
     with pytest.raises(CheckpointError):
         out.backward(torch.ones_like(out))
-
-
-def test_compiled_checkpoints_run_here():
-    """Their bodies are traced where no mode is asked; a break of the graph lets them run as they are."""
-    tensors = leaves()
-
-    def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-
-    def two(q, k, v):
-        for _ in range(2):
-            q = checkpoint(attend, q, k, v, use_reentrant=False)
-        return q
-
-    torch._dynamo.reset()
-    with sdpa.enabled():
-        expected = run(two, tensors)
-        for a, b in zip(run(torch.compile(two, backend="aot_eager"), tensors), expected):
-            assert_same_bytes(a, b)
-        for body in (two, torch.compiler.nested_compile_region(attend)):
-            torch._dynamo.reset()
-            with pytest.raises(Exception, match="no attention in it would be seen"):
-                torch.compile(body, backend="aot_eager", fullgraph=True)(*tensors)
-        torch._dynamo.reset()
-        mask = torch.randn(300, 300)
-        refused = torch.compile(partial(checkpoint, attend_under, use_reentrant=False), backend="aot_eager")
-        with pytest.raises(InputError, match="attn_mask"):
-            refused(*leaves(kv_heads=4), mask)
-    torch._dynamo.reset()
-    assert not same_bytes(run(two, tensors)[0], expected[0])
-
-
-def attend_under(q, k, v, mask):
-    return F.scaled_dot_product_attention(q, k, v, mask)
 
 
 def test_of_two_contexts_of_ranks_the_inner_one_counts(monkeypatch):
@@ -311,50 +239,6 @@ def test_multihead_attention_runs_here_whatever_else_is_asked(around):
     assert_same_bytes(found.as_subclass(torch.Tensor), expected)
 
 
-def test_compiled_multihead_attention_runs_here():
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
-    x = torch.randn(2, 300, 64)
-    torch._dynamo.reset()
-    with sdpa.enabled():
-        found = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
-        assert_same_bytes(found, layer(x))
-    torch._dynamo.reset()
-    assert not same_bytes(found, layer(x))
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_encoders_take_no_fused_path(backend):
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True).eval()
-    x, before = torch.randn(2, 20, 64), torch.backends.mha.get_fastpath_enabled()
-    for model in (layer, torch.nn.TransformerEncoder(layer, 2)):
-        torch._dynamo.reset()
-        with torch.no_grad():
-            with sdpa.enabled():
-                ours_of_it = model(x)
-                found = torch.compile(model, backend=backend, fullgraph=True)(x)
-            assert_same_bytes(found, ours_of_it)
-            assert not same_bytes(found, model(x))
-    assert torch.backends.mha.get_fastpath_enabled() is before is True
-    with sdpa.enabled():
-        with sdpa.enabled():
-            assert not torch.backends.mha.get_fastpath_enabled()
-        assert not torch.backends.mha.get_fastpath_enabled()
-    assert torch.backends.mha.get_fastpath_enabled()
-    torch._dynamo.reset()
-
-
-def test_compiled_multihead_attention_with_weights_raises():
-    layer = torch.nn.MultiheadAttention(64, 4, batch_first=True)
-    x = torch.randn(2, 30, 64)
-    torch._dynamo.reset()
-    compiled = torch.compile(layer, backend="aot_eager")
-    with sdpa.enabled(), pytest.raises(Exception, match="need_weights=True"):
-        compiled(x, x, x)
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("seqlen_k", [300, 310, 290])
 @pytest.mark.filterwarnings("ignore:Lower right causal bias:UserWarning")  # of rows that see nothing
 def test_lower_right_masks_run_here(seqlen_k):
@@ -389,21 +273,6 @@ def test_upper_left_masks_run_for_equal_lengths_only():
             F.scaled_dot_product_attention(q, k, v, attn_mask=torch.nn.Parameter(torch.ones(300, 300)))
 
 
-def test_compiled_lower_right_masks_run_here():
-    tensors = leaves(seqlen_k=310)
-    torch._dynamo.reset()
-
-    def call(q, k, v):
-        mask = causal_lower_right(300, 310)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-    compiled = torch.compile(call, backend="aot_eager")
-    with sdpa.enabled():
-        found = run(compiled, tensors)
-    for a, b in zip(found, run(ours, tensors, causal=True)):
-        assert_same_bytes(a, b)
-
-
 def test_the_flash_operator_of_cuda_devices_is_lower_right():
     """PyTorch calls it with unequal lengths for ``causal_lower_right`` only; the CPU's means upper-left."""
     q, k, v = (x.detach() for x in leaves(seqlen_k=310))
@@ -427,26 +296,6 @@ def test_calls_by_the_operator_run_here():
     with sdpa.enabled():
         for call in (operator, operator.default):
             assert_same_bytes(call(q, k, v, is_causal=True), ours(q, k, v, causal=True))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
-@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("way", ["mode", pytest.param("registry", marks=needs_registry)])
-def test_inductor_with_gradients(way):
-    tensors = leaves()
-    expected = run(ours, tensors, causal=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(F.scaled_dot_product_attention, backend="inductor", fullgraph=True)
-    if way == "registry":
-        sdpa.activate()
-    try:
-        with sdpa.enabled() if way == "mode" else nullcontext():
-            found = run(compiled, tensors, is_causal=True, enable_gqa=True)
-    finally:
-        if way == "registry":
-            sdpa.restore()
-    for a, b in zip(found, expected):
-        assert_same_bytes(a, b)
 
 
 @needs_registry
