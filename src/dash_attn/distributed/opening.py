@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,9 +51,17 @@ def open_window(team: Team, device: torch.device) -> None:
         WINDOWS[team.group] = _opened(team, device)
 
 
+class _NoWindows(Exception):
+    """Why a group has none."""
+
+
+_T = TypeVar("_T")
+
+
 def _opened(team: Team, device: torch.device) -> Window | str:
     """The windows, or why there are none. After each step ranks tell each other whether they have done it: so
     all decide alike, and none goes on alone. An error of any kind is a reason."""
+    global _numbers_differ
 
     def told(mine: Any) -> list[Any]:
         every: list[Any] = [None] * team.size
@@ -60,44 +69,57 @@ def _opened(team: Team, device: torch.device) -> Window | str:
             dist.all_gather_object(every, mine, group=team.group)
         return every
 
-    def first_of(why: str) -> str:
-        return next(filter(None, told(why)), "")
+    def done(step: Callable[[], _T], if_not: str) -> _T:
+        """What a step makes, if it makes it on all ranks. if_not: what is said of one where it does not."""
+        made: Any = None
+        why = ""
+        try:
+            made = step()
+        except _NoWindows as error:
+            why = str(error)
+        except Exception as error:
+            why = f"rank {team.rank} {if_not}: {_first_line(error)}"
+        if why := next(filter(None, told(why)), ""):
+            raise _NoWindows(why)
+        return cast(_T, made)
 
-    if why := first_of(_why_not(told(_here(team, device)), team.rank)):
-        return why
-    made: Any = None
-    failed = ""
+    every = told(_here(team, device))
     try:
-        symmetric = import_module(_SYMMETRIC)
-        made = symmetric.empty(window_bytes(), dtype=torch.uint8, device=device)
-    except Exception as error:
-        failed = f"rank {team.rank} has no memory for a window: {_first_line(error)}"
-    if why := first_of(failed):
-        return why
-    window = None
-    try:
-        window = _mapped(team, made, _seconds(team, device))
-    except Exception as error:
-        failed = f"rank {team.rank} cannot map the windows of others: {_first_line(error)}"
-    if why := first_of(failed):
-        global _numbers_differ
-        _numbers_differ = True
-        return why
-    assert window is not None
-    try:
-        window.say(_TRIAL)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:
-        failed = f"rank {team.rank} cannot write to windows of others: {_first_line(error)}"
-    if why := first_of(failed):
-        return why
-    try:
-        if not bool((window.heard() == _TRIAL).all()):
-            failed = f"rank {team.rank} does not find in its window what others wrote"
-    except Exception as error:
-        failed = f"rank {team.rank} cannot wait for others: {_first_line(error)}"
-    return first_of(failed) or window
+        done(lambda: _check(every, team.rank), "cannot compare")
+        mine = done(lambda: _own(device), "has no memory for a window")
+        try:
+            window = done(
+                lambda: _mapped(team, mine, _seconds(team, device)), "cannot map the windows of others"
+            )
+        except _NoWindows:
+            _numbers_differ = True
+            raise
+        done(lambda: _say(window), "cannot write to windows of others")
+        done(lambda: _hear(window), "cannot wait for others")
+    except _NoWindows as why:
+        return str(why)
+    return window
+
+
+def _check(every: list[_Here], rank: int) -> None:
+    if why := _why_not(every, rank):
+        raise _NoWindows(why)
+
+
+def _own(device: torch.device) -> Tensor:
+    mine: Tensor = import_module(_SYMMETRIC).empty(window_bytes(), dtype=torch.uint8, device=device)
+    return mine
+
+
+def _say(window: Window) -> None:
+    window.say(_TRIAL)
+    if window.device.type == "cuda":
+        torch.cuda.synchronize(window.device)
+
+
+def _hear(window: Window) -> None:
+    if not bool((window.heard() == _TRIAL).all()):
+        raise _NoWindows(f"rank {window.team.rank} does not find in its window what others wrote")
 
 
 def _mapped(team: Team, mine: Tensor, seconds: float) -> Window:

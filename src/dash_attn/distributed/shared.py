@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -377,15 +378,15 @@ class Leg(NamedTuple):
         columns = 1 if self.x.ndim == 3 else self.x.shape[3]
         return self.x.shape[0] * count * columns * self.x.element_size()
 
-    def moves(self, first: int = 0, last: int | None = None) -> list[Move]:
-        """Those of all rows; or of so many, counted between each owner and each worker."""
+    def moves(self, first: int = 0, last: int = sys.maxsize) -> list[Move]:
+        """Those of rows from ``first`` on, up to ``last``, counted between each owner and each worker."""
         found = []
         before: dict[tuple[int, int], int] = {}
         for way in self.ways:
             begin = before.get(way[:2], 0)
             before[way[:2]] = begin + way.size
-            lower, upper = max(first - begin, 0), way.size if last is None else min(last - begin, way.size)
-            if lower < upper or last is None:
+            lower, upper = max(first - begin, 0), min(last - begin, way.size)
+            if lower < upper:
                 found.append(self._move(way.some(lower, upper)))
         return found
 
