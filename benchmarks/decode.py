@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from card import facts_of_run
-from forward import BLOCK_S, Call, once, sustained
+from forward import BLOCK_S, Call, captured, once, sustained
 from record import Row, write
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -31,9 +30,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from dash_attn import flash_attn_func, flash_attn_with_kvcache
 from dash_attn.peers import fa4
 from dash_attn.tools.bench import require_hopper
-
-CAPTURED = 8
-"""Calls in a graph."""
 
 
 class Case(NamedTuple):
@@ -139,20 +135,6 @@ def _runs(case: Case, name: str, call: Call) -> bool:
         print(f"{case.name}: {name} does not run: {type(error).__name__}: {error!s:.100}", flush=True)
         return False
     return True
-
-
-def captured(call: Call) -> tuple[Call, int]:
-    """Several calls as one, and how many they are; the call itself if it cannot be captured."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with suppress(Exception):
-        with torch.cuda.graph(graph):
-            for _ in range(CAPTURED):
-                call()
-        return graph.replay, CAPTURED
-    torch.cuda.synchronize()
-    return call, 1
 
 
 def rows(case: Case, rounds: int) -> Iterator[Row]:

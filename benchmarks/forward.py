@@ -24,6 +24,7 @@ import random
 import statistics
 import time
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,8 @@ BLOCK_S, LEAST_CALLS = 0.012, 3
 LONG_S, LONG_ROUNDS = 0.04, 3
 """From how many seconds per call on a point has fewer rounds, and how many."""
 ROUNDS = {"total": 5}
+CAPTURED = 8
+"""Calls in a CUDA graph."""
 DEFAULT_ROUNDS = 9
 """Of the sets that ROUNDS does not name."""
 
@@ -91,6 +94,21 @@ def once(call: Call) -> float:
     call()
     torch.cuda.synchronize()
     return time.perf_counter() - start
+
+
+def captured(call: Call) -> tuple[Call, int]:
+    """CAPTURED calls as the replay of one CUDA graph, and how many they are; the call itself if it cannot be
+    captured. A replay takes the host no time per call."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with suppress(Exception):
+        with torch.cuda.graph(graph):
+            for _ in range(CAPTURED):
+                call()
+        return graph.replay, CAPTURED
+    torch.cuda.synchronize()
+    return call, 1
 
 
 def timed(
