@@ -66,12 +66,13 @@ def _ratio(which: str, statistic: Callable[[Sequence[float]], str]) -> str:
 
 def table() -> str:
     """By case: our time, others' as multiples of it, and memory."""
-    lines = []
-    for case, rows in by_case().items():
+    cases, lines = by_case(), []
+    kinds = [kind for kind in NAMES if any(kind in rows for rows in cases.values())]
+    for case, rows in cases.items():
         ours = rows[OURS]
-        times = [f"{rows[kind]['ms'] / ours['ms']:.3f}" if kind in rows else "-" for kind in NAMES]
+        times = [f"{rows[kind]['ms'] / ours['ms']:.3f}" if kind in rows else "-" for kind in kinds]
         lines.append([case, f"{ours['ms']:.2f}", *times, f"{ours['peak_mib']:,}"])
-    return table_of(["block", "ours, ms", *(f"{name} / ours" for name in NAMES.values()), "MiB"], lines)
+    return table_of(["block", "ours, ms", *(f"{NAMES[kind]} / ours" for kind in kinds), "MiB"], lines)
 
 
 def parts_table() -> str:

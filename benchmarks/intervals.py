@@ -4,7 +4,7 @@ Forward and backward of one sequence of 16,384 tokens, 16 heads, bf16, sustained
 FlexAttention is compiled, with a block mask of the same elements. "no intervals" is what the mask without
 intervals takes on the same kernels. "packed" is a packed batch of the same documents.
 
-    python benchmarks/intervals.py --output benchmarks/results/h100-intervals.json
+    python benchmarks/intervals.py --output benchmarks/results/h200-intervals.json
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What the docs quote of other shapes (h100-shapes.json), of the Triton backend (h200-triton.json), and of
-intervals of rows (h100-intervals.json)."""
+"""What the docs quote of other shapes (h200-shapes.json), of the Triton backend (h200-triton.json), and of
+intervals of rows (h200-intervals.json)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RATIOS", "interval_values", "ratio", "shape_values", "times", "trito
 Kind = tuple[str, str, bool]
 """Pass, implementation, whether it is deterministic."""
 
-TRITON, INTERVALS = "h200-triton.json", "h100-intervals.json"
+TRITON, INTERVALS = "h200-triton.json", "h200-intervals.json"
 STRICT: list[Kind] = [("backward", "fa4", True), ("backward", "cudnn", True)]
 """Deterministic peers."""
 RATIOS: Mapping[str, tuple[Kind, list[Kind]]] = {
