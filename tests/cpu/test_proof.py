@@ -380,7 +380,7 @@ def test_a_verified_plan_cannot_be_changed() -> None:
 
 def test_min_workers_needs_a_verified_plan() -> None:
     plan = causal_plan()
-    with pytest.raises(PlacementError, match="known only after"):
+    with pytest.raises(PlanError, match="known only after"):
         _ = plan.with_items(plan.items).min_workers
 
 
@@ -455,9 +455,9 @@ def test_what_is_no_policy_is_named(policy: Any) -> None:
     problem = Problem.dense(seqlen=256, head_dim=64)
     with pytest.raises(ScheduleNameError, match=f"a policy is a name, .* got {policy!r}"):
         build_plan(problem, policy)
-    with pytest.raises(PlacementError, match="unknown placement ''; known: policy, "):
+    with pytest.raises(ScheduleNameError, match="unknown placement ''; known: policy, "):
         build_plan(problem, "spt + ")
-    with pytest.raises(PlacementError, match="a placement is a name or a Placement, got None"):
+    with pytest.raises(ScheduleNameError, match="a placement is a name or a Placement, got None"):
         build_plan(problem, "spt", None)  # type: ignore[arg-type]
 
 
