@@ -26,8 +26,8 @@ from dash_attn.errors import (
 )
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
+    COMMON_PLACEMENTS,
     FA3,
-    PLACEMENTS,
     POLICIES,
     SPT,
     Descending,
@@ -410,7 +410,7 @@ def small_plans() -> list[Plan]:
                     heads=heads, kv_heads=kv_heads, seqlen=128 * tiles, head_dim=64, mask=mask
                 )
                 for name in POLICIES:
-                    for placement in PLACEMENTS:
+                    for placement in COMMON_PLACEMENTS:
                         try:
                             found.append(build_plan(problem, policy_by_name(name), placement))
                         except ValueError:

@@ -21,9 +21,9 @@ from .proof import examine
 from .schedule import Schedule
 from .tickets import derive_runs
 
-__all__ = ["PLACEMENTS", "build_plan", "check_covered"]
+__all__ = ["COMMON_PLACEMENTS", "build_plan", "check_covered"]
 
-PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
+COMMON_PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
 """Placements that go with every policy."""
 
 _KEPT_PATTERNS, _KEPT_KV_TILES, _KEPT_SHAPES = 1024, 512, 4096
