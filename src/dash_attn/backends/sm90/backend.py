@@ -20,6 +20,7 @@ from ...schedule.constants import SOFTCAP_VERSION
 from ...scores import PLAIN, Scores
 from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, RowIntervals, Tensors, refuse_backward
 from ..cached import CachedProblem, PreparedCached
+from ..cuda.limits import MOST_GRID
 from ..cuda.multiprocessors import multiprocessors
 from ..shapes import Keys, forward_shapes
 from .cached.launch import Cached
@@ -206,10 +207,6 @@ def _why_no_compiler() -> str:
     return f"the sm90 backend needs {' and '.join(missing)}: pip install 'dash-attn[cuda]'"
 
 
-_MOST_HEADS = 65_535
-"""Blocks that a grid may have in its second dimension."""
-
-
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
@@ -221,8 +218,8 @@ class _SM90(Backend):
             return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
         if problem.dtype not in DTYPES:
             return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(DTYPES)}"
-        if problem.heads > _MOST_HEADS:
-            return f"{problem.heads} q heads are not supported by sm90, at most {_MOST_HEADS}"
+        if problem.heads > MOST_GRID:
+            return f"{problem.heads} q heads are not supported by sm90, at most {MOST_GRID}"
         of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
         if reason := _why_no_head_dim(problem) or of_scores:
             return reason
