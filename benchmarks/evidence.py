@@ -86,9 +86,8 @@ def litmus_values() -> Iterator[tuple[str, Value]]:
     yield "forms", form_table
     yield "relaxed-forms", relaxed_table
     yield "rates", rate_table
-    for form in PROMISED:
-        yield f"{form}-hand-overs", partial(_hand_overs, form)
-        yield f"{form}-small-share", partial(_small_share, form)
+    yield "release_warp-hand-overs", partial(_hand_overs, "release_warp")
+    yield "release_warp-small-share", partial(_small_share, "release_warp")
     for form in ("release_warp", "reduce_warp"):
         yield f"{form}-alone", partial(_alone, form)
     yield "order-share", _order_share

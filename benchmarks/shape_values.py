@@ -10,7 +10,7 @@ from functools import partial
 from documents import STATISTICS, Value, read, table_of
 from summary import Row
 
-__all__ = ["RATIOS", "interval_values", "ratio", "shape_values", "times", "triton_values"]
+__all__ = ["RATIOS", "interval_values", "ratio", "segment_values", "shape_values", "times", "triton_values"]
 
 Kind = tuple[str, str, bool]
 """Pass, implementation, whether it is deterministic."""
@@ -30,6 +30,8 @@ SHORT = r" x (512|1024),"
 """What names of cases of 512 and 1,024 tokens have."""
 ENERGY = ("det", "any")
 """Those of RATIOS whose energy is compared, too."""
+SEGMENTS = "h200-segments.json"
+"""The file with a backward of whole sequences."""
 
 
 def shape_values(file: str) -> Iterator[tuple[str, Value]]:
@@ -41,9 +43,14 @@ def shape_values(file: str) -> Iterator[tuple[str, Value]]:
             yield f"short-{name}-{statistic}", partial(_shape_statistic, file, name, statistic, cases=SHORT)
             if name in ENERGY:
                 yield f"{name}-energy-{statistic}", partial(_shape_statistic, file, name, statistic, "joules")
-    yield "cut-table", partial(cut_table, file)
     yield "summary", partial(summary_table, file)
     yield "table", partial(shape_table, file)
+
+
+def segment_values() -> Iterator[tuple[str, Value]]:
+    """As :func:`shape_values`, and a table beside whole sequences."""
+    yield from shape_values(SEGMENTS)
+    yield "cut-table", cut_table
 
 
 def summary_table(file: str) -> str:
@@ -85,10 +92,10 @@ def _shape_statistic(file: str, name: str, statistic: str, what: str = "ms", cas
     return STATISTICS[statistic](found) if found else "-"
 
 
-def cut_table(file: str) -> str:
+def cut_table() -> str:
     """Milliseconds of the backward in segments, beside whole sequences and beside no order."""
     lines = []
-    for case, ms in times(read(file)).items():
+    for case, ms in times(read(SEGMENTS)).items():
         ratios = (ratio(ms, "whole"), ratio(ms, "order"))
         if ratios[0]:
             lines.append(
@@ -98,7 +105,7 @@ def cut_table(file: str) -> str:
                     *map("{:.2f}".format, ratios),
                 ]
             )
-    return table_of(["case", "in segments, ms", "/ whole", "/ no order"], lines) if lines else "-"
+    return table_of(["case", "in segments, ms", "/ whole", "/ no order"], lines)
 
 
 def shape_table(file: str) -> str:

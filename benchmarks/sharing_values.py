@@ -28,8 +28,7 @@ def sharing_values() -> Iterator[tuple[str, Value]]:
     for peer in PEERS:
         for statistic in ("least", "most"):
             yield f"{peer}-{statistic}", partial(_beside, peer, statistic)
-    yield "predicted", partial(_off, "ms", "predicted_ms")
-    yield "predicted-memory", partial(_off, "peak_gb", "predicted_gb")
+    yield "predicted", _off
 
 
 def _cases() -> dict[str, dict[str, Row]]:
@@ -68,9 +67,9 @@ def _beside(peer: str, statistic: str) -> str:
     return STATISTICS[statistic](found) if found else "-"
 
 
-def _off(measured: str, predicted: str) -> str:
-    """By how many percent a prediction is off at worst."""
-    found = [abs(row[predicted] / row[measured] - 1) for row in read(FILE) if predicted in row]
+def _off() -> str:
+    """By how many percent a predicted time is off at worst."""
+    found = [abs(row["predicted_ms"] / row["ms"] - 1) for row in read(FILE) if "predicted_ms" in row]
     return f"{100 * max(found, default=0.0):.0f}%"
 
 

@@ -24,7 +24,7 @@ from ranking import plan_of, ranked, sums_as
 from replication_values import other_build_values, replication_values
 from schedule_values import schedule_values
 from score_values import score_values
-from shape_values import interval_values, shape_values, triton_values
+from shape_values import interval_values, segment_values, shape_values, triton_values
 from sharing_values import choice_values, sharing_values
 from step_values import step_values
 from summary import Row
@@ -266,7 +266,6 @@ def host_values() -> Iterator[tuple[str, Value]]:
     for name, problem, what, key in (
         ("plan", "64 unseen lengths on cpu", "forward and backward", "plan_for"),
         ("unseen-on-cpu", "64 unseen lengths on cpu", "forward and backward", "new lengths"),
-        ("unseen-on-gpu", "64 unseen lengths on cuda", "forward and backward", "new lengths"),
         ("look-up", "64 known lengths", "look-up", "dash_attn"),
         ("graph", "4 x 256, 8 heads", "graph", "dash_attn"),
         ("graph-fa4", "4 x 256, 8 heads", "graph", "fa4"),
@@ -277,9 +276,9 @@ def host_values() -> Iterator[tuple[str, Value]]:
 
 
 def first_call_values() -> Iterator[tuple[str, Value]]:
-    """Seconds of first calls, ``WHAT-HOW``; and a table."""
-    for what, (how, key) in product(("import", "forward", "backward"), FIRST_CALLS.items()):
-        yield f"{what}-{how}", partial(_first_call, what, key)
+    """Seconds of our first calls, ``WHAT-HOW``; and a table."""
+    for what, how in product(("forward", "backward"), ("compiled", "cached")):
+        yield f"{what}-{how}", partial(_first_call, what, FIRST_CALLS[how])
     yield "first-calls", first_call_table
 
 
@@ -328,7 +327,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Value]]:
         "benchmarks/results/h100-grid.json": shape_values("h100-grid.json"),
         "benchmarks/results/h200-shapes.json": shape_values("h200-shapes.json"),
         f"{folder}head-dims.json": shape_values("h200-head-dims.json"),
-        f"{folder}segments.json": shape_values("h200-segments.json"),
+        f"{folder}segments.json": segment_values(),
         "benchmarks/results/h200x2-context-parallel.json": sharing_values(),
         f"{folder}steps.json": step_values(),
         f"{folder}triton.json": triton_values(),

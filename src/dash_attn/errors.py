@@ -34,7 +34,7 @@ class ProblemError(DashError, ValueError):
 
 
 class InputError(DashError, ValueError):
-    """A tensor that was passed in cannot be used; the message names it and its value."""
+    """An argument, or a parameter of a policy or placement, cannot be used; the message names its value."""
 
 
 class UnavailableError(DashError, RuntimeError):
@@ -58,7 +58,7 @@ class UnsupportedMaskError(DashError, ValueError):
 
 
 class ScheduleNameError(DashError, ValueError):
-    """No schedule prints as this name."""
+    """No schedule prints as this name, or what was given is neither a name nor a schedule."""
 
 
 class PlanMismatchError(DashError, ValueError):
@@ -66,7 +66,7 @@ class PlanMismatchError(DashError, ValueError):
 
 
 class PlanError(DashError):
-    """Base of what the verifier finds in a plan."""
+    """Base of what the verifier finds in a plan; itself: a plan is not verified, or not of its problem."""
 
 
 class CoverageError(PlanError):
@@ -82,7 +82,7 @@ class CycleError(PlanError):
 
 
 class PlacementError(PlanError):
-    """The placement does not list every item exactly once."""
+    """A placement is not for these numerics, or items (of a forward: places) are not listed exactly once."""
 
 
 class TooFewWorkersError(PlanError):

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from .errors import ProblemError
 
-__all__ = ["LONGEST", "IntArray", "Mask", "SequenceGrid", "TileGrid"]
+__all__ = ["LONGEST", "IntArray", "Mask", "SequenceGrid", "TileGrid", "read_only"]
 
 IntArray = NDArray[np.int64]
 TileCut = Literal["empty", "cut", "whole"]
@@ -225,7 +225,7 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
         first[self.beyond :] = self.kv_tiles
         empty = last < first
         last[empty] = first[empty] - 1
-        return _read_only(first), _read_only(last)
+        return read_only(first), read_only(last)
 
     @property
     def kv_first(self) -> IntArray:
@@ -242,7 +242,7 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
         kv = np.arange(self.kv_tiles, dtype=np.int64)
         first = np.searchsorted(self.kv_last, kv, side="left")
         last = np.searchsorted(self.kv_first, kv, side="right") - 1
-        return _read_only(first), _read_only(last)
+        return read_only(first), read_only(last)
 
     @property
     def q_first(self) -> IntArray:
@@ -257,7 +257,7 @@ TileGrid(q_tiles=3, kv_tiles=3, tile_m=128, tile_n=128, low=None, high=1, ragged
     @cached_property
     def contributions(self) -> IntArray:
         """Number of tasks of each q tile, shape (q_tiles,): the length of its summation order."""
-        return _read_only(np.maximum(self.kv_last - self.kv_first + 1, 0))
+        return read_only(np.maximum(self.kv_last - self.kv_first + 1, 0))
 
     @cached_property
     def complete_q_tiles(self) -> int:
@@ -305,8 +305,8 @@ def _known_squares(tile_m: int, tile_n: int, mask: Mask) -> dict[int, TileGrid]:
     return {}
 
 
-def _read_only(x: IntArray) -> IntArray:
-    """The array itself. All problems with the same tiles share it."""
+def read_only(x: IntArray) -> IntArray:
+    """The array itself, which nobody can write to from now on: several grids and problems share it."""
     x.setflags(write=False)
     return x
 

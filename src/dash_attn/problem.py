@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ProblemError
-from .grid import LONGEST, IntArray, Mask, SequenceGrid, TileGrid
+from .grid import LONGEST, IntArray, Mask, SequenceGrid, TileGrid, read_only
 
 __all__ = ["DTYPES", "IntArray", "Mask", "Problem", "SequenceGrid", "TileGrid", "default_tiles"]
 
@@ -173,7 +173,7 @@ class Problem:
     def lengths(self) -> IntArray:
         """``sequences`` as an array, shape (sequences, 2). Read-only."""
         flat = np.fromiter(chain.from_iterable(self.sequences), np.int64, 2 * len(self.sequences))
-        return _read_only(flat.reshape(-1, 2))
+        return read_only(flat.reshape(-1, 2))
 
     @cached_property
     def tile_grids(self) -> dict[tuple[int, ...], TileGrid]:
@@ -195,7 +195,7 @@ class Problem:
         found.__dict__.update((f.name, getattr(self, f.name)) for f in fields(self))
         found.__dict__["sequences"] = tuple([sequences[i] for i in places])
         found.__dict__["q_starts"] = starts and tuple([starts[i] for i in places])
-        found.__dict__["lengths"] = _read_only(self.lengths[order])
+        found.__dict__["lengths"] = read_only(self.lengths[order])
         return found
 
     def grid(self, sequence: int) -> SequenceGrid:
@@ -214,11 +214,6 @@ class Problem:
         K, and 4 of V."""
         per_element = 6.0 * self.head_dim + 4.0 * self.head_dim_v
         return per_element * self.heads * sum(self.grids[shape].visible for shape in self.shapes)
-
-
-def _read_only(array: IntArray) -> IntArray:
-    array.setflags(write=False)
-    return array
 
 
 def _plain_lengths(sequences: Any) -> bool:

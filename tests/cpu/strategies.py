@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from dash_attn.errors import UnsupportedMaskError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
+    COMMON_PLACEMENTS,
     FA3,
-    PLACEMENTS,
     SPT,
     ByLength,
     Descending,
@@ -60,7 +60,7 @@ def problems(draw: st.DrawFn) -> Problem:
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     """A plan of a policy that covers the problem (FA3 covers all)."""
-    problem, placement = draw(problems()), draw(st.sampled_from(PLACEMENTS))
+    problem, placement = draw(problems()), draw(st.sampled_from(COMMON_PLACEMENTS))
     groups = draw(st.none() | st.integers(1, problem.group))
     try:
         return build_plan(problem, draw(st.sampled_from(ALL_POLICIES)), placement, head_groups=groups)

@@ -352,7 +352,11 @@ def test_refused_inputs_name_what_is_wrong(case):
         ("shift", {"causal": True}, "leaves every task, this one leaves 6 of 9: causal of 300 x 300"),
         ("symmetric_shift", {}, "symmetric_shift needs a causal mask"),
         ("symmetric_shift", {"window": (5, 0)}, r"needs a causal mask and .*: window\(5,0\) of 300 x 300"),
-        (Shift(ring=0), {}, "ring must be >= 1, got 0"),
+        (
+            Shift(ring=4, stride=2),
+            {},
+            r"ring of 3 with stride 2 needs 6 q tiles, .* has 3: full of 300 x 300",
+        ),
     ],
 )
 def test_masks_a_policy_does_not_cover(policy, options, message):
@@ -362,6 +366,14 @@ def test_masks_a_policy_does_not_cover(policy, options, message):
     support = is_supported(q, k, v, policy=policy, **options)
     assert not support
     assert support.reason == str(error.value)
+
+
+def test_a_parameter_out_of_range_is_not_taken_for_a_policy_of_ones_own():
+    q, k, v, _ = tensors(1, 300)
+    message = r"^shift: ring must be an integer >= 1, got 0$"
+    with pytest.raises(InputError, match=message) as error:
+        attention(q, k, v, policy="shift(ring=0)")
+    assert is_supported(q, k, v, policy="shift(ring=0)").reason == str(error.value)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

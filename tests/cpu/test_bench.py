@@ -14,7 +14,7 @@ from dash_attn.model.output import PictureError
 from dash_attn.peers.registry import PEERS, Inputs
 from dash_attn.tools.bench import Settings, bench_shape, save_chart, table
 from dash_attn.tools.bench.run import Result, Row
-from dash_attn.tools.bench.timing import Contender, order_of_round
+from dash_attn.tools.bench.timing import HEAD_START, Contender, measure, order_of_round
 from dash_attn.tools.cli import main
 from dash_attn.tools.shapes import Shape
 
@@ -130,6 +130,30 @@ def test_no_contender_has_a_place_of_its_own(contenders: int, rounds: int) -> No
     fair = -(-rounds // contenders)
     for place in range(contenders):
         assert max(Counter(order[place] for order in orders).values()) <= fair + (place > 0)
+
+
+class Event:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return 2.0
+
+
+def test_the_gpu_waits_for_every_call_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pause of one length the last of many short calls would be timed by the host."""
+    slept: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    contenders = [Contender(lambda: lambda: (torch.zeros(1),)) for _ in range(12)]
+    contenders[5].reason = "not installed"
+    measure(contenders, rounds=3)
+    assert slept == 3 * [11 * HEAD_START]
+    assert [c.times for c in contenders] == [[2.0] * 3] * 5 + [[]] + [[2.0] * 3] * 6
 
 
 def test_table_and_json() -> None:

@@ -149,7 +149,7 @@ def test_doctor(capsys: Run) -> None:
         ("simulate --tiles 4 --workers 0", "workers must be an integer >= 1, got 0"),
         ("simulate --tiles 4 --policy shift --workers 3", "needs 4 resident workers"),
         ("simulate --tiles 4 --policy shift --mask causal", "shift needs a mask that leaves every task"),
-        ("plan --tiles 4 --policy shift(ring=0)", "ring must be >= 1, got 0"),
+        ("plan --tiles 4 --policy shift --ring 0", "shift: ring must be an integer >= 1, got 0"),
         ("simulate --tiles 4 --policy fa3 --ring 2", "--ring only with --policy shift, got fa3"),
         ("plan", "give either --tiles or --seqlen"),
         ("plan --tiles 4 --seqlen-k 9", "--seqlen-k 9 belongs to --seqlen"),
@@ -248,6 +248,7 @@ def test_a_wrong_policy_is_named_beside_those_that_are_known(capsys: Run, flags:
     ("policy", "message"),
     [
         ("descending + fast", "unknown placement 'fast'; known: policy, "),
+        ("shift(ring=0)", "shift: ring must be an integer >= 1, got 0"),
         ("shift(ring=x)", "unknown policy 'shift(ring=x)'"),
         ("shift(rings=2)", "unknown policy 'shift(rings=2)'"),
     ],

@@ -21,7 +21,7 @@ from strategies import masks, tiles
 from dash_attn.backends.base import Tensors
 from dash_attn.backends.cpu.executor import backward
 from dash_attn.problem import DTYPES
-from dash_attn.schedule import PLACEMENTS, Plan
+from dash_attn.schedule import COMMON_PLACEMENTS, Plan
 from dash_attn.scores import Scores
 from fuzz import Summary, mask_kind, run
 from fuzz_case import LAYOUTS, Backend, FuzzCase, Grads, How, check, make_tensors
@@ -78,7 +78,7 @@ def cases(draw: st.DrawFn) -> FuzzCase:
         packed=packed,
         policy=policy,
         ring=draw(st.none() | st.integers(1, 5)) if policy == "shift" else None,
-        placement=draw(st.sampled_from((*PLACEMENTS, "shuffled"))),
+        placement=draw(st.sampled_from((*COMMON_PLACEMENTS, "shuffled"))),
         head_groups=draw(st.none() | st.integers(1, group)),
         layouts=tuple(layouts),
         scale=draw(st.sampled_from((1.0, 0.1, 4.0))),

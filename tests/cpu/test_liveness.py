@@ -31,7 +31,7 @@ from test_many_plans import named_plan, random_problem
 
 from dash_attn.errors import TooFewWorkersError, UnsupportedMaskError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import PLACEMENTS, POLICIES, Plan, Shift, build_plan, policy_by_name, prove
+from dash_attn.schedule import COMMON_PLACEMENTS, POLICIES, Plan, Shift, build_plan, policy_by_name, prove
 from dash_attn.schedule.interleave import can_deadlock, task_order
 
 MASKS = (Mask.full(), Mask.causal(), Mask.window(1, 0), Mask.window(0, 1), Mask.window(None, 1))
@@ -70,7 +70,7 @@ def small_plans() -> Iterator[Plan]:
                     continue
                 policies = [*map(policy_by_name, POLICIES), Shift(ring=2)]
                 for policy in policies:
-                    for placement in PLACEMENTS:
+                    for placement in COMMON_PLACEMENTS:
                         for groups in range(1, problem.group + 1):
                             try:
                                 plan = build_plan(problem, policy, placement, head_groups=groups)

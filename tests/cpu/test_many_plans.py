@@ -13,7 +13,7 @@ from counts import CHUNKS, FAST_CHUNKS, FEWEST_SMS, PROBLEMS_PER_CHUNK
 
 from dash_attn.errors import UnsupportedMaskError
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import FA3, PLACEMENTS, POLICIES, Plan, Shift, build_plan, choose_policy
+from dash_attn.schedule import COMMON_PLACEMENTS, FA3, POLICIES, Plan, Shift, build_plan, choose_policy
 from dash_attn.schedule.interleave import task_order
 
 
@@ -36,7 +36,7 @@ def random_problem(rng: random.Random) -> Problem:
 
 def named_plan(problem: Problem, rng: random.Random) -> Plan:
     """The plan of a random policy that covers the problem, in a random placement and deal of heads."""
-    groups, placement = rng.choice((None, rng.randint(1, problem.group))), rng.choice(PLACEMENTS)
+    groups, placement = rng.choice((None, rng.randint(1, problem.group))), rng.choice(COMMON_PLACEMENTS)
     policy = rng.choice([*(policy() for policy in POLICIES.values()), Shift(ring=rng.randint(1, 40))])
     try:
         return build_plan(problem, policy, placement, head_groups=groups)

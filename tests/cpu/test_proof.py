@@ -26,8 +26,8 @@ from dash_attn.errors import (
 )
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import (
+    COMMON_PLACEMENTS,
     FA3,
-    PLACEMENTS,
     POLICIES,
     SPT,
     Descending,
@@ -380,7 +380,7 @@ def test_a_verified_plan_cannot_be_changed() -> None:
 
 def test_min_workers_needs_a_verified_plan() -> None:
     plan = causal_plan()
-    with pytest.raises(PlacementError, match="known only after"):
+    with pytest.raises(PlanError, match="known only after"):
         _ = plan.with_items(plan.items).min_workers
 
 
@@ -410,7 +410,7 @@ def small_plans() -> list[Plan]:
                     heads=heads, kv_heads=kv_heads, seqlen=128 * tiles, head_dim=64, mask=mask
                 )
                 for name in POLICIES:
-                    for placement in PLACEMENTS:
+                    for placement in COMMON_PLACEMENTS:
                         try:
                             found.append(build_plan(problem, policy_by_name(name), placement))
                         except ValueError:
@@ -455,9 +455,9 @@ def test_what_is_no_policy_is_named(policy: Any) -> None:
     problem = Problem.dense(seqlen=256, head_dim=64)
     with pytest.raises(ScheduleNameError, match=f"a policy is a name, .* got {policy!r}"):
         build_plan(problem, policy)
-    with pytest.raises(PlacementError, match="unknown placement ''; known: policy, "):
+    with pytest.raises(ScheduleNameError, match="unknown placement ''; known: policy, "):
         build_plan(problem, "spt + ")
-    with pytest.raises(PlacementError, match="a placement is a name or a Placement, got None"):
+    with pytest.raises(ScheduleNameError, match="a placement is a name or a Placement, got None"):
         build_plan(problem, "spt", None)  # type: ignore[arg-type]
 
 

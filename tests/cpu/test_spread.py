@@ -83,7 +83,7 @@ def test_a_smaller_gpu_has_enough_items_sooner() -> None:
 def test_buffers_begin_at_multiples_of_128_bytes(batch: int, keys: int) -> None:
     """As programs ask for: they are parts of one allocation."""
     problem = PLAIN._replace(batch=batch, total_q=batch, heads=4, kv_heads=1, page_size=keys)
-    words, _ = Spread(problem, CPU)._sizes
+    words, _ = Spread(problem, CPU)._numbers
     assert [n for n in words if n % 32 or not n] == []
 
 

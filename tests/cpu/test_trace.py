@@ -13,20 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import plans
 
+from dash_attn.backends.base import Tensors
 from dash_attn.backends.cuda.upload import Upload
 from dash_attn.backends.sm90.arguments import Given
 from dash_attn.backends.sm90.forward import launch
 from dash_attn.backends.sm90.forward.arguments import named
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.forward.traced import traced_forward
+from dash_attn.backends.sm90.launch import Debug
 from dash_attn.errors import InputError, PlanMismatchError
 from dash_attn.model import Costs, ForwardCosts, ForwardTimeline, Timeline, simulate, simulate_forward
 from dash_attn.model.forward import save_forward
 from dash_attn.model.output import PictureError
 from dash_attn.model.trace import measured_forward, measured_timeline
 from dash_attn.problem import Mask, Problem
-from dash_attn.schedule import ForwardNumerics, ForwardPlan, Plan, build_forward_plan
+from dash_attn.schedule import ForwardNumerics, ForwardPlan, Plan, build_forward_plan, build_plan
 from dash_attn.schedule.interleave import item_tasks
+from dash_attn.tools import measure
 
 
 def recorded(timeline: Timeline, first_sm: int) -> np.ndarray:
@@ -192,3 +195,29 @@ def test_the_traced_variant_is_given_a_trace(monkeypatch: pytest.MonkeyPatch, q_
     assert found.plan.items == 6
     assert found.trace.tolist() == [[3 * item + 2, 3 * item + 3, 3 * item + 4] for item in range(6)]
     assert (found.out.shape, found.lse.shape) == (q.shape, (1, 3, 300))
+
+
+def test_v_of_a_trace_may_have_another_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so does dout."""
+    problem = Problem.dense(
+        batch=2, seqlen_q=3, seqlen_k=5, heads=4, kv_heads=2, head_dim=192, head_dim_v=128
+    )
+    q, k, v = inputs = measure.random_inputs(problem, "cpu")
+    assert [x.shape for x in inputs] == [(2, 3, 4, 192), (2, 5, 2, 192), (2, 5, 2, 128)]
+    assert {x.dtype for x in inputs} == {torch.bfloat16}
+    given = []
+
+    class Done(Exception):
+        """Here the GPU would write a trace."""
+
+    def run_backward(plan: Plan, tensors: Tensors, scale: float, *, debug: Debug) -> None:
+        given.append(tensors)
+        raise Done
+
+    monkeypatch.setattr(measure, "_check_traced", lambda problem: None)
+    monkeypatch.setattr(measure, "random_inputs", lambda problem: inputs)
+    monkeypatch.setattr(measure.launch, "run_backward", run_backward)
+    with pytest.raises(Done):
+        measure.simulated_and_measured(build_plan(problem, "fa3"))
+    assert given[0][1:4] == (q, k, v)
+    assert given[0].dout.shape == given[0].out.shape == (2, 3, 4, 128)

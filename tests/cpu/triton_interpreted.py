@@ -55,7 +55,7 @@ from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.backends.triton.parts import whole_columns, whole_part, whole_rows
 from dash_attn.backends.triton.tables import backward_tables
 from dash_attn.backends.triton.tiles import TILES, forward_numerics
-from dash_attn.errors import InputError, PlacementError, PlanMismatchError
+from dash_attn.errors import InputError, PlanError, PlanMismatchError
 from dash_attn.problem import Mask
 from dash_attn.schedule import FA3, SPT, Descending, Plan, Shift, SymmetricShift, build_plan, prove
 from dash_attn.scores import Scores
@@ -442,7 +442,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(PlanMismatchError, match="lse has shape"):
         prepared.backward(build_plan(problem, SPT()), tensors._replace(lse=lse[:1]), SCORES)
     plan = build_plan(problem, SPT())
-    with pytest.raises(PlacementError, match="verified"):
+    with pytest.raises(PlanError, match="verified"):
         prepared.backward(plan.with_items(plan.items), tensors, SCORES)
     with pytest.raises(PlanMismatchError, match="q has shape"):
         prepared.forward(q[1:], k, v, SCORES)

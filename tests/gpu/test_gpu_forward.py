@@ -16,7 +16,7 @@ from torch import Tensor
 from dash_attn.backends.sm90.forward.config import forward_config
 from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.backends.sm90.forward.traced import traced_forward
-from dash_attn.backends.sm90.launch import DTYPES
+from dash_attn.backends.sm90.tiles import SHORT_DTYPES
 from dash_attn.model.roofline import CLOCK_GHZ
 from dash_attn.model.trace import measured_forward
 from dash_attn.peers import fa4
@@ -39,7 +39,7 @@ DEVICE = torch.device("cuda", 0)
 def run(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, blocks: int | None = None, **numbers: object
 ) -> tuple[Tensor, Tensor]:
-    config = replace(forward_config(problem.head_dim, DTYPES[problem.dtype]), **numbers)
+    config = replace(forward_config(problem.head_dim, SHORT_DTYPES[problem.dtype]), **numbers)
     return Forward(problem, DEVICE, blocks=blocks, config=config)(q, k, v, problem.head_dim**-0.5)
 
 

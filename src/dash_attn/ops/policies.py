@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import DashError, InputError
+from ..errors import InputError, ScheduleNameError
 from ..schedule import POLICIES, Numerics, Schedule
 from ..schedule.placement import PLACEMENTS
 
@@ -59,14 +59,14 @@ def schedule_named(name: str) -> Schedule:
     """The schedule that prints as this name, such as "spt", "shift(ring=64)" or "descending + lpt".
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or a parameter of it is out of range.
     """
     own, _, placement = name.partition(" + ")
     try:
         if own in _OWN:
             return Schedule.of(_OWN[own], placement or "policy")
         return Schedule.parse(name)
-    except DashError as error:
+    except ScheduleNameError as error:
         hint = "a Policy of your own is known once a call outside of torch.compile has used it"
         raise InputError(f"{error}; {hint}") from error
 

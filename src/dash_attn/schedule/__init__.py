@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .build import PLACEMENTS, build_plan
+from .build import COMMON_PLACEMENTS, build_plan
 from .defaults import choose_policy
 from .forward import ForwardNumerics
 from .forward_plan import ForwardPlan, build_forward_plan, prove_forward
@@ -24,8 +24,8 @@ from .schedule import Schedule
 from .table import from_table, to_table
 
 __all__ = [
+    "COMMON_PLACEMENTS",
     "FA3",
-    "PLACEMENTS",
     "POLICIES",
     "SPT",
     "ByLength",

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from ..errors import PlacementError, ScheduleNameError, UnsupportedMaskError
+from ..errors import InputError, PlacementError, ScheduleNameError, UnsupportedMaskError
 from ..problem import IntArray, Problem, TileGrid
 from .batch import Batch
 from .head_groups import default_head_groups, most_heads
@@ -21,9 +21,9 @@ from .proof import examine
 from .schedule import Schedule
 from .tickets import derive_runs
 
-__all__ = ["PLACEMENTS", "build_plan", "check_covered"]
+__all__ = ["COMMON_PLACEMENTS", "build_plan", "check_covered"]
 
-PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
+COMMON_PLACEMENTS: tuple[Literal["policy", "lpt"], ...] = ("policy", "lpt")
 """Placements that go with every policy."""
 
 _KEPT_PATTERNS, _KEPT_KV_TILES, _KEPT_SHAPES = 1024, 512, 4096
@@ -50,8 +50,9 @@ def build_plan(
             :func:`~dash_attn.schedule.head_groups.default_head_groups` says for each sequence.
 
     Raises:
-        ScheduleNameError: there is no policy of that name, or it is no policy.
-        PlacementError: unknown placement, or ``head_groups`` is not in 1..q heads per kv head.
+        ScheduleNameError: there is no policy or placement of that name, or it is none.
+        InputError: ``head_groups`` is not in 1..q heads per kv head, or a name's parameter is out of range.
+        PlacementError: the placement is not for this policy, or lists items wrongly.
         UnsupportedMaskError: the policy does not cover a sequence of the problem.
         PlanError: the proof fails (a defect of the policy).
 
@@ -64,7 +65,7 @@ def build_plan(
     """
     schedule = _schedule(numerics, placement)
     if head_groups is not None and not (type(head_groups) is int and 1 <= head_groups <= problem.group):
-        raise PlacementError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
+        raise InputError(f"head_groups must be in 1..{problem.group}, got {head_groups}")
     patterns = _patterns(problem, schedule.numerics, head_groups)
     batch = Batch(problem, patterns)
     # Placed as if the longest sequences came first: what is claimed last should be short, for all others wait

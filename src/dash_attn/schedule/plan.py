@@ -357,9 +357,13 @@ class Plan:
 
     @property
     def min_workers(self) -> int:
-        """Smallest number of resident workers under which the plan cannot deadlock."""
+        """Smallest number of resident workers under which the plan cannot deadlock.
+
+        Raises:
+            PlanError: the plan was not verified.
+        """
         if self.verdict is None:
-            raise PlacementError("min_workers is known only after the plan was verified")
+            raise PlanError("min_workers is known only after the plan was verified")
         return self.verdict.min_workers
 
     @cached_property

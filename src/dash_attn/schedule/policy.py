@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ..errors import UnsupportedMaskError
+from ..errors import InputError
 from ..problem import TileGrid
 from .tickets import SummationGroup, Visit
 
@@ -20,12 +20,14 @@ def printed(choice: object, name: str) -> str:
     return f"{name}({', '.join(given)})" if given else name
 
 
-def require_integers(choice: object, name: str, *parameters: str) -> None:
-    """Raise UnsupportedMaskError unless these parameters are integers or None."""
+def require_integers(choice: Any, least: int, *parameters: str) -> None:
+    """Raise InputError unless these are integers >= ``least``, or None where that is the default."""
     for parameter in parameters:
         value = getattr(choice, parameter)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise UnsupportedMaskError(f"{name}: {parameter} must be an integer, got {value!r}")
+        if value is None and getattr(type(choice), parameter) is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{choice.name}: {parameter} must be an integer >= {least}, got {value!r}")
 
 
 @dataclass(frozen=True)

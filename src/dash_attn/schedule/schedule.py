@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..errors import PlacementError, ScheduleNameError
+from ..errors import ScheduleNameError
 from .numerics import POLICIES
 from .placement import PLACEMENTS, Placement, default_placement
 from .policy import Numerics
@@ -33,19 +33,20 @@ class Schedule(NamedTuple):
         """Numerics with a placement, or a placement's name; "policy" is the one that suits the numerics.
 
         Raises:
-            PlacementError: there is no such placement.
+            ScheduleNameError: there is no such placement.
+            InputError: a parameter of it is out of range.
         """
         if isinstance(placement, Placement):
             return cls(numerics, placement)
         if not isinstance(placement, str):
-            raise PlacementError(f"a placement is a name or a Placement, got {placement!r:.40}")
+            raise ScheduleNameError(f"a placement is a name or a Placement, got {placement!r:.40}")
         if placement == "policy":
             return cls(numerics, default_placement(numerics))
         name, parameters = _name_and_parameters(placement)
         try:
             return cls(numerics, PLACEMENTS[name](**parameters))
         except (KeyError, TypeError) as error:
-            raise PlacementError(
+            raise ScheduleNameError(
                 f"unknown placement {placement!r}; known: policy, {', '.join(PLACEMENTS)}"
             ) from error
 
@@ -55,8 +56,7 @@ class Schedule(NamedTuple):
 
         Raises:
             ScheduleNameError: there is none.
-            PlacementError: there is no such placement.
-            UnsupportedMaskError: a parameter is out of range.
+            InputError: a parameter is out of range.
         """
         if name == "auto":
             raise ScheduleNameError("auto is no schedule: choose_policy(problem) says which one it takes")

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import DashError
 from ..model import H200, H200_WORKERS, Costs
 from ..problem import DTYPES, Mask, Problem, default_tiles
-from ..schedule import PLACEMENTS, POLICIES, Plan, Schedule, build_plan, choose_policy, policy_by_name
+from ..schedule import COMMON_PLACEMENTS, POLICIES, Plan, Schedule, build_plan, choose_policy, policy_by_name
 from .limits import require_batch, require_plannable
 from .shapes import KEYS
 
@@ -97,7 +97,9 @@ def problem_flags(
         group = parser.add_argument_group("plan")
         group.add_argument("--policy", type=policy_name, metavar="NAME", default="auto", help=_POLICY)
         group.add_argument(
-            "--placement", choices=PLACEMENTS, help="order in which items are claimed, if --policy names none"
+            "--placement",
+            choices=COMMON_PLACEMENTS,
+            help="order in which items are claimed, if --policy names none",
         )
         group.add_argument("--ring", type=int, help="shift: kv tiles of a ring")
         group.add_argument("--stride", type=int, help="shift: q tiles between the starts of two members")

@@ -119,10 +119,9 @@ def _plan_of(args: argparse.Namespace, workers: int) -> ForwardPlan:
 def _rows(problem: Problem) -> int:
     """Rows of a q tile of the kernel, or of the backward's where there is no kernel."""
     from ..backends.sm90.forward.launch import config_of
-    from ..backends.sm90.launch import DTYPES
-    from ..backends.sm90.tiles import covers
+    from ..backends.sm90.tiles import SHORT_DTYPES, covers
 
-    if covers(problem.head_dim, problem.head_dim_v) and problem.dtype in DTYPES:
+    if covers(problem.head_dim, problem.head_dim_v) and problem.dtype in SHORT_DTYPES:
         return config_of(problem).tile_m
     return default_tiles(problem.head_dim, problem.head_dim_v)[0]
 

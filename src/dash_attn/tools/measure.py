@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..backends.base import Tensors, backend_for, backend_named
+from ..backends.shapes import tensor_shapes
 from ..backends.sm90 import launch
 from ..backends.sm90.forward.traced import traced_forward
 from ..backends.sm90.tiles import forward_kernel_of
@@ -16,7 +17,7 @@ from ..problem import Problem
 from ..schedule import Plan
 from ..scores import Scores
 
-__all__ = ["simulated_and_measured", "simulated_and_measured_forward"]
+__all__ = ["random_inputs", "simulated_and_measured", "simulated_and_measured_forward"]
 
 RUNS = 3
 """The last one is warm."""
@@ -33,10 +34,10 @@ def simulated_and_measured(plan: Plan) -> tuple[Timeline, Timeline]:
     _check_traced(problem)
     if not plan.problem.tasks:
         raise InputError("there is nothing to trace: no row sees a key")
-    q, k, v = _random_inputs(problem)
+    q, k, v = random_inputs(problem)
     scale = problem.head_dim**-0.5
     out, lse = backend_for(q.device).prepare(problem, q.device, False).forward(q, k, v, Scores(scale))
-    tensors = Tensors(torch.randn_like(q), q, k, v, out, lse)
+    tensors = Tensors(torch.randn_like(out), q, k, v, out, lse)
     debug = launch.Debug(trace=True)
     for _ in range(RUNS):
         result = launch.run_backward(plan, tensors, scale, debug=debug)
@@ -54,7 +55,7 @@ def simulated_and_measured_forward(problem: Problem) -> tuple[ForwardTimeline, F
     """
     _check_traced(problem)
     costs = ForwardCosts.h200(forward_kernel_of(problem.head_dim, problem.head_dim_v)[0])
-    traced = traced_forward(problem, _random_inputs(problem), runs=RUNS)
+    traced = traced_forward(problem, random_inputs(problem), runs=RUNS)
     measured = measured_forward(traced.plan, traced.trace.cpu().numpy(), CLOCK_GHZ)
     return simulate_forward(traced.plan, costs, H200_WORKERS), measured
 
@@ -66,16 +67,10 @@ def _check_traced(problem: Problem) -> None:
         raise InputError(reason)
 
 
-def _random_inputs(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v of a dense batch."""
-    (seqlen_q, seqlen_k), batch = problem.sequences[0], len(problem.sequences)
-    dtype = getattr(torch, problem.dtype)
-
-    def random(seqlen: int, heads: int) -> torch.Tensor:
-        return torch.randn(batch, seqlen, heads, problem.head_dim, device="cuda").to(dtype)
-
-    return (
-        random(seqlen_q, problem.heads),
-        random(seqlen_k, problem.kv_heads),
-        random(seqlen_k, problem.kv_heads),
-    )
+def random_inputs(
+    problem: Problem, device: torch.device | str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Normal q, k, v of a dense batch."""
+    shapes, dtype = tensor_shapes(problem)[4], getattr(torch, problem.dtype)
+    q, k, v = (torch.randn(size, device=device).to(dtype) for size in (shapes.q, shapes.k, shapes.v))
+    return q, k, v

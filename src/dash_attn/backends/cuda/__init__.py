@@ -1,1 +1,1 @@
-"""What every backend on an NVIDIA GPU needs: compiling, caching, counting SMs, turns."""
+"""What every backend on an NVIDIA GPU needs: compiling, caching, counting SMs, limits, turns."""

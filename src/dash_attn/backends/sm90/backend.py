@@ -20,17 +20,18 @@ from ...schedule.constants import SOFTCAP_VERSION
 from ...scores import PLAIN, Scores
 from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, RowIntervals, Tensors, refuse_backward
 from ..cached import CachedProblem, PreparedCached
+from ..cuda.limits import MOST_GRID
 from ..cuda.multiprocessors import multiprocessors
 from ..shapes import Keys, forward_shapes
 from .cached.launch import Cached
 from .compile import flavour
 from .forward.launch import Forward, config_of, numerics_of, why_no_scale
-from .launch import DTYPES, Debug, run_backward
+from .launch import Debug, run_backward
 from .segments import add_sums, finish_keys, run_segment, words_of_sum
 from .sinks.launch import finish_sink
 from .softcap import cap_of, why_no_cap
 from .spread.launch import Spread, spreads
-from .tiles import HEAD_DIMS, covers, has_intervals, has_softcap, kernel_of, name_of, tiles_of
+from .tiles import HEAD_DIMS, SHORT_DTYPES, covers, has_intervals, has_softcap, kernel_of, name_of, tiles_of
 
 __all__ = ["BACKEND"]
 
@@ -206,10 +207,6 @@ def _why_no_compiler() -> str:
     return f"the sm90 backend needs {' and '.join(missing)}: pip install 'dash-attn[cuda]'"
 
 
-_MOST_HEADS = 65_535
-"""Blocks that a grid may have in its second dimension."""
-
-
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
@@ -219,10 +216,10 @@ class _SM90(Backend):
         major, minor = _capability(device)
         if (major, minor) != (9, 0):
             return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
-        if problem.dtype not in DTYPES:
-            return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(DTYPES)}"
-        if problem.heads > _MOST_HEADS:
-            return f"{problem.heads} q heads are not supported by sm90, at most {_MOST_HEADS}"
+        if problem.dtype not in SHORT_DTYPES:
+            return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(SHORT_DTYPES)}"
+        if problem.heads > MOST_GRID:
+            return f"{problem.heads} q heads are not supported by sm90, at most {MOST_GRID}"
         of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
         if reason := _why_no_head_dim(problem) or of_scores:
             return reason

@@ -28,7 +28,7 @@ from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import STEPS, SinkConfig
 from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
-from .tiles import CACHED, FORWARD, TILES, has_intervals, has_softcap, kernel_of
+from .tiles import CACHED, FORWARD, SHORT_DTYPES, TILES, has_intervals, has_softcap, kernel_of
 
 __all__ = [
     "ARCH",
@@ -57,7 +57,6 @@ Config = (
 )
 
 ARCH = "sm_90a"
-DTYPES = "bf16", "fp16"
 
 
 class CompilerOutput(NamedTuple):
@@ -123,7 +122,7 @@ def backward_variants() -> dict[str, BackwardConfig]:
 def forward_variants() -> dict[str, ForwardConfig]:
     """Those of the forward: product, with a sink, debug, and with a softcap."""
     found = {}
-    for (head_dim, head_dim_v, rest), dtype in product(FORWARD, DTYPES):
+    for (head_dim, head_dim_v, rest), dtype in product(FORWARD, SHORT_DTYPES.values()):
         name = _name("forward", head_dim, head_dim_v, dtype) + f"-rest{rest}" * (rest > 0)
         base = forward_config(head_dim, dtype, head_dim_v, rest)
         found[name] = base
@@ -160,7 +159,7 @@ def cached_variants() -> dict[str, CachedConfig]:
 def spread_variants() -> dict[str, SpreadConfig]:
     """Those of the forward over a cache whose keys are spread over blocks; each also with a softcap."""
     found = {}
-    for head_dim, dtype, piece in product(HEAD_DIMS, DTYPES, PIECES):
+    for head_dim, dtype, piece in product(HEAD_DIMS, SHORT_DTYPES.values(), PIECES):
         base = spread_config(head_dim, dtype, piece)
         found[f"spread-d{head_dim}-{dtype}-{piece}"] = base
         found[f"spread-d{head_dim}-{dtype}-{piece}-softcap"] = replace(base, softcap=True)
@@ -169,7 +168,7 @@ def spread_variants() -> dict[str, SpreadConfig]:
 
 def _kinds(direction: str, softcap: bool = False) -> Iterator[tuple[str, tuple[int, int], str]]:
     """A name, head dims of Q and V, and a dtype. ``softcap``: those that have variants with one."""
-    for head_dims, dtype in product(CACHED if direction == "cached" else TILES, DTYPES):
+    for head_dims, dtype in product(CACHED if direction == "cached" else TILES, SHORT_DTYPES.values()):
         if has_softcap(*head_dims) or not softcap:
             yield _name(direction, *head_dims, dtype), head_dims, dtype
 

@@ -38,10 +38,9 @@ from .places import Buffer, address_of, place_of
 from .resident import OnDevice, on_device
 from .sinks.launch import Statistics, add_to_sink_sums, sink_gradient
 from .softcap import cap_of
-from .tiles import Kernel, kernel_of
+from .tiles import SHORT_DTYPES, Kernel, kernel_of
 
 __all__ = [
-    "DTYPES",
     "NO_DEBUG",
     "Debug",
     "Demand",
@@ -54,7 +53,6 @@ __all__ = [
     "variant_of",
 ]
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 SPIN_LIMIT = 2_000_000
 """Polls after which a bounded wait gives up: a few seconds."""
 _SUMS = slice(arguments.PARTS.index("dq_acc"), arguments.PARTS.index("group_sums") + 1)
@@ -254,7 +252,7 @@ def _config(kernel: Kernel, dtype: str, asked: Demand, spin_limit: int) -> Backw
     debug = asked.debug
     return BackwardConfig(
         kernel.head_dim,
-        DTYPES[dtype],
+        SHORT_DTYPES[dtype],
         kernel.padded or asked.intervals,
         Accumulation.TICKETS if asked.ordered else Accumulation.ATOMIC,
         key_sums=asked.key_sums,

@@ -14,7 +14,6 @@ from .add_sums.config import AddSumsConfig
 from .compile import program
 from .key_sums.config import KeySumsConfig
 from .launch import (
-    DTYPES,
     NO_DEBUG,
     Debug,
     Demand,
@@ -26,7 +25,7 @@ from .launch import (
 )
 from .resident import on_device
 from .sinks.launch import add_to_sink_sums
-from .tiles import kernel_of, tiles_of
+from .tiles import SHORT_DTYPES, kernel_of, tiles_of
 
 __all__ = ["add_sums", "check_sums", "finish_keys", "run_segment", "words_of_sum"]
 
@@ -104,6 +103,6 @@ def add_sums(sums: Tensor, more: Tensor) -> None:
 def finish_keys(sums: Tensor, softmax_scale: float, dk: Tensor, dv: Tensor) -> None:
     """Make dK and dV of complete sums: :meth:`Backend.finish_keys`."""
     head_dim, head_dim_v, _ = kernel_of(dk.shape[3], dv.shape[3])
-    config = KeySumsConfig(head_dim, DTYPES[str(dk.dtype).removeprefix("torch.")], head_dim_v)
+    config = KeySumsConfig(head_dim, SHORT_DTYPES[str(dk.dtype).removeprefix("torch.")], head_dim_v)
     with as_current(dk.device):
         program(config)(sums.view(-1), dk, dv, softmax_scale, sums.shape[3])

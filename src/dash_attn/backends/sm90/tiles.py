@@ -8,6 +8,7 @@ __all__ = [
     "CACHED",
     "FORWARD",
     "HEAD_DIMS",
+    "SHORT_DTYPES",
     "TILES",
     "ForwardKernel",
     "Kernel",
@@ -23,6 +24,9 @@ __all__ = [
     "row_bytes_of",
     "tiles_of",
 ]
+
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+"""Dtypes of the kernels, and what these are called in configurations and names of variants."""
 
 
 class Registers(NamedTuple):

@@ -37,7 +37,10 @@ def append_kernel(
 
 
 def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor, table: Tensor) -> None:
-    """As :func:`..cpu.cached.append`, for tensors on a GPU whose last dimension may have any stride of 1."""
+    """As :func:`..cpu.cached.append`, for tensors on a GPU.
+
+    The last dimension of the caches has stride 1; new tokens may have any strides.
+    """
     for where, what in zip(cache, new):
         what = what if what.stride(-1) == 1 else what.contiguous()
         pages, size, heads, head_dim = where.shape

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...schedule import ForwardNumerics
+from ..cuda.limits import MOST_GRID
 from ..cuda.multiprocessors import multiprocessors
 from .forward_kernel import forward_kernel
 from .segments_kernel import fold_segments_kernel
@@ -21,8 +22,6 @@ __all__ = ["Launch", "parts_of"]
 
 MOST_WORDS = 2**26
 """Of the sums of single segments, in fp32: 268 MB."""
-MOST_PARTS = 65_535
-"""Blocks that a grid may have in its second dimension."""
 
 
 def processors(device: torch.device) -> int:
@@ -40,7 +39,7 @@ def parts_of(programs: int, segments: int, words: int, device: torch.device) -> 
         device: with more programs than half its SMs, a split would gain one round at most.
     """
     few = segments > 1 and 2 * programs <= processors(device)
-    return segments if few and segments <= MOST_PARTS and segments * words <= MOST_WORDS else 1
+    return segments if few and segments <= MOST_GRID and segments * words <= MOST_WORDS else 1
 
 
 class Launch(NamedTuple):

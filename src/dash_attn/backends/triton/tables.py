@@ -34,7 +34,8 @@ __all__ = [
 ]
 
 WORDS = 16
-_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP, _SEQUENCE, _STATS = range(7, 16)
+_Q_BATCH, _Q_ROW, _K_BATCH, _K_ROW, _SEQLEN_Q, _SEQLEN_K, _DIAGONAL = range(7)
+_TILE, _FIRST, _COUNT, _HEAD, _HEADS, _SLOT, _STEP, _SEQUENCE, _STATS = range(7, WORDS)
 _PASS = _STEP
 
 Words = NDArray[np.int32]
@@ -97,10 +98,10 @@ def most_segments(records: Words, mask: Mask, rows: int, segment: int) -> int:
     [2, 3]
     """
     top = records[:, _TILE].astype(np.int64) * rows
-    keys, diagonal = records[:, 5], records[:, 6]
+    keys, diagonal = records[:, _SEQLEN_K], records[:, _DIAGONAL]
     left, right = mask.sides
     first = np.zeros_like(top) if left < 0 else np.maximum(top + diagonal - left, 0)
-    bottom = np.minimum(top + rows, records[:, 4]) - 1
+    bottom = np.minimum(top + rows, records[:, _SEQLEN_Q]) - 1
     last = keys - 1 if right < 0 else np.minimum(bottom + diagonal + right, keys - 1)
     counts = (np.maximum(last, -1) + segment) // segment - first // segment
     return int(counts.max(initial=0))
@@ -205,18 +206,18 @@ def _sequences(problem: Problem, packed: bool, keys: Keys | None) -> Words:
     records = np.zeros((len(lengths), WORDS), dtype=np.int32)
     index = np.arange(len(lengths))
     if packed:
-        records[:, 1] = first_of_each(lengths[:, 0])[:-1]
+        records[:, _Q_ROW] = first_of_each(lengths[:, 0])[:-1]
     else:
-        records[:, 0] = index
+        records[:, _Q_BATCH] = index
     if keys is not None and keys.starts is not None:
-        records[:, 3] = keys.starts
+        records[:, _K_ROW] = keys.starts
     elif keys is not None or not packed:
-        records[:, 2] = index
+        records[:, _K_BATCH] = index
     else:
-        records[:, 3] = first_of_each(lengths[:, 1])[:-1]
-    records[:, 4:6] = lengths
+        records[:, _K_ROW] = first_of_each(lengths[:, 1])[:-1]
+    records[:, [_SEQLEN_Q, _SEQLEN_K]] = lengths
     records[:, _SEQUENCE] = index
-    records[:, 6] = lengths[:, 1] - lengths[:, 0] if problem.q_starts is None else problem.q_starts
+    records[:, _DIAGONAL] = lengths[:, 1] - lengths[:, 0] if problem.q_starts is None else problem.q_starts
     return records
 
 

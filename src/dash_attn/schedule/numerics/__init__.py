@@ -27,7 +27,13 @@ POLICIES: dict[str, type[Numerics]] = {
 
 
 def policy_by_name(name: str, **parameters: int | None) -> Numerics:
-    """The policy of this name; parameters it does not have raise TypeError, unknown names ValueError."""
+    """The policy of this name.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: it has no such parameter.
+        InputError: a parameter is out of range.
+    """
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
     return POLICIES[name](**parameters)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...errors import UnsupportedMaskError
 from ..constants import LONG_FROM, SHIFT_KEYS, SHIFT_TO
 from ..policy import Numerics, Policy, require_integers
 from .descending import Descending
@@ -44,10 +43,7 @@ class ByLength(Numerics):
     shift_from: int | None = None
 
     def __post_init__(self) -> None:
-        require_integers(self, self.name, "long_from", "shift_from")
-        for name in ("long_from", "shift_from"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise UnsupportedMaskError(f"{name} must be >= 0, got {value}")
+        require_integers(self, 0, "long_from", "shift_from")
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int) -> Policy:
         if self.shifts(seqlen_q, seqlen_k):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...errors import UnsupportedMaskError
 from ...problem import TileGrid
 from ..policy import Policy, require_integers, sweep
 from ..tickets import SummationGroup, Visit
@@ -38,9 +37,7 @@ class Descending(Policy):
     by_head_from: int | None = None
 
     def __post_init__(self) -> None:
-        require_integers(self, self.name, "by_head_from")
-        if self.by_head_from is not None and self.by_head_from < 0:
-            raise UnsupportedMaskError(f"by_head_from must be >= 0, got {self.by_head_from}")
+        require_integers(self, 0, "by_head_from")
 
     def for_lengths(self, seqlen_q: int, seqlen_k: int) -> Policy:
         if self.by_head_from is None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...errors import UnsupportedMaskError
+from ...errors import InputError, UnsupportedMaskError
 from ...problem import IntArray, TileGrid
 from ..policy import Policy, require_integers
 from ..tickets import SummationGroup, Visit
@@ -58,27 +58,22 @@ Run(q_first=0, q_step=1, count=1, t_first=3, t_step=0, t_hold=1)]
     max_stride: int | None = None
 
     def __post_init__(self) -> None:
-        require_integers(self, self.name, "ring", "stride", "min_stride", "max_stride")
+        require_integers(self, 1, "ring", "stride", "min_stride", "max_stride")
+        if self.stride is not None and (self.min_stride, self.max_stride) != (None, None):
+            raise InputError(
+                f"shift: stride {self.stride} leaves nothing for min_stride {self.min_stride} and max_stride "
+                f"{self.max_stride} to decide"
+            )
+        if self.min_stride is not None and self.max_stride is not None and self.min_stride > self.max_stride:
+            raise InputError(
+                f"shift: min_stride must be <= max_stride, got {self.min_stride} and {self.max_stride}"
+            )
 
     def check(self, grid: TileGrid) -> None:
         if not grid.is_full:
             raise UnsupportedMaskError(
                 f"shift needs a mask that leaves every task, this one leaves {grid.tasks} of "
                 f"{grid.q_tiles * grid.kv_tiles}"
-            )
-        if self.ring is not None and self.ring < 1:
-            raise UnsupportedMaskError(f"ring must be >= 1, got {self.ring}")
-        for name in ("stride", "min_stride", "max_stride"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UnsupportedMaskError(f"{name} must be >= 1, got {value}")
-        if self.stride is not None and (self.min_stride, self.max_stride) != (None, None):
-            raise UnsupportedMaskError(
-                f"stride {self.stride} leaves nothing for min_stride {self.min_stride} and max_stride "
-                f"{self.max_stride} to decide"
-            )
-        if self.min_stride is not None and self.max_stride is not None and self.min_stride > self.max_stride:
-            raise UnsupportedMaskError(
-                f"min_stride must be <= max_stride, got {self.min_stride} and {self.max_stride}"
             )
         needed = self._ring(grid) * (1 if self.stride is None else self.stride)
         if needed > grid.q_tiles:

@@ -8,13 +8,12 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import PlacementError
 from ...machine import HEADS_TOGETHER
 from ...problem import IntArray
 from ..batch import Batch
 from ..constants import LONG_FROM
 from ..numerics import ByLength
-from ..policy import Numerics
+from ..policy import Numerics, require_integers
 from .base import Placement, sorted_by
 from .in_order import downwards, heads_in_turns, queueing
 from .pairs import Pairs
@@ -42,8 +41,7 @@ class LongFirst(Placement):
     long_from: int = LONG_FROM
 
     def __post_init__(self) -> None:
-        if self.long_from < 0:
-            raise PlacementError(f"long_from must be >= 0, got {self.long_from}")
+        require_integers(self, 0, "long_from")
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         lengths = batch.problem.lengths

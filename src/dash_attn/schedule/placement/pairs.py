@@ -10,7 +10,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from ...errors import PlacementError
 from ...machine import WORKERS
 from ...problem import IntArray
 from ..batch import Batch
@@ -35,9 +34,7 @@ class Pairs(Placement):
     heads_at_once: int | None = None
 
     def __post_init__(self) -> None:
-        require_integers(self, self.name, "heads_at_once")
-        if self.heads_at_once is not None and self.heads_at_once < 1:
-            raise PlacementError(f"heads_at_once must be >= 1, got {self.heads_at_once}")
+        require_integers(self, 1, "heads_at_once")
 
     def place(self, batch: Batch, numerics: Numerics) -> IntArray:
         half = batch.flat("half", lambda p: np.full(p.grid.kv_tiles, -(-p.grid.kv_tiles // 2)))

@@ -16,9 +16,9 @@ __all__ = ["REPLAYS", "Contender", "measure", "order_of_round"]
 
 T = TypeVar("T")
 REPLAYS = 4
-HEAD_START = 4_000_000
-"""Cycles that the GPU pauses before a round, about 2 ms: calls queue up behind it, so that the time
-between two events is the GPU's and not the host's."""
+HEAD_START = 2_000_000
+"""Cycles that the GPU pauses before a round for each of its calls, about 1 ms: all calls queue up behind it,
+so that the time between two events is the GPU's and not the host's, however short calls are."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ def measure(contenders: Sequence[Contender], rounds: int, replays: int = REPLAYS
         if not contender.reason and (call := _prepared(contender, replays)):
             calls.append((contender, call))
     for number in range(rounds):
-        torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(HEAD_START * len(calls))  # type: ignore[no-untyped-call]
         events = [_timed(contender, call) for contender, call in order_of_round(calls, number, rounds)]
         torch.cuda.synchronize()
         for contender, start, end in events:

@@ -22,9 +22,8 @@ from ...cuda.upload import constant, loadable
 from ..compile import program
 from ..forward.config import ROWS
 from ..forward.launch import numerics_of, why_no_scale
-from ..launch import DTYPES
 from ..softcap import cap_of, why_no_cap
-from ..tiles import cached_kernel_of
+from ..tiles import SHORT_DTYPES, cached_kernel_of
 from .arguments import HEADER_WORDS, RECORD_WORDS, Launch, Places, Tensors, Workspace
 from .config import CHUNK_PIECES, PIECES, CachedConfig, cached_config, chunk_config
 
@@ -47,7 +46,7 @@ def config_of(problem: CachedProblem) -> CachedConfig:
     rows = problem.longest_q
     if problem.packed and rows == problem.total_q:  # nobody said how many rows the longest one has
         rows = -(-problem.total_q // max(problem.batch, 1))
-    dtype, few = DTYPES[problem.dtype], rows * problem.group <= ROWS
+    dtype, few = SHORT_DTYPES[problem.dtype], rows * problem.group <= ROWS
     pieces = [n for n in CHUNK_PIECES if problem.most_pages == 1 or problem.page_size % n == 0]
     chunk = chunk_config(head_dim, dtype, pieces[0], head_dim_v)
     if _fill_tiles(problem, chunk.tile_m):

@@ -18,10 +18,9 @@ from ...cuda.upload import Upload, loadable
 from ...shapes import Keys
 from ..compile import program
 from ..fold.config import fold_config
-from ..launch import DTYPES
 from ..places import Buffer, address_of, place_of, sizes_of
 from ..softcap import Cap
-from ..tiles import forward_kernel_of
+from ..tiles import SHORT_DTYPES, forward_kernel_of
 from .arguments import BOUNDS_WORDS
 from .config import ForwardConfig, forward_config
 from .table import forward_table
@@ -46,7 +45,7 @@ def why_no_scale(softmax_scale: float) -> str:
 def config_of(problem: Problem) -> ForwardConfig:
     """What a problem runs with."""
     head_dim, head_dim_v, rest = forward_kernel_of(problem.head_dim, problem.head_dim_v)
-    return forward_config(head_dim, DTYPES[problem.dtype], head_dim_v, rest)
+    return forward_config(head_dim, SHORT_DTYPES[problem.dtype], head_dim_v, rest)
 
 
 def numerics_of(problem: Problem) -> ForwardNumerics:

@@ -11,6 +11,7 @@ import torch
 from ....machine import L2_BYTES
 from ....schedule.constants import FORWARD_SEGMENT
 from ...cached import CachedProblem
+from ...cuda.limits import MOST_GRID
 from ..cached.launch import Cached, allocate, config_of, whole_lines
 from ..forward.config import ROWS, WARP_ROWS
 from .arguments import Launch, Workspace
@@ -20,8 +21,6 @@ __all__ = ["LEAST_KEYS", "Spread", "spreads"]
 
 LEAST_KEYS = 512
 """With fewer, more kernels take longer than the keys."""
-
-MOST_GRID = 65_535
 
 
 def spreads(problem: CachedProblem, sms: int) -> bool:
@@ -51,7 +50,7 @@ class Spread(Cached):
         super().__init__(problem, device, config=replace(config, piece=base.piece))
 
     @cached_property
-    def _sizes(self) -> tuple[list[int], tuple[int, ...]]:
+    def _numbers(self) -> tuple[list[int], tuple[int, ...]]:
         """Words of the workspace, and what a launch is given besides the scale."""
         p, c = self.problem, self.config
         assert isinstance(c, SpreadConfig)
@@ -61,5 +60,5 @@ class Spread(Cached):
         return whole_lines(words), (p.batch, p.most_pages, tiles, segments, *p.sides)
 
     def _work(self, scale: float, device: torch.device) -> list[Any]:
-        words, numbers = self._sizes
+        words, numbers = self._numbers
         return [*Workspace._make(allocate(words, device)), *Launch(scale, *numbers)]
