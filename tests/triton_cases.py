@@ -13,6 +13,10 @@ from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.problem import Problem
 from dash_attn.testing import assert_same_bytes
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
+GPU_BOUND = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 5e-6}
+"""Of errors on a GPU."""
+
 
 def triton_problem(
     *lengths: int | tuple[int, int], head_dim: int, head_dim_v: int = -1, **shape: Any
