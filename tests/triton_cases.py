@@ -13,6 +13,10 @@ from dash_attn.backends.triton.backend import BACKEND
 from dash_attn.problem import Problem
 from dash_attn.testing import assert_same_bytes
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
+GPU_BOUND = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 5e-6}
+"""Of errors on a GPU."""
+
 
 def triton_problem(
     *lengths: int | tuple[int, int], head_dim: int, head_dim_v: int = -1, **shape: Any
@@ -29,23 +33,19 @@ Results = tuple[Tensor, Tensor]
 
 def noted_folds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many segments per row there are in every launch of the forward that is split, from now on."""
-    from dash_attn.backends.triton.split import Launch
-
     found: list[int] = []
-    fold = Launch._fold
+    fold = split.Launch._fold
 
-    def noted(self: Launch, programs: int, parts: int, *rest: Any) -> None:
+    def noted(self: split.Launch, programs: int, parts: int, *rest: Any) -> None:
         found.append(parts)
         fold(self, programs, parts, *rest)
 
-    monkeypatch.setattr(Launch, "_fold", noted)
+    monkeypatch.setattr(split.Launch, "_fold", noted)
     return found
 
 
 def with_and_without_a_split(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Results]) -> Results:
     """out and lse of a call, which has the same bytes when its one launch is split, as if SMs were many."""
-    from dash_attn.backends.triton import split
-
     with monkeypatch.context() as patch:
         folds = noted_folds(patch)
         patch.setattr(split, "processors", lambda device: 0)

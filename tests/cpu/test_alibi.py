@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from score_cases import MASKS, drawn, gradients
 from torch import Tensor
 
 from dash_attn import attention, flash_attn_func, flash_attn_varlen_func, is_supported, plan_for
@@ -19,18 +20,8 @@ from dash_attn.problem import Mask, Problem
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 
-MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (40, 0)}]
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0])
 BY_BATCH = torch.stack([SLOPES, SLOPES.flip(0)])
-
-
-def drawn(
-    rows: int = 150, keys: int = 200, dtype: torch.dtype = torch.float64, heads: tuple[int, ...] = (4, 2, 2)
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(2, rows, heads[0], 16), (2, keys, heads[1], 16), (2, keys, heads[2], 16)]
-    tensors = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
-    return [x.to(dtype).requires_grad_() for x in tensors]
 
 
 def biased(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor, **how: Any) -> Any:
@@ -50,13 +41,6 @@ def plain(
     if window:
         hidden = hidden | (distance > window[0])
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-
-
-def gradients(function: Any, tensors: list[Tensor], slopes: Tensor, **how: Any) -> list[Tensor]:
-    """out, dq, dk, dv."""
-    out = function(*tensors, slopes, **how)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, tensors, dout.to(out.dtype))]
 
 
 @pytest.mark.parametrize("how", MASKS, ids=str)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from score_cases import MASKS, drawn, gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -22,16 +23,6 @@ from dash_attn.scores import Origin, Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 
 P, SEED = 0.3, 2**40 + 7
-MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (40, 0)}]
-
-
-def drawn(
-    rows: int = 150, keys: int = 200, dtype: torch.dtype = torch.float64, heads: tuple[int, ...] = (4, 2, 2)
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(2, rows, heads[0], 16), (2, keys, heads[1], 16), (2, keys, heads[2], 16)]
-    tensors = [torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes]
-    return [x.to(dtype).requires_grad_() for x in tensors]
 
 
 def dropped(
@@ -62,13 +53,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: Any = N
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     weights = weights * pattern(q.shape[0], q.shape[2], q.shape[1], k.shape[1]) / (1 - P)
     return torch.einsum("bhqk,bkhd->bqhd", weights.to(v.dtype), v)
-
-
-def gradients(function: Any, tensors: list[Tensor], **how: Any) -> list[Tensor]:
-    """out, dq, dk, dv."""
-    out = function(*tensors, **how)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, tensors, dout.to(out.dtype))]
 
 
 # The generator

@@ -10,6 +10,7 @@ import torch
 from attention_cases import SCALE, executed, expected, packed_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from score_cases import MASKS
 from strategies import masks, sequences, tiles
 from torch import Tensor
 from torch.nn import functional as F
@@ -38,7 +39,6 @@ from dash_attn.spec import AttentionSpec
 from dash_attn.testing import assert_same_bytes
 
 PAIRS = [(192, 128), (24, 16), (8, 40)]
-MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (40, 0)}]
 
 
 def drawn(

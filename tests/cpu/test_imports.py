@@ -137,7 +137,9 @@ def test_only_the_triton_backend_imports_triton(path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["schedule", "model"])
 def test_pure_parts_name_no_heavy_library(folder: str) -> None:
-    for path in [*(SOURCE / folder).rglob("*.py"), SOURCE / "problem.py", SOURCE / "grid.py"]:
+    paths = list((SOURCE / folder).rglob("*.py"))
+    assert paths
+    for path in [*paths, SOURCE / "problem.py", SOURCE / "grid.py"]:
         assert not {"torch", "cutlass"} & imported_libraries(path), path
 
 

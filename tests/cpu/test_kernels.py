@@ -116,7 +116,9 @@ def test_machine_code_is_what_is_on_record(name: str) -> None:
 def test_memory_is_touched_when_the_kernel_before_is_done(name: str) -> None:
     """A kernel may start before the one before it ends. What it read too early could be an old value, which
     the emulator does not see: there one kernel runs after the other."""
-    for ptx in compiled(variants()[name]).ptx.split(".entry")[1:]:
+    entries = compiled(variants()[name]).ptx.split(".entry")[1:]
+    assert entries
+    for ptx in entries:
         assert touching(ptx), "the control: behind the wait something is found"
         if name != "add-sums":  # which is launched when the kernel before has ended
             assert not touching(ptx.partition("griddepcontrol.wait")[0])

@@ -229,10 +229,15 @@ def test_a_plan_of_ones_own_in_a_selective_checkpoint() -> None:
     asked: list[object] = []
     contexts = partial(create_selective_checkpoint_contexts, chosen, allow_cache_entry_mutation=True)
     call = partial(apply_plan, plan, softmax_scale=0.1)
-    out = checkpoint(lambda x: call(x, x, x)[0], x, use_reentrant=False, context_fn=contexts)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return 2 * call(x, x, x)[0]
+
+    out = checkpoint(step, x, use_reentrant=False, context_fn=contexts)
     (found,) = torch.autograd.grad(out.square().sum(), x)
-    (wanted,) = torch.autograd.grad(call(x, x, x)[0].square().sum(), x)
+    (wanted,) = torch.autograd.grad(step(x).square().sum(), x)
     assert_same_bytes(found, wanted)
+    assert torch.ops.aten.mul.Tensor in asked, "it sees nothing"
     assert torch.ops.aten.mm.default not in asked
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cache_cases import draw, int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,16 +27,8 @@ BAD = (float("nan"), float("inf"), -float("inf"))
 MASKS: list[dict[str, object]] = [{}, {"causal": True}, {"window_size": (40, 0)}, {"window_size": (9, 30)}]
 
 
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def ends_of(lengths: list[int]) -> Tensor:
     return int32(0, *torch.tensor(lengths).cumsum(0).tolist())
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cache_of(packed: Tensor, lengths: list[int], rows: int, bad: float) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from score_cases import MASKS, gradients
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +22,6 @@ from dash_attn.problem import Mask, Problem
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
 
-MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (40, 0)}]
 ENDS = torch.tensor([0, 200, 400], dtype=torch.int32)
 
 
@@ -54,13 +54,6 @@ def plain(
     scores = torch.cat([scores.masked_fill(hidden, -torch.inf), column], 3)
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., :-1], v)
     return out, scores.logsumexp(-1)
-
-
-def gradients(function: Any, tensors: list[Tensor], **how: Any) -> list[Tensor]:
-    """out, dq, dk, dv, dsink."""
-    out = function(*tensors, **how)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [out.detach(), *torch.autograd.grad(out, tensors, dout.to(out.dtype))]
 
 
 @pytest.mark.parametrize("how", MASKS, ids=str)

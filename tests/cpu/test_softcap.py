@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from score_cases import MASKS
 from torch import Tensor
 
 from dash_attn import attention, flash_attn_func, flash_attn_varlen_func, is_supported, plan_for
@@ -16,8 +17,6 @@ from dash_attn.errors import InputError
 from dash_attn.problem import Mask
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
-
-MASKS: list[dict[str, Any]] = [{}, {"causal": True}, {"causal": True, "window": (40, 0)}]
 
 
 def drawn(

@@ -10,21 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import (
-    SCALE,
-    packed_tensors,
-)
-from triton_runs import (
-    BOUND,
-    CPU,
-    LENGTHS,
-    MASKS,
-    SCORES,
-    assert_accurate,
-    few_keys,
-    problem_of,
-    run,
-)
+from attention_cases import SCALE, packed_tensors
+from triton_runs import BOUND, CPU, LENGTHS, MASKS, SCORES, assert_accurate, few_keys, problem_of, run
 
 import dash_attn
 from dash_attn.backends.base import AuxTensors, RowIntervals

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import (
-    SCALE,
-    expected,
-)
+from attention_cases import SCALE, expected
 from torch import Tensor
 
 from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors
@@ -24,7 +21,6 @@ from dash_attn.scores import Scores
 from triton_cases import triton_problem
 
 CPU = torch.device("cpu")
-NAMES = ("out", "lse", "dq", "dk", "dv")
 SCORES = Scores(SCALE)
 BOUND = {"float32": 2e-6, "float16": 2e-3}
 

@@ -12,23 +12,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from attention_cases import (
-    SCALE,
-    packed_tensors,
-    split,
-)
+from attention_cases import SCALE, packed_tensors, split
 from torch import Tensor
-from triton_runs import (
-    CPU,
-    MASKS,
-    NAMES,
-    SCORES,
-    SHORT,
-    assert_accurate,
-    few_keys,
-    problem_of,
-    run,
-)
+from triton_runs import CPU, MASKS, SCORES, SHORT, assert_accurate, few_keys, problem_of, run
 
 import dash_attn
 from dash_attn.backends.base import AuxTensors
@@ -42,6 +28,7 @@ from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, SPT, Descending, build_plan
 from dash_attn.scores import Origin, Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
+from triton_cases import NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in rows that see nothing
 
@@ -108,6 +95,7 @@ def test_alibi(mask: Mask, head_dim: int, dtype: str, by_batch: bool) -> None:
         assert not same_bytes(got, found[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS[:2], ids=lambda mask: mask.name)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_alibi_that_grows_with_the_distance(mask: Mask, dtype: str) -> None:
@@ -119,6 +107,7 @@ def test_alibi_that_grows_with_the_distance(mask: Mask, dtype: str) -> None:
     assert_accurate(problem, tensors, found, slack=8, scores=scores, aux=aux)
 
 
+@pytest.mark.slow
 def test_alibi_in_the_public_functions() -> None:
     """Dense and packed have the same bytes, which are those of the prepared call."""
     problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")
@@ -196,6 +185,7 @@ def test_dropout(mask: Mask, head_dim: int, dtype: str) -> None:
     assert_accurate(problem, tensors, run(plan, tensors, scores, aux), 2, scores=scores, aux=aux)
 
 
+@pytest.mark.slow
 def test_another_seed_of_dropout_gives_other_bytes() -> None:
     """But of lse. Two runs with one seed have the same."""
     problem = problem_of((33, 150))
@@ -209,6 +199,7 @@ def test_another_seed_of_dropout_gives_other_bytes() -> None:
         assert same_bytes(one[name], other[name]) == (name == "lse"), name
 
 
+@pytest.mark.slow
 def test_a_part_of_a_call_drops_what_the_whole_call_drops() -> None:
     """To the byte, by its origin: q heads of one kv head, a sequence, and in the forward rows."""
     problem = problem_of((40, 40), (70, 90), mask=Mask.causal(), heads=4, kv_heads=2)
@@ -242,6 +233,7 @@ def test_a_part_of_a_call_drops_what_the_whole_call_drops() -> None:
     assert not same_bytes(local["dq"], heads["dq"])
 
 
+@pytest.mark.slow
 def test_dropout_counts_keys_from_the_first_one_of_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows behind a window, whose keys begin at another segment of keys."""
     few_keys(monkeypatch, 128)
@@ -278,6 +270,7 @@ def test_dropout_in_segments_of_rows(window: tuple[int, int] | None) -> None:
         torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_in_the_public_functions() -> None:
     """A seed given as a number or a tensor at any place, or drawn; dense and packed have the same bytes."""
     problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")
@@ -340,6 +333,7 @@ def test_the_gradient_of_a_sink_has_its_bytes_in_segments_of_rows() -> None:
     assert_same_bytes(found[2], found[0])
 
 
+@pytest.mark.slow
 def test_a_sink_without_weight_changes_no_byte() -> None:
     problem = problem_of((70, 70), (33, 150), (90, 4), mask=Mask.causal())
     tensors, plan = packed_tensors(problem), build_plan(problem, SPT())
@@ -356,6 +350,7 @@ def test_a_large_sink_has_a_gradient_where_rows_end_within_a_tile() -> None:
     assert torch.autograd.grad(out.sum(), sink)[0].isfinite()
 
 
+@pytest.mark.slow
 def test_sinks_in_the_public_functions() -> None:
     """The bytes of the prepared call; a sink that is no contiguous fp32; dense."""
     problem = problem_of((90, 90), (90, 90), mask=Mask.causal(), head_dim=40, dtype="float16")

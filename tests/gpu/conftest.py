@@ -19,7 +19,7 @@ import torch
 from fuzz_case import poisoned_memory
 
 HERE = Path(__file__).parent
-ANY_GPU = ("test_gpu_triton.py", "test_gpu_triton_split.py")
+ANY_GPU = ("test_gpu_triton.py", "test_gpu_triton_functions.py", "test_gpu_triton_split.py")
 
 
 def _why_skip(any_gpu: bool) -> str:

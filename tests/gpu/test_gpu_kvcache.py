@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cuda_tensors import draw, int32
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -35,15 +36,6 @@ def as_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
     yield
     forget()
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(BF16)
 
 
 @pytest.mark.parametrize("number", range(PROBLEMS))

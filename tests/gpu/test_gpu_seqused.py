@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from cuda_tensors import draw, int32
 from torch import Tensor
 from torch.library import opcheck
 
@@ -24,17 +25,8 @@ LENGTHS = {"three": (130, 0, 700), "one": (333,), "long": (17_000, 8193, 128)}
 PLACES = ("dense", "transposed", "packed")
 
 
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
 def ends_of(lengths: list[int]) -> Tensor:
     return int32(*accumulate(lengths, initial=0))
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
 
 
 def placed(keys: list[Tensor], place: str, rows: int, bad: float) -> tuple[Tensor, Tensor | None]:

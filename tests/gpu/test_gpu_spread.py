@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from cuda_tensors import draw, int32
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_with_kvcache
@@ -36,15 +37,6 @@ def ask(monkeypatch: pytest.MonkeyPatch, spread: bool) -> None:
     """Spread keys where it is worth it, as always, or never."""
     monkeypatch.setattr(backend, "spreads", lambda *given: spread and spreads(*given))
     calls._call.cache_clear()
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
 def cache(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_tensors import draw, int32
 from torch import Tensor
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -24,20 +25,10 @@ from triton_cases import Results, fold_backwards, noted_folds, triton_problem, w
 pytest.importorskip("triton", reason="Triton is not installed")
 
 DEVICE = torch.device("cuda", 0)
-BF16 = torch.bfloat16
 LENGTHS = ((70, 70), (0, 30), (40, 0), (33, 3000), (900, 130), (1, 5000))
 MASKS = [Mask.full(), Mask.causal(), Mask.window(700, 0), Mask.window(600, 70)]
 
 problem_of = partial(triton_problem, mask=Mask.causal(), dtype="bfloat16", heads=4, kv_heads=2)
-
-
-def draw(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-
-def int32(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
