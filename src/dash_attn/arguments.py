@@ -11,6 +11,7 @@ from .backends.base import NO_AUX, AuxTensors, check_backend, check_device, give
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
+from .ops.lengths import Packing, Used
 from .ops.policies import policy_key
 from .problem import DTYPES
 from .schedule import Numerics, Schedule
@@ -45,29 +46,6 @@ __all__ = [
     "dense",
     "spec_of",
 ]
-
-
-class Packing(NamedTuple):
-    """Where the sequences of a packed batch lie, as the caller gave it."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: Any = None
-    max_seqlen_k: Any = None
-
-
-class Used(NamedTuple):
-    """Where the sequences of a batch lie whose keys are not all used, as the caller gave it.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: None: dense tensors, a batch is a sequence.
-    """
-
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor
-    max_seqlen_q: Any = None
-    max_seqlen_k: Any = None
 
 
 class Asked(NamedTuple):
@@ -106,7 +84,7 @@ class CheckedCall(NamedTuple):
         """What follows the tensors in a call of the operators."""
         if self.packing is None:
             return (*self.aux, *self.spec)
-        return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
+        return (*self.aux, *self.packing.tensors, *self.spec, *self.packing.longest)
 
 
 def aux_of(

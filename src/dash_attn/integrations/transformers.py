@@ -50,7 +50,7 @@ from . import OLDEST_TRANSFORMERS, release
 from .callers import refuse_models_that_do_not_call
 from .continuous import paged_attention_forward
 from .keywords import refuse_unknown
-from .padding import Packing, check_mask_of_tokens, packing_of
+from .padding import MaskPacking, check_mask_of_tokens, packing_of
 from .positions import Sizes, assert_separate, separate
 from .spread_rows import INSIDE, Layer, attend_spread, refuse_inside
 from .token_masks import TokenMask, isolate, token_mask
@@ -188,7 +188,7 @@ class _Shown(NamedTuple):
 
     causal: bool
     window: tuple[int, int]
-    packing: Packing | None
+    packing: MaskPacking | None
 
 
 def _shown_by_mask(mask: TokenMask, sliding_window: int | None, position_ids: Tensor | None) -> _Shown:
@@ -317,7 +317,7 @@ def _numbers(mask: Tensor | None, sizes: Sizes) -> Tensor | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_sequences(
-    mask: TokenMask | Tensor | None, packing: Packing | None, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor
+    mask: TokenMask | Tensor | None, packing: MaskPacking | None, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor
 ) -> None:
     """Bounds that the caller gives must be those of the mask, if that has any."""
     if packing is None:
@@ -336,7 +336,7 @@ def _check_sequences(
             )
 
 
-def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, Any]) -> Tensor:
+def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: MaskPacking, how: dict[str, Any]) -> Tensor:
     """Attention of the rows that are no padding; the others are zero."""
     rows_q, rows_k = (x.to(q.device) for x in (packing.rows_q, packing.rows_k))  # layers may be elsewhere
     packed = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))]
