@@ -96,7 +96,7 @@ def _apply(
     check_aux(aux, q, len(plan.problem.sequences))
     check_rows(aux, k, None)
     scores = Scores(scale, softcap, dropout_p=p, **given_by(aux))
-    chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
+    chosen = first_that_covers(asked, q.device, lambda x: x.why_not(plan.problem, q.device, packed, scores))
     for name, x in (("q", q), ("k", k), ("v", v)):
         if is_wrapped(x):
             raise InputError(f"{name} is a {type(x).__name__}: a plan is for plain tensors")

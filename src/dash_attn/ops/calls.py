@@ -29,7 +29,7 @@ from ..backends.shapes import Keys
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
-from ..scores import ORIGIN, Origin, Scores
+from ..scores import ORIGIN, Origin
 from ..spec import AttentionSpec
 from .lengths import Packing, Used, check_longest, host_used, packed_lengths
 from .policies import forget_with, schedule_named
@@ -97,9 +97,14 @@ class Call:
         keys: Keys | None = None,
     ) -> None:
         self.scores = spec.scores
-        self.backend, self.problem = first_that_covers(
-            lambda backend: _problem(spec, shapes, backend), spec.backend, device, packed, self.scores
-        )
+        problems: dict[str, Problem] = {}
+
+        def why_not(backend: Backend) -> str:
+            problem = problems[backend.name] = _problem(spec, shapes, backend)
+            return backend.why_not(problem, device, packed, self.scores)
+
+        self.backend = first_that_covers(spec.backend, device, why_not)
+        self.problem = problems[self.backend.name]
         self.spec, self.device = spec, device
         self.prepared: Prepared = self.backend.prepare(self.problem, device, packed, keys)
         self._plan: Plan | None = None
@@ -326,31 +331,22 @@ def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:
         raise InputError(str(error)) from error
 
 
-def first_that_covers(
-    problem_of: Callable[[Backend], Problem],
-    asked: str,
-    device: torch.device,
-    packed: bool,
-    scores: Scores,
-) -> tuple[Backend, Problem]:
-    """The first backend that covers a problem, and the problem.
+def first_that_covers(asked: str, device: torch.device, why_not: Callable[[Backend], str]) -> Backend:
+    """The first backend that covers a problem.
 
     Args:
-        problem_of: the problem, as it is for a backend.
         asked: "auto", or the name of a backend.
         device: of the tensors.
-        packed: they are.
-        scores: what becomes of scores.
+        why_not: why a backend does not cover it; empty if it does.
 
     Raises:
         InputError: none does, or the one that is asked for does not; the message says why.
     """
     reasons = {}
     for backend in backends_for(device, asked):
-        problem = problem_of(backend)
-        reason = backend.why_not(problem, device, packed, scores)
+        reason = why_not(backend)
         if not reason:
-            return backend, problem
+            return backend
         reasons[backend.name] = reason
     if len(reasons) == 1:
         raise InputError(*reasons.values())
