@@ -39,6 +39,7 @@ __all__ = [
     "check_aux",
     "check_call",
     "check_dtype",
+    "check_int32",
     "check_planned",
     "check_rows",
     "check_tensor",
@@ -340,7 +341,7 @@ def _batch(q: Tensor, packing: Packing | Used | None) -> int:
 def _checked_packing(packing: Packing, device: torch.device) -> Packing:
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_lengths(name, x, device, least=1)
+        check_int32(name, x, device, ("batch + 1",), least=1)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise InputError(
             f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} sequences, "
@@ -352,13 +353,13 @@ def _checked_packing(packing: Packing, device: torch.device) -> Packing:
 
 def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
     cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k = used
-    _check_lengths("seqused_k", seqused_k, q.device, least=0)
+    check_int32("seqused_k", seqused_k, q.device, ("batch",))
     batch = seqused_k.shape[0]
     for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
         if cu_seqlens is None:
             found, what = x.shape[0], f"{name} has batch {x.shape[0]}"
         else:
-            _check_lengths(f"cu_seqlens_{name}", cu_seqlens, q.device, least=1)
+            check_int32(f"cu_seqlens_{name}", cu_seqlens, q.device, ("batch + 1",), least=1)
             found = cu_seqlens.shape[0] - 1
             what = f"cu_seqlens_{name} has {found} sequences"
         if found != batch:
@@ -375,26 +376,29 @@ def check_rows(aux: AuxTensors, k: Tensor, packing: Packing | Used | None) -> No
             continue
         if isinstance(packing, Used):
             raise InputError(f"{name} is not supported with seqused_k")
-        x = dense(name, x)
-        if x.dtype != torch.int32:
-            raise InputError(f"{name} must be torch.int32, got {x.dtype}")
-        if x.shape != k.shape[:-2]:
-            raise InputError(
-                f"{name} must have shape {tuple(k.shape[:-2])}, a row per key, got {tuple(x.shape)}"
-            )
-        _check_place(name, x, k.device)
+        check_int32(name, x, k.device, tuple(k.shape[:-2]), note=", a row per key")
 
 
-def _check_place(name: str, x: Tensor, device: torch.device) -> None:
-    if x.device != device and x.device.type != "cpu":
-        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+def check_int32(
+    name: str, x: object, device: torch.device, shape: tuple[int | str, ...], least: int = 0, note: str = ""
+) -> None:
+    """Raise InputError unless it is an int32 tensor of a shape, on q's device or on the CPU.
 
-
-def _check_lengths(name: str, x: object, device: torch.device, *, least: int) -> None:
+    Args:
+        name: of x in errors.
+        x: what is given.
+        device: of q.
+        shape: a string stands for any size, and is its name in errors.
+        least: the first size must not be less.
+        note: follows the shape in errors.
+    """
     x = dense(name, x)
     if x.dtype != torch.int32:
         raise InputError(f"{name} must be torch.int32, got {x.dtype}")
-    if x.ndim != 1 or x.shape[0] < least:
-        shape = "(batch + 1,)" if least else "(batch,)"
-        raise InputError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    _check_place(name, x, device)
+    # not `size in (...)`, which torch.compile gets wrong where one of them is a symbol
+    fits = x.ndim == len(shape) and all(isinstance(n, str) or n == size for n, size in zip(shape, x.shape))
+    if not fits or (least and x.shape[0] < least):
+        sizes = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+        raise InputError(f"{name} must have shape {sizes}{note}, got {tuple(x.shape)}")
+    if x.device != device and x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
