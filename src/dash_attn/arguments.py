@@ -90,20 +90,22 @@ class CheckedCall(NamedTuple):
 
 def aux_of(
     q: Tensor,
-    learnable_sink: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout: tuple[float, int | Tensor | None] = (0.0, None),
-    rows: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> AuxTensors:
     """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none.
 
-    ``dropout``: its probability and its seed, which is left out where nothing is dropped. ``rows``:
-    ``row_starts`` and ``row_ends``.
+    The seed is left out where nothing is dropped.
 
     Raises:
         InputError: the probability or the seed cannot be used.
     """
-    dropout_p, seed = dropout
+    seed = dropout_seed
     if seed is not None:
         if not isinstance(seed, Tensor):
             seed = _seed_of(seed, q)
@@ -111,9 +113,9 @@ def aux_of(
             if isinstance(q, Tensor):
                 check_aux(AuxTensors(dropout_seed=seed), q, 0)
             seed = None
-    if learnable_sink is None and alibi_slopes is None and seed is rows[0] is rows[1] is None:
+    if learnable_sink is None and alibi_slopes is None and seed is row_starts is row_ends is None:
         return NO_AUX
-    return AuxTensors(learnable_sink, alibi_slopes, seed, *rows)
+    return AuxTensors(learnable_sink, alibi_slopes, seed, row_starts, row_ends)
 
 
 def _seed_of(seed: object, q: object) -> Tensor:

@@ -106,8 +106,10 @@ def is_supported(
             deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
             q_segment=q_segment,
         )  # fmt: skip
-        dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
-        aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+        aux = aux_of(
+            q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+        )  # fmt: skip
         if _is_over_cache(kept, new, lengths):
             # There it is another name of return_lse.
             check_flag("return_softmax_lse", flash_options.pop("return_softmax_lse", False))
@@ -223,7 +225,9 @@ def plan_for(
         causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
         softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
-    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, row_starts=row_starts, row_ends=row_ends
+    )
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     if call.parts:
         raise InputError(
@@ -288,7 +292,9 @@ def fingerprints(
         causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
         softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
-    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, row_starts=row_starts, row_ends=row_ends
+    )
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     both = call.prepared.forward_fingerprint, call.fingerprint
     forward, backward = (call.backend.with_scores(x, call.scores) for x in both)
