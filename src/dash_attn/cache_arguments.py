@@ -231,7 +231,7 @@ def _checked_new(
     if k is None and v is None:
         return None
     if k is None or v is None:
-        raise InputError("give k and v, or neither; got only one of them")
+        raise InputError(f"give k and v, or neither; got {kind_of(k)} and {kind_of(v)}")
     rows = None
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         check_tensor(name, x, q, (4,), "4 dimensions")

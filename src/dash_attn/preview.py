@@ -23,7 +23,7 @@ from .errors import DashError, InputError
 from .ops.cached import cached_call
 from .ops.calls import Call
 from .schedule import Numerics, Plan, Schedule
-from .values import Window, check_flag, check_flash_options, short
+from .values import Window, check_flag, check_flash_options, kind_of, short
 
 __all__ = ["Fingerprints", "Support", "fingerprints", "is_supported", "plan_for"]
 
@@ -150,7 +150,8 @@ class _Lengths(NamedTuple):
         if self.seqused_k is not None:
             return Used(bounds_q, bounds_k, self.seqused_k, self.max_seqlen_q, self.max_seqlen_k)
         if bounds_q is None or bounds_k is None:
-            raise InputError("give cu_seqlens_q and cu_seqlens_k, or neither; got only one of them")
+            given = f"{kind_of(bounds_q)} and {kind_of(bounds_k)}"
+            raise InputError(f"give cu_seqlens_q and cu_seqlens_k, or neither; got {given}")
         return Packing(bounds_q, bounds_k, self.max_seqlen_q, self.max_seqlen_k)
 
 

@@ -46,6 +46,7 @@ from ..errors import InputError, UnavailableError
 from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
 from ..ops.spread import Spread, current_spread, told
+from ..values import kind_of
 from . import OLDEST_TRANSFORMERS, release
 from .callers import refuse_models_that_do_not_call
 from .continuous import paged_attention_forward
@@ -168,7 +169,8 @@ def attention_forward(
         shown = _shown_by_numbers(numbers, sizes, causal, sliding_window, position_ids, q.device)
     how |= {"causal": shown.causal, "window_size": shown.window}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
+        given = f"{kind_of(cu_seq_lens_q)} and {kind_of(cu_seq_lens_k)}"
+        raise InputError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, got {given}")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if q.shape[0] != 1:
             raise InputError(f"cu_seq_lens_q needs a batch of 1, got {q.shape[0]}")
