@@ -217,16 +217,20 @@ def shaped_call(
     return _shaped(sequences, sizes, dtype, device, packed, spec)
 
 
-@lru_cache(_CALLS)
-def _shaped(
+def _made(
     sequences: tuple[tuple[int, int], ...],
     sizes: _Sizes,
     dtype: torch.dtype,
     device: torch.device,
     packed: bool,
     spec: AttentionSpec,
+    keys: Keys | None = None,
 ) -> Call:
-    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed)
+    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed, keys)
+
+
+_shaped, _used = lru_cache(_CALLS)(_made), lru_cache(_CALLS)(_made)
+"""Two caches: new lengths of used keys, as every step of decoding has them, push out no other calls."""
 
 
 def packed_call(
@@ -303,21 +307,7 @@ def used_call(q: Tensor, k: Tensor, v: Tensor, used: Used, longest: _Longest, sp
     keys = Keys(tuple(k.shape), starts)
     sequences = tuple(zip(seqlens_q, found.seqlens))
     sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
-    return _used(sequences, keys, sizes, q.dtype, q.device, bounds_q is not None, spec)
-
-
-@lru_cache(_CALLS)
-def _used(
-    sequences: tuple[tuple[int, int], ...],
-    keys: Keys,
-    sizes: _Sizes,
-    dtype: torch.dtype,
-    device: torch.device,
-    packed: bool,
-    spec: AttentionSpec,
-) -> Call:
-    """``packed``: q is."""
-    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed, keys)
+    return _used(sequences, sizes, q.dtype, q.device, bounds_q is not None, spec, keys)
 
 
 def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:
