@@ -39,6 +39,7 @@ from torch import Tensor
 import dash_attn
 from dash_attn.backends.base import Tensors, backend_for
 from dash_attn.ops.calls import packed_call
+from dash_attn.ops.lengths import Packing
 from dash_attn.scores import Scores
 from dash_attn.spec import AttentionSpec
 
@@ -233,10 +234,10 @@ def unseen(rounds: int) -> Iterator[dict[str, Any]]:
 
 def look_up(q: Tensor, k: Tensor, bounds: Tensor) -> float:
     """Microseconds to find a known packed batch."""
-    spec, packing = AttentionSpec(0.1, -1, 0), (bounds, bounds, -1, -1)
+    spec, packing = AttentionSpec(0.1, -1, 0), Packing(bounds, bounds)
 
     def call() -> Call:
-        return packed_call(q, k, k, packing, spec)
+        return packed_call(q, k, k, packing, (-1, -1), spec)
 
     call()
     return round(statistics.median(host_us(call) for _ in range(200)), 1)

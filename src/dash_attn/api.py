@@ -139,6 +139,8 @@ def attention(
         causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
         softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
-    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
-    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
     return run_dense(q, k, v, aux, asked, return_lse)

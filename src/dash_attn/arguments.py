@@ -11,6 +11,7 @@ from .backends.base import NO_AUX, AuxTensors, check_backend, check_device, give
 from .errors import InputError
 from .ops.autograd import refuse_gradients
 from .ops.calls import DTYPE_NAMES
+from .ops.lengths import Packing, Used
 from .ops.policies import policy_key
 from .problem import DTYPES
 from .schedule import Numerics, Schedule
@@ -38,6 +39,7 @@ __all__ = [
     "check_aux",
     "check_call",
     "check_dtype",
+    "check_int32",
     "check_planned",
     "check_rows",
     "check_tensor",
@@ -45,29 +47,6 @@ __all__ = [
     "dense",
     "spec_of",
 ]
-
-
-class Packing(NamedTuple):
-    """Where the sequences of a packed batch lie, as the caller gave it."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: Any = None
-    max_seqlen_k: Any = None
-
-
-class Used(NamedTuple):
-    """Where the sequences of a batch lie whose keys are not all used, as the caller gave it.
-
-    Attributes:
-        cu_seqlens_q, cu_seqlens_k: None: dense tensors, a batch is a sequence.
-    """
-
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    seqused_k: Tensor
-    max_seqlen_q: Any = None
-    max_seqlen_k: Any = None
 
 
 class Asked(NamedTuple):
@@ -106,25 +85,27 @@ class CheckedCall(NamedTuple):
         """What follows the tensors in a call of the operators."""
         if self.packing is None:
             return (*self.aux, *self.spec)
-        return (*self.aux, *self.packing[:-2], *self.spec, *self.packing[-2:])
+        return (*self.aux, *self.packing.tensors, *self.spec, *self.packing.longest)
 
 
 def aux_of(
     q: Tensor,
-    learnable_sink: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout: tuple[float, int | Tensor | None] = (0.0, None),
-    rows: tuple[Tensor | None, Tensor | None] = (None, None),
+    *,
+    learnable_sink: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> AuxTensors:
     """The tensors beside q, k and v as the caller gave them; NO_AUX itself, if there are none.
 
-    ``dropout``: its probability and its seed, which is left out where nothing is dropped. ``rows``:
-    ``row_starts`` and ``row_ends``.
+    The seed is left out where nothing is dropped.
 
     Raises:
         InputError: the probability or the seed cannot be used.
     """
-    dropout_p, seed = dropout
+    seed = dropout_seed
     if seed is not None:
         if not isinstance(seed, Tensor):
             seed = _seed_of(seed, q)
@@ -132,9 +113,9 @@ def aux_of(
             if isinstance(q, Tensor):
                 check_aux(AuxTensors(dropout_seed=seed), q, 0)
             seed = None
-    if learnable_sink is None and alibi_slopes is None and seed is rows[0] is rows[1] is None:
+    if learnable_sink is None and alibi_slopes is None and seed is row_starts is row_ends is None:
         return NO_AUX
-    return AuxTensors(learnable_sink, alibi_slopes, seed, *rows)
+    return AuxTensors(learnable_sink, alibi_slopes, seed, row_starts, row_ends)
 
 
 def _seed_of(seed: object, q: object) -> Tensor:
@@ -362,7 +343,7 @@ def _batch(q: Tensor, packing: Packing | Used | None) -> int:
 def _checked_packing(packing: Packing, device: torch.device) -> Packing:
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_lengths(name, x, device, least=1)
+        check_int32(name, x, device, ("batch + 1",), least=1)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise InputError(
             f"cu_seqlens_k has {cu_seqlens_k.shape[0] - 1} sequences, "
@@ -374,13 +355,13 @@ def _checked_packing(packing: Packing, device: torch.device) -> Packing:
 
 def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
     cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k = used
-    _check_lengths("seqused_k", seqused_k, q.device, least=0)
+    check_int32("seqused_k", seqused_k, q.device, ("batch",))
     batch = seqused_k.shape[0]
     for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
         if cu_seqlens is None:
             found, what = x.shape[0], f"{name} has batch {x.shape[0]}"
         else:
-            _check_lengths(f"cu_seqlens_{name}", cu_seqlens, q.device, least=1)
+            check_int32(f"cu_seqlens_{name}", cu_seqlens, q.device, ("batch + 1",), least=1)
             found = cu_seqlens.shape[0] - 1
             what = f"cu_seqlens_{name} has {found} sequences"
         if found != batch:
@@ -397,26 +378,29 @@ def check_rows(aux: AuxTensors, k: Tensor, packing: Packing | Used | None) -> No
             continue
         if isinstance(packing, Used):
             raise InputError(f"{name} is not supported with seqused_k")
-        x = dense(name, x)
-        if x.dtype != torch.int32:
-            raise InputError(f"{name} must be torch.int32, got {x.dtype}")
-        if x.shape != k.shape[:-2]:
-            raise InputError(
-                f"{name} must have shape {tuple(k.shape[:-2])}, a row per key, got {tuple(x.shape)}"
-            )
-        _check_place(name, x, k.device)
+        check_int32(name, x, k.device, tuple(k.shape[:-2]), note=", a row per key")
 
 
-def _check_place(name: str, x: Tensor, device: torch.device) -> None:
-    if x.device != device and x.device.type != "cpu":
-        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")
+def check_int32(
+    name: str, x: object, device: torch.device, shape: tuple[int | str, ...], least: int = 0, note: str = ""
+) -> None:
+    """Raise InputError unless it is an int32 tensor of a shape, on q's device or on the CPU.
 
-
-def _check_lengths(name: str, x: object, device: torch.device, *, least: int) -> None:
+    Args:
+        name: of x in errors.
+        x: what is given.
+        device: of q.
+        shape: a string stands for any size, and is its name in errors.
+        least: the first size must not be less.
+        note: follows the shape in errors.
+    """
     x = dense(name, x)
     if x.dtype != torch.int32:
         raise InputError(f"{name} must be torch.int32, got {x.dtype}")
-    if x.ndim != 1 or x.shape[0] < least:
-        shape = "(batch + 1,)" if least else "(batch,)"
-        raise InputError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-    _check_place(name, x, device)
+    # not `size in (...)`, which torch.compile gets wrong where one of them is a symbol
+    fits = x.ndim == len(shape) and all(isinstance(n, str) or n == size for n, size in zip(shape, x.shape))
+    if not fits or (least and x.shape[0] < least):
+        sizes = f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+        raise InputError(f"{name} must have shape {sizes}{note}, got {tuple(x.shape)}")
+    if x.device != device and x.device.type != "cpu":
+        raise InputError(f"{name} is on {x.device}, q is on {device}; it may be there or on the cpu")

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .arguments import Asked, cast_to, check_aux, check_dtype, check_tensor, dense, spec_of
+from .arguments import Asked, cast_to, check_aux, check_dtype, check_int32, check_tensor, spec_of
 from .backends.base import AuxTensors, check_device
 from .backends.cached import PAGE_SIZES, CachedTensors
 from .errors import InputError
@@ -150,9 +150,9 @@ def check_paged(qkv: _QKV, paged: Paged, aux: AuxTensors, asked: Asked) -> Check
     (q,) = _cast(k, v, q, names=("k", "v"))
     batch = q.shape[0]
     if cu_seqlens_q is not None:
-        _check_int32("cu_seqlens_q", cu_seqlens_q, q, None)
+        check_int32("cu_seqlens_q", cu_seqlens_q, q.device, ("batch + 1",), least=1)
         batch = cu_seqlens_q.shape[0] - 1
-    _check_int32("seqused_k", seqused_k, q, (batch,))
+    check_int32("seqused_k", seqused_k, q.device, (batch,))
     check_aux(aux, q, batch)
     spec = spec_of(q, asked, aux)
     _refuse_gradients(q, k, v, *aux)
@@ -231,7 +231,7 @@ def _checked_new(
     if k is None and v is None:
         return None
     if k is None or v is None:
-        raise InputError("give k and v, or neither; got only one of them")
+        raise InputError(f"give k and v, or neither; got {kind_of(k)} and {kind_of(v)}")
     rows = None
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         check_tensor(name, x, q, (4,), "4 dimensions")
@@ -316,13 +316,13 @@ def _table(
     if pages is not None:
         if places is not None:
             raise InputError("cache_batch_idx is not supported with page_table, which says the same")
-        _check_int32("page_table", pages, q, (batch, -1))
+        check_int32("page_table", pages, q.device, (batch, "any"))
         if cache.shape[1] not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
             raise InputError(f"pages must have {sizes} tokens, got k_cache of shape {tuple(cache.shape)}")
         return pages
     if places is not None:
-        _check_int32("cache_batch_idx", places, q, (batch,))
+        check_int32("cache_batch_idx", places, q.device, (batch,))
         return places[:, None]
     if cache.shape[0] != batch:
         raise InputError(f"k_cache has batch {cache.shape[0]}, q has {batch}: give cache_batch_idx")
@@ -337,7 +337,7 @@ def _lengths(q: Tensor, given: object, room: int, more: int | None) -> tuple[Ten
             raise InputError("k and v need cache_seqlens, which says where they go; got None")
         given = room
     if isinstance(given, Tensor):
-        _check_int32("cache_seqlens", given, q, (q.shape[0],))
+        check_int32("cache_seqlens", given, q.device, (q.shape[0],))
         return given, given
     if not is_integer(given):
         raise InputError(f"cache_seqlens must be None, an integer or a tensor, got {short(given)}")
@@ -345,24 +345,3 @@ def _lengths(q: Tensor, given: object, room: int, more: int | None) -> tuple[Ten
         raise InputError(f"cache_seqlens is {given}, a sequence has room for 0 to {room} keys")
     known = torch.full((q.shape[0],), int(given), dtype=torch.int32, device="cpu")
     return torch.full_like(known, int(given), device=q.device), known
-
-
-def _check_int32(name: str, x: object, q: Tensor, shape: tuple[int, ...] | None) -> None:
-    """int32, on q's device or the CPU. ``shape``: -1: any; None: (batch + 1,)."""
-    x = dense(name, x)
-    if x.dtype != torch.int32:
-        raise InputError(f"{name} must be torch.int32, got {x.dtype}")
-    if shape is None:
-        fits = x.ndim == 1 and x.shape[0] >= 1
-    else:  # not `b in (-1, a)`, which torch.compile gets wrong where one of them is a symbol
-        fits = x.ndim == len(shape) and all(b == -1 or a == b for a, b in zip(x.shape, shape))
-    if not fits:
-        raise InputError(f"{name} must have shape {_as_text(shape)}, got {tuple(x.shape)}")
-    if x.device != q.device and x.device.type != "cpu":
-        raise InputError(f"{name} is on {x.device}, q is on {q.device}; it may be there or on the cpu")
-
-
-def _as_text(shape: tuple[int, ...] | None) -> str:
-    if shape is None:
-        return "(batch + 1,)"
-    return f"({', '.join('any' if n < 0 else str(n) for n in shape)}{',' if len(shape) == 1 else ''})"

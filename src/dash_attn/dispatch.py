@@ -52,15 +52,15 @@ def run_packed(
         aux = completed(aux, asked.dropout_p, q)
         if isinstance(packing, Used):
             refuse_gradients(q, k, v, *aux)
-            out, lse = used_call(q, k, v, (*packing[:3], *longest), spec).forward(q, k, v, aux)
+            out, lse = used_call(q, k, v, packing, longest, spec).forward(q, k, v, aux)
         else:
-            call = packed_call(q, k, v, (*packing[:2], *longest), spec)
+            call = packed_call(q, k, v, packing, longest, spec)
             out, lse = attend(call, q, k, v, aux)
         return (out, lse) if return_lse else out
     checked = check_call(q, k, v, packing, asked, aux)
     made, out, lse = _run(checked)
     if made is not None and checked.packing is not None:
-        _KNOWN_PACKED.add((checked.spec, checked.packing[-2:]), q, k, v, asked, more)
+        _KNOWN_PACKED.add((checked.spec, checked.packing.longest), q, k, v, asked, more)
     return (out, lse) if return_lse else out
 
 
@@ -88,8 +88,10 @@ def _run(checked: CheckedCall) -> tuple[Call | None, Tensor, Tensor]:
 def find_call(checked: CheckedCall) -> Call:
     q, k, v, _, spec, packing = checked
     if isinstance(packing, Used):
-        return used_call(q, k, v, packing, spec)
-    return dense_call(q, k, v, spec) if packing is None else packed_call(q, k, v, packing, spec)
+        return used_call(q, k, v, packing, packing.longest, spec)
+    if packing is None:
+        return dense_call(q, k, v, spec)
+    return packed_call(q, k, v, packing, packing.longest, spec)
 
 
 def backend_of_nothing(checked: CheckedCall) -> str:

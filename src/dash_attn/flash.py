@@ -82,8 +82,10 @@ def flash_attn_func(
         deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
         q_segment=q_segment,
     )  # fmt: skip
-    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
-    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
     return run_dense(q, k, v, aux, asked, return_lse)
 
 
@@ -184,8 +186,10 @@ def flash_attn_varlen_func(
         deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
         q_segment=q_segment,
     )  # fmt: skip
-    dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
-    aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
     packing: Packing | Used
     if page_table is not None:
         paged = paged_of(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, max_seqlen_q, max_seqlen_k)

@@ -102,7 +102,7 @@ def flash_attn_with_kvcache(
     )
     with_lse = check_flag("return_lse", return_lse) | check_flag("return_softmax_lse", return_softmax_lse)
     kept = Kept(cache_seqlens, cache_batch_idx, page_table)
-    aux = aux_of(q, learnable_sink, None)
+    aux = aux_of(q, learnable_sink=learnable_sink)
     out, lse = run_cached(check_kvcache((q, k_cache, v_cache), (k, v), kept, aux, asked))
     return (out, lse) if with_lse else out
 

@@ -69,18 +69,30 @@ def apply_plan(
     if torch.compiler.is_compiling():
         run = torch.compiler.disable(_apply)  # type: ignore[no-untyped-call]
     p = check_dropout(dropout_p)
-    aux = aux_of(q, learnable_sink, alibi_slopes, (p, dropout_seed), (row_starts, row_ends))
-    how = softmax_scale, check_softcap(softcap), p, check_backend(backend), disorder
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
+    how = _How(
+        softmax_scale=softmax_scale, softcap=check_softcap(softcap), dropout_p=p,
+        backend=check_backend(backend), disorder=disorder,
+    )  # fmt: skip
     return run(plan, (q, k, v), aux, how)
 
 
+class _How(NamedTuple):
+    """What is asked besides the tensors: softcap, dropout and backend are checked."""
+
+    softmax_scale: float | None
+    softcap: float
+    dropout_p: float
+    backend: str
+    disorder: random.Random | None
+
+
 def _apply(
-    plan: Plan,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    aux: AuxTensors,
-    how: tuple[float | None, float, float, str, random.Random | None],
+    plan: Plan, qkv: tuple[Tensor, Tensor, Tensor], aux: AuxTensors, how: _How
 ) -> tuple[Tensor, Tensor]:
-    """``how``: scale, softcap, probability of dropout, backend and disorder."""
     refuse_transforms("apply_plan")
     if not isinstance(plan, Plan):
         raise InputError(f"plan must be a dash_attn.schedule.Plan, got {short(plan)}")
@@ -88,15 +100,16 @@ def _apply(
         raise InputError(
             "the plan is not proven, for copies and unpickled plans are not: dash_attn.schedule.prove(plan)"
         )
-    softmax_scale, softcap, p, asked, disorder = how
-    if disorder is not None and not isinstance(disorder, random.Random):
-        raise InputError(f"disorder must be None or a random.Random, got {short(disorder)}")
-    q, k, v, scale = check_planned(*qkv, softmax_scale)
+    if how.disorder is not None and not isinstance(how.disorder, random.Random):
+        raise InputError(f"disorder must be None or a random.Random, got {short(how.disorder)}")
+    q, k, v, scale = check_planned(*qkv, how.softmax_scale)
     packed = q.ndim == 3
     check_aux(aux, q, len(plan.problem.sequences))
     check_rows(aux, k, None)
-    scores = Scores(scale, softcap, dropout_p=p, **given_by(aux))
-    chosen, _ = first_that_covers(lambda _: plan.problem, asked, q.device, packed, scores)
+    scores = Scores(scale, how.softcap, dropout_p=how.dropout_p, **given_by(aux))
+    chosen = first_that_covers(
+        how.backend, q.device, lambda x: x.why_not(plan.problem, q.device, packed, scores)
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if is_wrapped(x):
             raise InputError(f"{name} is a {type(x).__name__}: a plan is for plain tensors")
@@ -106,7 +119,8 @@ def _apply(
                 f"the plan is for {plan.problem.dtype}, and q is on {q.device}"
             )
     prepared = prepared_once(chosen, plan.problem, q.device, packed)
-    return attend(_Planned(prepared, plan, scores, disorder), q, k, v, completed(aux, p, q))
+    call = _Planned(prepared, plan, scores, how.disorder)
+    return attend(call, q, k, v, completed(aux, how.dropout_p, q))
 
 
 class _Planned(NamedTuple):

@@ -23,7 +23,7 @@ from .errors import DashError, InputError
 from .ops.cached import cached_call
 from .ops.calls import Call
 from .schedule import Numerics, Plan, Schedule
-from .values import Window, check_flag, check_flash_options, short
+from .values import Window, check_flag, check_flash_options, kind_of, short
 
 __all__ = ["Fingerprints", "Support", "fingerprints", "is_supported", "plan_for"]
 
@@ -96,7 +96,7 @@ def is_supported(
     >>> is_supported(q, pages, pages, cache_seqlens=80, page_table=table).backend
     'cpu'
     """
-    packing = cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     try:
         check_flag("return_lse", return_lse)
         kept = Kept(cache_seqlens, cache_batch_idx, block_table_or(page_table, flash_options))
@@ -106,40 +106,67 @@ def is_supported(
             deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
             q_segment=q_segment,
         )  # fmt: skip
-        dropout, rows = (dropout_p, dropout_seed), (row_starts, row_ends)
-        aux = aux_of(q, learnable_sink, alibi_slopes, dropout, rows)
-        if _is_over_cache(kept, new, packing[:3]):
+        aux = aux_of(
+            q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+            dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+        )  # fmt: skip
+        if _is_over_cache(kept, new, lengths):
             # There it is another name of return_lse.
             check_flag("return_softmax_lse", flash_options.pop("return_softmax_lse", False))
-            check_cache_options(_beyond_a_cache(packing, asked, aux, dropout_seed) | flash_options)
+            check_cache_options(_beyond_a_cache(lengths, asked, aux, dropout_seed) | flash_options)
             if new is not None and not (isinstance(new, (tuple, list)) and len(new) == 2):
                 raise InputError(f"new must be None or (k, v), got {short(new)}")
             checked = check_kvcache((q, k, v), (None, None) if new is None else new, kept, aux, asked)
             return Support(True, backend=_backend_over_cache(checked))
         check_flash_options("is_supported", flash_options)
-        found = _backend_of((q, k, v), packing, kept.page_table, aux, asked)
+        found = _backend_of((q, k, v), lengths, kept.page_table, aux, asked)
     except (DashError, TypeError) as error:
         return Support(False, str(error))
     return Support(True, backend=found)
 
 
-_Lengths = tuple[Tensor | None, Tensor | None, Tensor | None, Any, Any]
-"""cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k."""
+class _Lengths(NamedTuple):
+    """Where sequences lie, as the caller gave it, and before anybody knows which function he means."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None = None
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+    @property
+    def are_given(self) -> bool:
+        return any(x is not None for x in (self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k))
+
+    def packing(self) -> Packing | Used | None:
+        """As the public functions have it; None: tensors are dense.
+
+        Raises:
+            InputError: what belongs together is not all there.
+        """
+        if not self.are_given:
+            return None
+        bounds_q, bounds_k = self.cu_seqlens_q, self.cu_seqlens_k
+        if self.seqused_k is not None:
+            return Used(bounds_q, bounds_k, self.seqused_k, self.max_seqlen_q, self.max_seqlen_k)
+        if bounds_q is None or bounds_k is None:
+            given = f"{kind_of(bounds_q)} and {kind_of(bounds_k)}"
+            raise InputError(f"give cu_seqlens_q and cu_seqlens_k, or neither; got {given}")
+        return Packing(bounds_q, bounds_k, self.max_seqlen_q, self.max_seqlen_k)
 
 
-def _is_over_cache(kept: Kept, new: object, bounds: tuple[Tensor | None, ...]) -> bool:
+def _is_over_cache(kept: Kept, new: object, lengths: _Lengths) -> bool:
     """Whether the arguments are those of ``flash_attn_with_kvcache``."""
-    paged = kept.page_table is not None and all(x is None for x in bounds)
+    paged = kept.page_table is not None and not lengths.are_given
     return paged or any(x is not None for x in (kept.cache_seqlens, kept.cache_batch_idx, new))
 
 
 def _beyond_a_cache(
-    packing: _Lengths, asked: Asked, aux: AuxTensors, dropout_seed: int | Tensor | None
+    lengths: _Lengths, asked: Asked, aux: AuxTensors, dropout_seed: int | Tensor | None
 ) -> dict[str, object]:
     """What other functions are asked for, by name: ``flash_attn_with_kvcache`` has no such arguments."""
-    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
     plain = Asked()._asdict()
-    given = dict(zip(names, packing)) | aux._asdict() | {"dropout_seed": dropout_seed}
+    given = lengths._asdict() | aux._asdict() | {"dropout_seed": dropout_seed}
     given |= {name: x for name, x in asked._asdict().items() if x != plain[name]}
     taken = ("causal", "window", "softmax_scale", "backend", "softcap", "learnable_sink")
     return {name: x for name, x in given.items() if x is not None and name not in taken}
@@ -150,16 +177,10 @@ def _backend_over_cache(checked: CheckedCache) -> str:
 
 
 def _backend_of(qkv: QKV, lengths: _Lengths, page_table: Tensor | None, aux: AuxTensors, asked: Asked) -> str:
-    cu_seqlens_q, cu_seqlens_k, seqused_k, *longest = lengths
     if page_table is not None:
-        paged = paged_of(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, *longest)
+        paged = paged_of(page_table=page_table, **lengths._asdict())
         return _backend_over_cache(check_paged(qkv, paged, aux, asked))
-    packing: Packing | Used | None
-    if seqused_k is None:
-        packing = _packing(cu_seqlens_q, cu_seqlens_k, *longest)
-    else:
-        packing = Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *longest)
-    checked = check_call(*qkv, packing, asked, aux)
+    checked = check_call(*qkv, lengths.packing(), asked, aux)
     if is_empty(checked):
         return backend_of_nothing(checked)
     return find_call(checked).backend.name
@@ -205,7 +226,9 @@ def plan_for(
         causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
         softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
-    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, row_starts=row_starts, row_ends=row_ends
+    )
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     if call.parts:
         raise InputError(
@@ -270,7 +293,9 @@ def fingerprints(
         causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
         softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
-    aux = aux_of(q, learnable_sink, alibi_slopes, rows=(row_starts, row_ends))
+    aux = aux_of(
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, row_starts=row_starts, row_ends=row_ends
+    )
     call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
     both = call.prepared.forward_fingerprint, call.fingerprint
     forward, backward = (call.backend.with_scores(x, call.scores) for x in both)
@@ -281,17 +306,7 @@ def _call_of(
     qkv: QKV, cu_seqlens: tuple[Tensor | None, Tensor | None], aux: AuxTensors, asked: Asked
 ) -> Call:
     """The call that these arguments lead to, checked and not run."""
-    return find_call(check_call(*qkv, _packing(*cu_seqlens, None, None), asked, aux))
-
-
-def _packing(
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: Any, max_seqlen_k: Any
-) -> Packing | None:
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        return None
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise InputError("give cu_seqlens_q and cu_seqlens_k, or neither; got only one of them")
-    return Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return find_call(check_call(*qkv, _Lengths(*cu_seqlens).packing(), asked, aux))
 
 
 def _one_window(window: Window, window_size: Window) -> Window:

@@ -428,7 +428,9 @@ def test_refused_packed_batches_name_what_is_wrong(case):
 
 def test_the_two_ways_to_say_one_thing():
     assert is_supported(*DENSE, window=(1, 0), window_size=(1, 0)).reason.startswith("give window or")
-    assert is_supported(Q, K, V, ENDS).reason.startswith("give cu_seqlens_q and cu_seqlens_k, or neither")
+    one = "give cu_seqlens_q and cu_seqlens_k, or neither; got "
+    assert is_supported(Q, K, V, ENDS).reason == f"{one}a Tensor and None"
+    assert is_supported(Q, K, V, cu_seqlens_k=ENDS).reason == f"{one}None and a Tensor"
 
 
 def test_masks_a_policy_does_not_cover():

@@ -32,7 +32,8 @@ SHARED = "k_cache and v_cache share memory, k and v do not in the same way: v wo
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rotary": ({"rotary_cos": Q}, "rotary_cos is not supported: rotate q and k before the call"),
-    "k alone": ({"k": NEW}, "give k and v, or neither; got only one"),
+    "k alone": ({"k": NEW}, "give k and v, or neither; got a Tensor and None"),
+    "v alone": ({"v": NEW}, "give k and v, or neither; got None and a Tensor"),
     "no place": ({"k": NEW, "v": NEW}, "k and v need cache_seqlens, which says where they go; got None"),
     "new rows": (
         {"k": NEW, "v": NEW[:, :2], "cache_seqlens": 0},

@@ -182,7 +182,8 @@ def test_a_sequence_has_the_same_bytes_padded_left_right_or_alone():
             r"must be None or .*, got \(2, 1, 9, 9\)",
         ),
         ({"sliding_window": 0}, "sliding_window must be None or >= 1, got 0"),
-        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "must be given together"),
+        ({"cu_seq_lens_q": torch.tensor([0, 9])}, "must be given together, got a Tensor and None"),
+        ({"cu_seq_lens_k": torch.tensor([0, 9])}, "must be given together, got None and a Tensor"),
         (
             {"cu_seq_lens_q": torch.tensor([0, 9]), "cu_seq_lens_k": torch.tensor([0, 9])},
             "cu_seq_lens_q needs a batch of 1, got 2",

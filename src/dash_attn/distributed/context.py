@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import InputError
+from ..ops.results import out_alone
 from ..ops.spread import spread_by
 from ..schedule.sharing import LAYOUTS, MODES
 from ..values import check_q_segment
@@ -75,9 +76,7 @@ class _Spread:
         return self._team.size
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        out = attention(q, k, v, **how, **self._how)
-        assert isinstance(out, Tensor)  # no log-sum-exp was asked for
-        return out
+        return out_alone(attention(q, k, v, **how, **self._how))
 
     def telling(self) -> AbstractContextManager[None]:
         return telling(self._team)

@@ -103,7 +103,10 @@ def attention(
         causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
         softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
-    beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
+    beside = _Beside(
+        learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
     found: Tensor | tuple[Tensor, Tensor]
     found = _run((q, k, v), None, beside, asked, _How(group, layout, mode, return_lse, packed=False))
     return found
@@ -156,20 +159,27 @@ def attention_varlen(
         causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
         softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
     )  # fmt: skip
-    beside = learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)
+    beside = _Beside(
+        learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
     found: Tensor | tuple[Tensor, Tensor]
     found = _run((q, k, v), cu_seqlens, beside, asked, _How(group, layout, mode, return_lse, packed=True))
     return found
 
 
 _QKV = tuple[Tensor, Tensor, Tensor]
-_Beside = tuple[
-    Tensor | None,
-    Tensor | None,
-    tuple[float, int | Tensor | None],
-    tuple[Tensor | None, Tensor | None],
-]
-"""learnable_sink, alibi_slopes, (dropout_p, dropout_seed), (row_starts, row_ends)"""
+
+
+class _Beside(NamedTuple):
+    """What the tensors beside q, k and v are made of, as the caller gave it: see :func:`.aux_of`."""
+
+    learnable_sink: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: int | Tensor | None
+    row_starts: Tensor | None
+    row_ends: Tensor | None
 
 
 class _How(NamedTuple):
@@ -191,7 +201,7 @@ def _run(
             raise InputError("cu_seqlens must be a torch.Tensor, got None; attention takes dense batches")
         refuse_transforms("distributed attention")
         check_flag("return_lse", return_lse)
-        aux = aux_of(qkv[0], *beside)
+        aux = aux_of(qkv[0], **beside._asdict())
         (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
         window_of(team, q.device)  # it must not be of another one
         shared = None

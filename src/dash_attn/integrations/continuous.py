@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..api import flash_attn_varlen_func, flash_attn_with_kvcache
 from ..errors import InputError
+from ..ops.results import out_alone
 from ..ops.spread import current_spread, told
 from .keywords import OF_CONTINUOUS_BATCHING, refuse_unknown
 from .spread_rows import INSIDE
@@ -88,9 +89,8 @@ def paged_attention_forward(
     q = query[0].transpose(0, 1)
     rows = int(ends_q[-1])  # the others fill up the batch
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    found = flash_attn_varlen_func(q[:rows], k[:total], v[:total], ends_q, ends.int().clone(), **how)
-    assert isinstance(found, Tensor)
-    out[:rows] = found
+    packed = q[:rows], k[:total], v[:total]
+    out[:rows] = out_alone(flash_attn_varlen_func(*packed, ends_q, ends.int().clone(), **how))
     return out[None], None
 
 
@@ -119,5 +119,4 @@ def _one_token_each(
     out = flash_attn_with_kvcache(
         q, *pages, k, v, cache_seqlens=before, page_table=block_table[group].contiguous(), **how
     )
-    assert isinstance(out, Tensor)
-    return out.transpose(0, 1)
+    return out_alone(out).transpose(0, 1)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ..errors import InputError
 
-__all__ = ["Packing", "check_mask_of_tokens", "packing_of"]
+__all__ = ["MaskPacking", "check_mask_of_tokens", "packing_of"]
 
 
-class Packing(NamedTuple):
+class MaskPacking(NamedTuple):
     """Which rows of a padded batch are tokens, and where their sequences begin.
 
     Attributes:
@@ -64,7 +64,7 @@ def check_mask_of_tokens(mask: Tensor, seqlen_q: int) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def packing_of(
     mask: Tensor, seqlen_q: int, *, keep_queries: bool = False, device: torch.device | str | None = None
-) -> Packing:
+) -> MaskPacking:
     """The packing of a mask as it is now. A mask on a GPU is read each time, which waits for the device.
 
     Args:
@@ -94,7 +94,7 @@ def packing_of(
     return packing._replace(rows_q=rows_q, rows_k=rows_k)
 
 
-def _tokens(numbers: Tensor, seqlen_q: int) -> Packing:
+def _tokens(numbers: Tensor, seqlen_q: int) -> MaskPacking:
     """Queries and keys of every token."""
     seqlen_k = numbers.shape[1]
     if seqlen_q > seqlen_k:
@@ -106,12 +106,12 @@ def _tokens(numbers: Tensor, seqlen_q: int) -> Packing:
     counts_q = torch.bincount(sequence[has_query], minlength=len(counts_k))
     rows_q = row * seqlen_q + column - (seqlen_k - seqlen_q)
     gaps = (column.diff() != 1) & (sequence.diff() == 0)
-    return Packing(
+    return MaskPacking(
         rows_q[has_query], row * seqlen_k + column, _bounds(counts_q), _bounds(counts_k), bool(gaps.any())
     )
 
 
-def _every_query(numbers: Tensor, seqlen_q: int) -> Packing:
+def _every_query(numbers: Tensor, seqlen_q: int) -> MaskPacking:
     """Keys of every token, and all queries."""
     batch = len(numbers)
     rows_k = numbers.flatten().nonzero().squeeze(1)
@@ -120,7 +120,7 @@ def _every_query(numbers: Tensor, seqlen_q: int) -> Packing:
     rows_q = torch.arange(batch * seqlen_q, device=numbers.device)
     first_ones = not bool((there[:, 1:] & ~there[:, :-1]).any())
     used_k = counts_k.int() if first_ones else None
-    return Packing(rows_q, rows_k, _bounds(counts_q), _bounds(counts_k), False, used_k)
+    return MaskPacking(rows_q, rows_k, _bounds(counts_q), _bounds(counts_k), False, used_k)
 
 
 def _bounds(counts: Tensor) -> Tensor:

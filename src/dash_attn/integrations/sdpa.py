@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..api import flash_attn_func
 from ..errors import InputError, UnavailableError
+from ..ops.results import out_alone
 from ..ops.spread import Spread, current_spread, spread_by, told
 from .aten import in_layout_of, override, upper_left
 from .interval_masks import Intervals, Sizes, intervals_of
@@ -205,8 +206,7 @@ def _attention(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     how = {"softmax_scale": scale, "dropout_p": dropout_p}
     how |= {"causal": band.causal, "window_size": (band.left, band.right)}
-    out = flash_attn_func(q, k, v, row_starts=row_starts, row_ends=row_ends, **how)
-    assert isinstance(out, Tensor)  # no log-sum-exp was asked for
+    out = out_alone(flash_attn_func(q, k, v, row_starts=row_starts, row_ends=row_ends, **how))
     return in_layout_of(query, out.transpose(1, 2))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..ops.spread import Spread, current_spread, told
-from .padding import Packing, packing_of
+from .padding import MaskPacking, packing_of
 from .positions import Sizes, separate
 from .spread_rows import Read, check_read
 
@@ -74,7 +74,7 @@ class TokenMask:
     window: tuple[int, int]
     local_size: int | None
     padded: bool
-    packing: Packing | None
+    packing: MaskPacking | None
     numbers: Tensor | None = None
     spread: Spread | None = None
 

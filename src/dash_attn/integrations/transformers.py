@@ -45,12 +45,14 @@ from ..api import flash_attn_func, flash_attn_varlen_func
 from ..errors import InputError, UnavailableError
 from ..ops.autograd import needs_grad
 from ..ops.lengths import host_lengths
+from ..ops.results import out_alone
 from ..ops.spread import Spread, current_spread, told
+from ..values import kind_of
 from . import OLDEST_TRANSFORMERS, release
 from .callers import refuse_models_that_do_not_call
 from .continuous import paged_attention_forward
 from .keywords import refuse_unknown
-from .padding import Packing, check_mask_of_tokens, packing_of
+from .padding import MaskPacking, check_mask_of_tokens, packing_of
 from .positions import Sizes, assert_separate, separate
 from .spread_rows import INSIDE, Layer, attend_spread, refuse_inside
 from .token_masks import TokenMask, isolate, token_mask
@@ -168,13 +170,14 @@ def attention_forward(
         shown = _shown_by_numbers(numbers, sizes, causal, sliding_window, position_ids, q.device)
     how |= {"causal": shown.causal, "window_size": shown.window}
     if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        raise InputError("cu_seq_lens_q and cu_seq_lens_k must be given together")
+        given = f"{kind_of(cu_seq_lens_q)} and {kind_of(cu_seq_lens_k)}"
+        raise InputError(f"cu_seq_lens_q and cu_seq_lens_k must be given together, got {given}")
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         if q.shape[0] != 1:
             raise InputError(f"cu_seq_lens_q needs a batch of 1, got {q.shape[0]}")
         _check_sequences(attention_mask, shown.packing, cu_seq_lens_q, cu_seq_lens_k)
         rows = (x.flatten(0, 1) for x in (q, k, v))
-        return _of_packed(flash_attn_varlen_func(*rows, cu_seq_lens_q, cu_seq_lens_k, **how))[None], None
+        return out_alone(flash_attn_varlen_func(*rows, cu_seq_lens_q, cu_seq_lens_k, **how))[None], None
     if shown.packing is None and attention_mask is None and shown.causal and 1 < q.shape[1] != k.shape[1]:
         raise InputError(
             f"attention_mask None with {q.shape[1]} queries and {k.shape[1]} keys: how a causal mask is "
@@ -188,7 +191,7 @@ class _Shown(NamedTuple):
 
     causal: bool
     window: tuple[int, int]
-    packing: Packing | None
+    packing: MaskPacking | None
 
 
 def _shown_by_mask(mask: TokenMask, sliding_window: int | None, position_ids: Tensor | None) -> _Shown:
@@ -220,11 +223,11 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, shown: _Shown, how: dict[str, Any
     """out, (batch, seqlen_q, heads, head_dim of v)."""
     packing = shown.packing
     if packing is None:
-        return _of_packed(flash_attn_func(q, k, v, **how))
+        return out_alone(flash_attn_func(q, k, v, **how))
     if packing.holes and shown.window != (-1, -1):
         raise InputError(f"sliding_window {shown.window} over padding between the tokens of a sequence")
     if packing.used_k is not None and _forward_only(q, k, v, how["learnable_sink"]):
-        return _of_packed(flash_attn_varlen_func(q, k, v, seqused_k=packing.used_k, **how))
+        return out_alone(flash_attn_varlen_func(q, k, v, seqused_k=packing.used_k, **how))
     return _unpadded(q, k, v, packing, how)
 
 
@@ -317,7 +320,7 @@ def _numbers(mask: Tensor | None, sizes: Sizes) -> Tensor | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_sequences(
-    mask: TokenMask | Tensor | None, packing: Packing | None, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor
+    mask: TokenMask | Tensor | None, packing: MaskPacking | None, cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor
 ) -> None:
     """Bounds that the caller gives must be those of the mask, if that has any."""
     if packing is None:
@@ -336,11 +339,11 @@ def _check_sequences(
             )
 
 
-def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: dict[str, Any]) -> Tensor:
+def _unpadded(q: Tensor, k: Tensor, v: Tensor, packing: MaskPacking, how: dict[str, Any]) -> Tensor:
     """Attention of the rows that are no padding; the others are zero."""
     rows_q, rows_k = (x.to(q.device) for x in (packing.rows_q, packing.rows_k))  # layers may be elsewhere
     packed = [x.flatten(0, 1).index_select(0, rows) for x, rows in ((q, rows_q), (k, rows_k), (v, rows_k))]
-    out = _of_packed(flash_attn_varlen_func(*packed, packing.cu_seqlens_q, packing.cu_seqlens_k, **how))
+    out = out_alone(flash_attn_varlen_func(*packed, packing.cu_seqlens_q, packing.cu_seqlens_k, **how))
     rows, heads = q.shape[:2], out.shape[1:]
     return out.new_zeros((rows.numel(), *heads)).index_copy(0, rows_q, out).view(*rows, *heads)
 
@@ -350,11 +353,6 @@ def _forward_only(*tensors: Tensor | None) -> bool:
     if needs_grad(*tensors):
         return False
     return torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active()
-
-
-def _of_packed(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    assert isinstance(out, Tensor)  # no log-sum-exp was asked for
-    return out
 
 
 def _window(sliding_window: int | None, causal: bool) -> tuple[int, int]:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..backends.base import NO_AUX, AuxTensors, Backend, as_current, backends_for
+from ..backends.base import NO_AUX, AuxTensors, Backend, as_current
 from ..backends.cached import CachedProblem, CachedTensors, PreparedCached
 from ..errors import InputError, ProblemError
 from ..scores import Scores
 from ..spec import AttentionSpec
 from .autograd import call_directly
-from .calls import DTYPE_NAMES
+from .calls import DTYPE_NAMES, first_that_covers
 from .policies import forget_with
 
 __all__ = [
@@ -51,18 +51,10 @@ class CachedCall:
 
 
 def _first(asked: str, problem: CachedProblem, device: torch.device, scores: Scores) -> Backend:
-    reasons = {}
-    for backend in backends_for(device, asked):
-        try:
-            reason = backend.why_not_cached(problem, device, scores)
-        except ProblemError as error:
-            raise InputError(str(error)) from error
-        if not reason:
-            return backend
-        reasons[backend.name] = reason
-    if len(reasons) == 1:
-        raise InputError(*reasons.values())
-    raise InputError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    try:
+        return first_that_covers(asked, device, lambda x: x.why_not_cached(problem, device, scores))
+    except ProblemError as error:
+        raise InputError(str(error)) from error
 
 
 def cached_call(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1) -> CachedCall:

@@ -29,17 +29,15 @@ from ..backends.shapes import Keys
 from ..errors import InputError, ProblemError
 from ..problem import DTYPES, Problem
 from ..schedule import Plan, build_plan, choose_policy
-from ..scores import ORIGIN, Origin, Scores
+from ..scores import ORIGIN, Origin
 from ..spec import AttentionSpec
-from .lengths import check_longest, host_used, packed_lengths
+from .lengths import Packing, Used, check_longest, host_used, packed_lengths
 from .policies import forget_with, schedule_named
 from .segments import Part, check_covered_parts, fingerprint_of_parts, parts_of, run_parts
 
 __all__ = [
     "DTYPE_NAMES",
     "Call",
-    "Packing",
-    "Used",
     "dense_call",
     "first_that_covers",
     "packed_call",
@@ -53,12 +51,8 @@ _CALLS = 64
 
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
 
-Packing = tuple[Tensor, Tensor, int, int]
-"""cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k of a packed batch; -1: not given."""
-
-Used = tuple[Tensor | None, Tensor | None, Tensor, int, int]
-"""cu_seqlens_q, cu_seqlens_k (None: dense), seqused_k, max_seqlen_q, max_seqlen_k; -1: not given."""
-
+_Longest = tuple[int, int]
+"""max_seqlen_q, max_seqlen_k, checked; -1: not given."""
 
 _Sizes = tuple[int, int, int, int]
 
@@ -103,9 +97,14 @@ class Call:
         keys: Keys | None = None,
     ) -> None:
         self.scores = spec.scores
-        self.backend, self.problem = first_that_covers(
-            lambda backend: _problem(spec, shapes, backend), spec.backend, device, packed, self.scores
-        )
+        problems: dict[str, Problem] = {}
+
+        def why_not(backend: Backend) -> str:
+            problem = problems[backend.name] = _problem(spec, shapes, backend)
+            return backend.why_not(problem, device, packed, self.scores)
+
+        self.backend = first_that_covers(spec.backend, device, why_not)
+        self.problem = problems[self.backend.name]
         self.spec, self.device = spec, device
         self.prepared: Prepared = self.backend.prepare(self.problem, device, packed, keys)
         self._plan: Plan | None = None
@@ -218,27 +217,46 @@ def shaped_call(
     return _shaped(sequences, sizes, dtype, device, packed, spec)
 
 
-@lru_cache(_CALLS)
-def _shaped(
+def _made(
     sequences: tuple[tuple[int, int], ...],
     sizes: _Sizes,
     dtype: torch.dtype,
     device: torch.device,
     packed: bool,
     spec: AttentionSpec,
+    keys: Keys | None = None,
 ) -> Call:
-    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed)
+    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed, keys)
+
+
+_shaped, _used = lru_cache(_CALLS)(_made), lru_cache(_CALLS)(_made)
+"""Two caches: new lengths of used keys, as every step of decoding has them, push out no other calls."""
 
 
 def packed_call(
-    q: Tensor, k: Tensor, v: Tensor, packing: Packing, spec: AttentionSpec, *, check: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    longest: _Longest,
+    spec: AttentionSpec,
+    *,
+    check: bool = True,
 ) -> Call:
-    """The call of packed tensors, (total, heads, head_dim). ``check``: see :func:`host_lengths`.
+    """The call of packed tensors, (total, heads, head_dim).
+
+    Args:
+        q, k, v: the tensors.
+        packing: where their sequences lie. Its longest lengths may be as the caller gave them.
+        longest: these lengths, checked.
+        spec: what is asked.
+        check: see :func:`.host_lengths`.
 
     Raises:
         InputError: the lengths do not fit the tensors, or are longer than the caller says.
     """
-    bounds_q, bounds_k, longest_q, longest_k = packing
+    bounds_q, bounds_k = packing.cu_seqlens_q, packing.cu_seqlens_k
+    longest_q, longest_k = longest
     lengths_q = lengths_k = packed_lengths("q", q, bounds_q, longest_q, check=check)
     if bounds_k is not bounds_q or longest_k != longest_q or len(k) != len(q):
         check = check and bounds_k is not bounds_q
@@ -259,15 +277,17 @@ def _packed(
     return Call(spec, _Shapes(tuple(zip(seqlens_q, seqlens_k)), sizes, dtype), device, packed=True)
 
 
-def used_call(q: Tensor, k: Tensor, v: Tensor, used: Used, spec: AttentionSpec) -> Call:
+def used_call(q: Tensor, k: Tensor, v: Tensor, used: Used, longest: _Longest, spec: AttentionSpec) -> Call:
     """The call of q and of the first ``seqused_k`` keys per sequence. It has no backward.
 
-    q is packed where there are cu_seqlens_q, otherwise dense; k likewise.
+    q is packed where there are cu_seqlens_q, otherwise dense; k likewise. ``longest``: as in
+    :func:`packed_call`.
 
     Raises:
         InputError: the lengths do not fit the tensors, or are longer than the caller says.
     """
-    bounds_q, bounds_k, seqused_k, longest_q, longest_k = used
+    bounds_q, bounds_k = used.cu_seqlens_q, used.cu_seqlens_k
+    longest_q, longest_k = longest
     if bounds_q is None:
         seqlens_q = (q.shape[1],) * q.shape[0]
         check_longest("q", longest_q, q.shape[1])
@@ -279,7 +299,7 @@ def used_call(q: Tensor, k: Tensor, v: Tensor, used: Used, spec: AttentionSpec) 
     else:
         places = packed_lengths("k", k, bounds_k, check=bounds_k is not bounds_q).seqlens
         starts = tuple(accumulate(places, initial=0))[:-1]
-    found = host_used("seqused_k", seqused_k)
+    found = host_used("seqused_k", used.seqused_k)
     for at, (length, rows) in enumerate(zip(found.seqlens, places)):
         if length > rows:
             raise InputError(f"seqused_k has {length} at {at}, but sequence {at} has {rows} keys")
@@ -287,21 +307,7 @@ def used_call(q: Tensor, k: Tensor, v: Tensor, used: Used, spec: AttentionSpec) 
     keys = Keys(tuple(k.shape), starts)
     sequences = tuple(zip(seqlens_q, found.seqlens))
     sizes = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
-    return _used(sequences, keys, sizes, q.dtype, q.device, bounds_q is not None, spec)
-
-
-@lru_cache(_CALLS)
-def _used(
-    sequences: tuple[tuple[int, int], ...],
-    keys: Keys,
-    sizes: _Sizes,
-    dtype: torch.dtype,
-    device: torch.device,
-    packed: bool,
-    spec: AttentionSpec,
-) -> Call:
-    """``packed``: q is."""
-    return Call(spec, _Shapes(sequences, sizes, dtype), device, packed, keys)
+    return _used(sequences, sizes, q.dtype, q.device, bounds_q is not None, spec, keys)
 
 
 def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:
@@ -315,31 +321,22 @@ def _problem(spec: AttentionSpec, shapes: _Shapes, backend: Backend) -> Problem:
         raise InputError(str(error)) from error
 
 
-def first_that_covers(
-    problem_of: Callable[[Backend], Problem],
-    asked: str,
-    device: torch.device,
-    packed: bool,
-    scores: Scores,
-) -> tuple[Backend, Problem]:
-    """The first backend that covers a problem, and the problem.
+def first_that_covers(asked: str, device: torch.device, why_not: Callable[[Backend], str]) -> Backend:
+    """The first backend that covers a problem.
 
     Args:
-        problem_of: the problem, as it is for a backend.
         asked: "auto", or the name of a backend.
         device: of the tensors.
-        packed: they are.
-        scores: what becomes of scores.
+        why_not: why a backend does not cover it; empty if it does.
 
     Raises:
         InputError: none does, or the one that is asked for does not; the message says why.
     """
     reasons = {}
     for backend in backends_for(device, asked):
-        problem = problem_of(backend)
-        reason = backend.why_not(problem, device, packed, scores)
+        reason = why_not(backend)
         if not reason:
-            return backend, problem
+            return backend
         reasons[backend.name] = reason
     if len(reasons) == 1:
         raise InputError(*reasons.values())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,18 @@ T = TypeVar("T")
 _MOST = 256
 
 
+class _Asked(Protocol):
+    """What a caller asks for besides the tensors: a tuple of all of it, such as ``arguments.Asked``."""
+
+    @property
+    def window(self) -> Any: ...
+
+    @property
+    def policy(self) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 class KnownCalls(Generic[T]):
     """What was made of calls, by shapes, dtypes, devices and arguments. 1 and True are two arguments."""
 
@@ -23,12 +36,14 @@ class KnownCalls(Generic[T]):
         self._calls: dict[object, T] = {}
         forget_with(self._calls.clear)
 
-    def find(self, q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any = ()) -> T | None:
+    def find(self, q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any] = ()) -> T | None:
         """What was added for a call of plain tensors like these; None under autocast."""
         key = _key(q, k, v, asked, packing)
         return None if key is None else self._calls.get(key)
 
-    def add(self, made: T, q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any = ()) -> None:
+    def add(
+        self, made: T, q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any] = ()
+    ) -> None:
         """Remember what was made of an accepted call."""
         key = _key(q, k, v, asked, packing)
         if key is not None:
@@ -37,12 +52,12 @@ class KnownCalls(Generic[T]):
             self._calls[key] = made
 
 
-def _key(q: Tensor, k: Tensor, v: Tensor, asked: Any, packing: Any) -> object:
+def _key(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any]) -> object:
     """What decides whether a call is accepted; None where that cannot be said by a look at it.
 
     ``packing``: what else there is; of tensors what can be said without reading them.
     """
-    window, policy = asked[1], asked[3]
+    window, policy = asked.window, asked.policy
     if type(policy) is not str or (window is not None and type(window) is not tuple):
         return None
     if q.is_nested or k.is_nested or v.is_nested or q.device.type not in ("cuda", "cpu"):

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..errors import InputError
 from .host_reads import HostReads
 
-__all__ = ["Lengths", "check_longest", "host_lengths", "host_used", "packed_lengths"]
+__all__ = ["Lengths", "Packing", "Used", "check_longest", "host_lengths", "host_used", "packed_lengths"]
+
+
+class Packing(NamedTuple):
+    """Where the sequences of a packed batch lie.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32.
+        max_seqlen_q, max_seqlen_k: as the caller gave them; checked ones are integers, -1: not given.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.cu_seqlens_q, self.cu_seqlens_k
+
+    @property
+    def longest(self) -> tuple[Any, Any]:
+        return self.max_seqlen_q, self.max_seqlen_k
+
+
+class Used(NamedTuple):
+    """Where the sequences of a batch lie whose keys are not all used.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32; None: dense tensors, a batch is a sequence.
+        seqused_k: (batch,) int32, how many keys of every sequence are used.
+        max_seqlen_q, max_seqlen_k: as in :class:`Packing`.
+    """
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
+
+    @property
+    def longest(self) -> tuple[Any, Any]:
+        return self.max_seqlen_q, self.max_seqlen_k
 
 
 class Lengths(NamedTuple):

@@ -23,6 +23,7 @@ from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
 from .cached import append, cached_call
 from .calls import dense_call, packed_call, used_call
+from .lengths import Packing, Used
 
 __all__ = ["APPEND", "CACHED", "DENSE", "USED", "VARLEN"]
 
@@ -85,24 +86,25 @@ def _results(grads: Gradients) -> Gradients:
 
 def _varlen_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k) = _split(rest)
-    packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
-    out, lse = packed_call(q, k, v, packing, AttentionSpec(*spec)).forward(q, k, v, aux)
+    packing, longest = Packing(cu_seqlens_q, cu_seqlens_k), (longest_q, longest_k)
+    out, lse = packed_call(q, k, v, packing, longest, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
 def _varlen_backward_kernel(*arguments: Any) -> Gradients:
     tensors, (aux, rest) = Tensors(*arguments[:_TENSORS]), _split(arguments[_TENSORS:])
     cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k = rest
-    packing = (cu_seqlens_q, cu_seqlens_k, longest_q, longest_k)
+    packing, longest = Packing(cu_seqlens_q, cu_seqlens_k), (longest_q, longest_k)
     # The forward has seen that the lengths were not changed behind PyTorch's back.
-    call = packed_call(tensors.q, tensors.k, tensors.v, packing, AttentionSpec(*spec), check=False)
+    q, k, v = tensors.q, tensors.k, tensors.v
+    call = packed_call(q, k, v, packing, longest, AttentionSpec(*spec), check=False)
     return _results(call.backward(tensors, aux))
 
 
 def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k) = _split(rest)
-    used = (cu_seqlens_q, cu_seqlens_k, seqused_k, longest_q, longest_k)
-    out, lse = used_call(q, k, v, used, AttentionSpec(*spec)).forward(q, k, v, aux)
+    used, longest = Used(cu_seqlens_q, cu_seqlens_k, seqused_k), (longest_q, longest_k)
+    out, lse = used_call(q, k, v, used, longest, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 

@@ -86,8 +86,10 @@ class Shape:
             and len(self.seqlens) != len(self.seqlens_k)
         ):
             raise InputError(f"{len(self.seqlens)} seqlens, but {len(self.seqlens_k)} seqlens_k")
-        if not self.sequences:
-            raise InputError("there must be one sequence at least")
+        if self.seqlens is None and self.batch < 1:
+            raise InputError(f"batch must be >= 1, got {self.batch}")
+        if self.seqlens is not None and not self.seqlens:
+            raise InputError("seqlens must have one length at least, got []")
 
     @property
     def packed(self) -> bool:
