@@ -37,6 +37,7 @@ __all__ = [
     "Gradients",
     "Prepared",
     "RowIntervals",
+    "SegmentTargets",
     "Tensors",
     "as_current",
     "backend_for",
@@ -126,6 +127,22 @@ class Gradients(NamedTuple):
     dsink: Tensor | None = None
 
 
+class SegmentTargets(NamedTuple):
+    """Where the backward of a segment of q rows leaves what it makes.
+
+    Attributes:
+        key_sums: (kv_tiles, batch, kv_heads, head_groups, words), fp32 (fp64 for fp64): sums to which dK and
+            dV are added (:func:`.new_key_sums`). The first kv tile is that of the first key.
+        dq: (batch, rows, heads, head_dim), like q: it is written.
+        sink_sums: (batch, heads), fp32 (fp64 for fp64): with a sink, sums to which its gradient is added
+            (:func:`.new_sink_sums`); without one None.
+    """
+
+    key_sums: Tensor
+    dq: Tensor
+    sink_sums: Tensor | None = None
+
+
 class Prepared(ABC):
     """A problem on a device: what shapes, dtype and mask decide is decided here, once."""
 
@@ -170,24 +187,14 @@ class Prepared(ABC):
 
     @abstractmethod
     def backward_segment(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, plan: Plan, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
         """The backward of a segment of q rows, in the plan's order. Every sum has one contribution per call.
 
         Args:
             plan, scores, aux: as in :meth:`backward`.
             tensors: dense, (batch, rows, heads, head_dim), of any strides.
-            sums: what dK and dV are added to, as :func:`.new_key_sums` makes them; the first kv tile is that
-                of the first key.
-            dq: like q; it is written.
-            sink_sums: as in :meth:`backward`; not without a sink, nor None with one.
+            into: where the gradients go.
         """
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Gradients, Tensors, as_current, backend_named
+from ..backends.base import AuxTensors, Gradients, SegmentTargets, Tensors, as_current, backend_named
 from ..backends.sums import new_sink_sums
 from .leaving import Leaving, Made
 from .meeting import Meeting
@@ -175,9 +175,9 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
                     tensors = _rows(mine, of_rows, _keys_at(shared, rows.sequence, segment.keys))
                     first, last = cut.tiles_of(index)
                     sums[rows.sequence, index] = cut.new_sums(mine.k, last - first)
-                    into = sums[rows.sequence, index], dq[:, of_rows], of_sink
+                    into = SegmentTargets(sums[rows.sequence, index], dq[:, of_rows], of_sink)
                     with as_current(shared.device):
-                        cut.backward(index, tensors, shared.scores.at(origin), wide, *into)
+                        cut.backward(index, tensors, shared.scores.at(origin), wide, into)
     dsink: Tensor | None = None
     if sink is not None and sink_sums is not None:
         with as_current(shared.device):

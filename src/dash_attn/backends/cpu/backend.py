@@ -12,7 +12,16 @@ from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
 from ...scores import PLAIN, Scores
-from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, Tensors, refuse_backward
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Prepared,
+    SegmentTargets,
+    Tensors,
+    refuse_backward,
+)
 from ..cached import CachedProblem, PreparedCached
 from ..shapes import Keys, forward_shapes
 from ..sums import finish_rows
@@ -88,19 +97,12 @@ class _Prepared(Prepared):
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsink)
 
     def backward_segment(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, plan: Plan, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
         """See :meth:`Prepared.backward_segment`."""
         packed = _packed_rows(tensors)
-        grads = executor.backward(plan, packed, scores, aux, sums=sums, sink_sums=sink_sums)
-        dq.copy_(grads.dq.view(dq.shape))
+        grads = executor.backward(plan, packed, scores, aux, sums=into.key_sums, sink_sums=into.sink_sums)
+        into.dq.copy_(grads.dq.view(into.dq.shape))
 
 
 def _packed_rows(tensors: Tensors) -> Tensors:

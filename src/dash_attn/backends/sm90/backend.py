@@ -18,7 +18,17 @@ from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ...schedule.constants import SOFTCAP_VERSION
 from ...scores import PLAIN, Scores
-from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, RowIntervals, Tensors, refuse_backward
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Prepared,
+    RowIntervals,
+    SegmentTargets,
+    Tensors,
+    refuse_backward,
+)
 from ..cached import CachedProblem, PreparedCached
 from ..cuda.multiprocessors import multiprocessors
 from ..shapes import Keys, forward_shapes
@@ -125,20 +135,13 @@ class _Prepared(Prepared):
         return Gradients(result.dq, result.dk, result.dv, dsink)
 
     def backward_segment(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, plan: Plan, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
         """See :meth:`Prepared.backward_segment`."""
         sink = _sink_of(scores, aux)
         if aux.rows is not None:
             raise InputError("row_starts and row_ends are not supported by sm90 in segments of rows")
-        run_segment(plan, tensors, scores, sums, dq, sink=sink, sink_sums=sink_sums, debug=_debug())
+        run_segment(plan, tensors, scores, into, sink=sink, debug=_debug())
 
 
 @cache
