@@ -31,7 +31,7 @@ from ..base import (
 )
 from ..cached import CachedProblem, PreparedCached
 from ..cuda.multiprocessors import multiprocessors
-from ..shapes import Keys, forward_shapes
+from ..shapes import Keys, forward_shapes, lse_shape
 from .cached.launch import Cached
 from .compile import flavour
 from .forward.launch import Forward, config_of, numerics_of, why_no_scale
@@ -70,8 +70,7 @@ class _Prepared(Prepared):
         sink, intervals = _sink_of(scores, aux), self._rows_of(aux)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
-            *batch, rows, heads, _ = q.shape
-            lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
+            lse = q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32)
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, lse if sink is None else lse.copy_(sink[:, None])
         asked = (sink is not None, scores.softcap > 0, intervals is not None)

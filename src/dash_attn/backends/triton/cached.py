@@ -11,6 +11,7 @@ from ...schedule import ForwardNumerics
 from ...scores import Scores
 from ..base import NO_AUX, AuxTensors
 from ..cached import CachedProblem, CachedTensors, PreparedCached
+from ..shapes import lse_shape
 from .launch import head_of, is_roomy, is_scaled, of_scores, options_of, variant_of
 from .split import Launch
 from .strides import aligned, values_of
@@ -39,8 +40,7 @@ class Cached(PreparedCached):
         p = self.problem
         q, k, v, lengths, table, bounds = tensors
         out = torch.empty((*q.shape[:-1], p.head_dim_v), dtype=q.dtype, device=q.device)
-        *batch, rows, heads, _ = q.shape
-        lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
+        lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
         if not q.numel() or not k.numel() or not p.batch:
             lse.fill_(-torch.inf)
             if aux.learnable_sink is not None:

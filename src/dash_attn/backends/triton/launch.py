@@ -20,7 +20,7 @@ from ...schedule.constants import SINK_ROWS
 from ...scores import Scores
 from ..base import AuxTensors, Gradients, Tensors
 from ..cuda.upload import Upload
-from ..shapes import Keys
+from ..shapes import Keys, lse_shape
 from ..sums import new_sink_sums
 from .backward_kernels import (
     dkdv_kernel,
@@ -83,8 +83,7 @@ class Forward:
         if self._table is None:
             self._table = self._made_table()
         out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
-        *batch, rows, heads, _ = q.shape
-        lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
+        lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
         (table,) = self._table.use()
@@ -97,7 +96,7 @@ class Forward:
             of_scores(scores), (0, 0, 0, 0, 0, 0), self.numerics, self._shape, options_of(self._shape),
             head_of(problem), variant_of(scores, aux) | flags,
         )  # fmt: skip
-        launch(self._tiles * heads, self._segments, out, lse)
+        launch(self._tiles * problem.heads, self._segments, out, lse)
         return out, lse
 
     def _made_table(self) -> _OnDevice:
