@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
@@ -71,6 +72,17 @@ class Tensors(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    def part(self, rows: slice, keys: slice) -> Tensors:
+        """Of dense tensors: some rows of all sequences, and some keys. Views."""
+        return Tensors(
+            self.dout[:, rows],
+            self.q[:, rows],
+            self.k[:, keys],
+            self.v[:, keys],
+            self.out[:, rows],
+            self.lse[:, :, rows],
+        )
+
 
 class RowIntervals(NamedTuple):
     """Which rows see a key, beside the mask: those with ``starts <= row < ends``.
@@ -104,6 +116,13 @@ class AuxTensors(NamedTuple):
         if self.row_starts is None or self.row_ends is None:
             return None
         return RowIntervals(self.row_starts, self.row_ends)
+
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> AuxTensors:
+        """With both sides of the intervals changed alike; itself without intervals."""
+        if self.rows is None:
+            return self
+        starts, ends = map(change, self.rows)
+        return self._replace(row_starts=starts, row_ends=ends)
 
 
 NO_AUX = AuxTensors()

@@ -164,7 +164,7 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
         if rows.sequence in complete:
             at = _keys_at(shared, rows.sequence, (0, rows.last))
             call = shared.dense_call(rows.last, rows.last, kv_heads)
-            grads = call.backward(_rows(mine, place, at), _of_keys(wide, at), origin, of_sink)
+            grads = call.backward(mine.part(place, at), _of_keys(wide, at), origin, of_sink)
             dq[:, place], dk[:, at], dv[:, at] = grads[:3]
         else:
             cut = shared.cut_of(rows.sequence, kv_heads)
@@ -172,7 +172,7 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
                 if rows.first <= segment.rows[0] < rows.last:
                     start = place.start - rows.first
                     of_rows = slice(start + segment.rows[0], start + segment.rows[1])
-                    tensors = _rows(mine, of_rows, _keys_at(shared, rows.sequence, segment.keys))
+                    tensors = mine.part(of_rows, _keys_at(shared, rows.sequence, segment.keys))
                     first, last = cut.tiles_of(index)
                     sums[rows.sequence, index] = cut.new_sums(mine.k, last - first)
                     into = SegmentTargets(sums[rows.sequence, index], dq[:, of_rows], of_sink)
@@ -201,12 +201,6 @@ def _keys_at(shared: Shared, sequence: int, keys: tuple[int, int]) -> slice:
     return slice(start + keys[0], start + keys[1])
 
 
-def _rows(x: Tensors, rows: slice, keys: slice) -> Tensors:
-    return Tensors(
-        x.dout[:, rows], x.q[:, rows], x.k[:, keys], x.v[:, keys], x.out[:, rows], x.lse[:, :, rows]
-    )
-
-
 def _q_heads(shared: Shared, heads: Heads) -> slice:
     """The q heads of a step, among those of this rank."""
     first = shared.work[shared.team.rank].heads[0]
@@ -228,16 +222,11 @@ def _with_all_keys(shared: Shared, aux: AuxTensors) -> AuxTensors:
 
 
 def _of_keys(aux: AuxTensors, keys: slice) -> AuxTensors:
-    if aux.rows is None:
-        return aux
-    starts, ends = (x[:, keys].contiguous() for x in aux.rows)
-    return aux._replace(row_starts=starts, row_ends=ends)
+    return aux.map_rows(lambda x: x[:, keys].contiguous())
 
 
 def _packed(aux: AuxTensors) -> AuxTensors:
-    if aux.rows is None:
-        return aux
-    return aux._replace(row_starts=aux.rows.starts[0], row_ends=aux.rows.ends[0])
+    return aux.map_rows(lambda x: x[0])
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

@@ -265,13 +265,6 @@ def _run_cut(
     sums = cut.new_sums(tensors.k)
     for index, segment in enumerate(cut.segments):
         rows, keys, tiles = slice(*segment.rows), slice(*segment.keys), slice(*cut.tiles_of(index))
-        mine = Tensors(
-            tensors.dout[:, rows],
-            tensors.q[:, rows],
-            tensors.k[:, keys],
-            tensors.v[:, keys],
-            tensors.out[:, rows],
-            tensors.lse[:, :, rows],
-        )
+        mine = tensors.part(rows, keys)
         cut.backward(index, mine, scores, aux, SegmentTargets(sums[tiles], target.dq[:, rows], sink_sums))
     cut.backend.finish_keys(sums, scores, target.dk, target.dv)
