@@ -31,7 +31,7 @@ from .backward_kernels import (
     sinks_kernel,
 )
 from .split import Launch
-from .strides import aligned, lse_strides, strides_of, values_of
+from .strides import aligned, at_16_bytes, lse_strides, strides_of, values_of
 from .tables import WORDS, backward_tables, forward_table, most_segments
 from .tiles import FOLDED_KEYS, ROOMY, Shape, columns_of, forward_numerics, shapes_of
 
@@ -141,9 +141,7 @@ class Backward:
         tables = self._tables(plan, disorder)
         items, visits, q_tiles, stretches, folds, sequences = tables.place.use()
         dout, q, k, v, out = (aligned(x) for x in tensors[:5])
-        lse = tensors.lse.contiguous()
-        if lse.data_ptr() % 16:  # the compiler would make another variant for it
-            lse = lse.clone()
+        lse = at_16_bytes(tensors.lse.contiguous())
         problem = self.problem
         rows = tables.q_tiles * problem.tile_m
         stats = torch.empty((problem.heads, rows, 2), dtype=torch.float32, device=lse.device)
@@ -233,14 +231,14 @@ def _seed(aux: AuxTensors, unread: Tensor) -> Tensor:
     seed = aux.dropout_seed
     if seed is None:
         return unread  # were it read, the compiler would refuse its type
-    return seed.clone() if seed.data_ptr() % 16 else seed
+    return at_16_bytes(seed)
 
 
 def _intervals(aux: AuxTensors, unread: Tensor) -> tuple[Tensor, Tensor, int]:
     """Which rows see each key, and how far apart those of two sequences are; without any ``unread`` twice."""
     if aux.rows is None:
         return unread, unread, 0
-    starts, ends = (x.clone() if x.data_ptr() % 16 else x for x in aux.rows)  # or there were more variants
+    starts, ends = map(at_16_bytes, aux.rows)
     return starts, ends, starts.shape[1] if starts.ndim == 2 else 0
 
 
@@ -287,7 +285,7 @@ def is_scaled(scores: Scores, aux: AuxTensors) -> bool:
 
     The largest product is not the largest score where the scale is negative, or 0 in float32.
     """
-    is_positive = scores.softmax_scale * math.log2(math.e) > ROUNDED_TO_0
+    is_positive = scores.softmax_scale * _LOG2E > ROUNDED_TO_0
     return scores.softcap > 0 or aux.alibi_slopes is not None or not is_positive
 
 
