@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cached_launch import cached_problems, launch_cached
-from dash_attn.backends.base import RowIntervals, Tensors
+from dash_attn.backends.base import RowIntervals, SegmentTargets, Tensors
 from dash_attn.backends.shapes import Keys, tensor_shapes
 from dash_attn.backends.sm90 import launch as launcher
 from dash_attn.backends.sm90.add_sums.config import AddSumsConfig
@@ -285,7 +285,7 @@ def launch_segments(config: BackwardConfig | KeySumsConfig | AddSumsConfig) -> N
     debug = Debug(bounded=isinstance(config, BackwardConfig) and config.spin_limit > 0)
     scale = problem.head_dim**-0.5
     scores = Scores(scale, CAP * (isinstance(config, BackwardConfig) and config.softcap))
-    run_segment(plan, given, scores, sums, dq, debug=debug)
+    run_segment(plan, given, scores, SegmentTargets(sums, dq), debug=debug)
     total = sums.clone()
     add_sums(total, sums)
     finish_keys(total, scale, dk, dv)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dash_attn.backends.base import Tensors
+from dash_attn.backends.base import SegmentTargets, Tensors
 from dash_attn.backends.cuda.upload import loadable
 from dash_attn.backends.sm90 import backend, segments
 from dash_attn.backends.sm90.backend import BACKEND
@@ -163,7 +163,7 @@ def test_a_segment_is_not_launched_with_other_sums(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(segments, "on_device", lambda plan, device, key_sums: _place(plan, None))
     sums = new_key_sums(BACKEND, SMALL, 1, 1, given.q)
     with pytest.raises(PlanMismatchError, match="^sums have 32768 numbers; the plan's 4 items"):
-        segments.run_segment(plan, given, 0.125, sums, torch.empty_like(given.q))
+        segments.run_segment(plan, given, 0.125, SegmentTargets(sums, torch.empty_like(given.q)))
 
 
 def test_places_are_addresses_and_strides_in_elements() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
@@ -37,6 +38,7 @@ __all__ = [
     "Gradients",
     "Prepared",
     "RowIntervals",
+    "SegmentTargets",
     "Tensors",
     "as_current",
     "backend_for",
@@ -69,6 +71,17 @@ class Tensors(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
+
+    def part(self, rows: slice, keys: slice) -> Tensors:
+        """Of dense tensors: some rows of all sequences, and some keys. Views."""
+        return Tensors(
+            self.dout[:, rows],
+            self.q[:, rows],
+            self.k[:, keys],
+            self.v[:, keys],
+            self.out[:, rows],
+            self.lse[:, :, rows],
+        )
 
 
 class RowIntervals(NamedTuple):
@@ -104,6 +117,13 @@ class AuxTensors(NamedTuple):
             return None
         return RowIntervals(self.row_starts, self.row_ends)
 
+    def map_rows(self, change: Callable[[Tensor], Tensor]) -> AuxTensors:
+        """With both sides of the intervals changed alike; itself without intervals."""
+        if self.rows is None:
+            return self
+        starts, ends = map(change, self.rows)
+        return self._replace(row_starts=starts, row_ends=ends)
+
 
 NO_AUX = AuxTensors()
 
@@ -124,6 +144,22 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     dsink: Tensor | None = None
+
+
+class SegmentTargets(NamedTuple):
+    """Where the backward of a segment of q rows leaves what it makes.
+
+    Attributes:
+        key_sums: (kv_tiles, batch, kv_heads, head_groups, words), fp32 (fp64 for fp64): sums to which dK and
+            dV are added (:func:`.new_key_sums`). The first kv tile is that of the first key.
+        dq: (batch, rows, heads, head_dim), like q: it is written.
+        sink_sums: (batch, heads), fp32 (fp64 for fp64): with a sink, sums to which its gradient is added
+            (:func:`.new_sink_sums`); without one None.
+    """
+
+    key_sums: Tensor
+    dq: Tensor
+    sink_sums: Tensor | None = None
 
 
 class Prepared(ABC):
@@ -170,24 +206,14 @@ class Prepared(ABC):
 
     @abstractmethod
     def backward_segment(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, plan: Plan, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
         """The backward of a segment of q rows, in the plan's order. Every sum has one contribution per call.
 
         Args:
             plan, scores, aux: as in :meth:`backward`.
             tensors: dense, (batch, rows, heads, head_dim), of any strides.
-            sums: what dK and dV are added to, as :func:`.new_key_sums` makes them; the first kv tile is that
-                of the first key.
-            dq: like q; it is written.
-            sink_sums: as in :meth:`backward`; not without a sink, nor None with one.
+            into: where the gradients go.
         """
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..problem import Problem
 
-__all__ = ["Keys", "Shapes", "forward_shapes", "tensor_shapes"]
+__all__ = ["Keys", "Shapes", "forward_shapes", "lse_shape", "tensor_shapes"]
 
 _Size = tuple[int, ...]
 
@@ -41,6 +43,12 @@ def _shapes(problem: Problem, rows_q: _Size, rows_k: _Size, lse: _Size) -> Shape
     q, k = (*rows_q, problem.heads), (*rows_k, problem.kv_heads)
     of_qk, of_v = problem.head_dim, problem.head_dim_v
     return Shapes((*q, of_qk), (*k, of_qk), (*k, of_v), (*q, of_v), lse)
+
+
+def lse_shape(q: Tensor) -> _Size:
+    """Of the lse of q: (batch, heads, seqlen_q), or of packed q (heads, total_q)."""
+    *batch, rows, heads, _ = q.shape
+    return (*batch, heads, rows)
 
 
 class Keys(NamedTuple):

@@ -18,6 +18,8 @@ from .team import backing_out, exchanging
 
 __all__ = ["attend"]
 
+_SAVED = len(Saved._fields)
+
 
 def attend(
     shared: Shared, meeting: Meeting, q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors
@@ -81,7 +83,7 @@ class _Attention(torch.autograd.Function):
         def made(dout: Tensor, _: Tensor | None, *saved: Tensor) -> Gradients:
             meeting = Meeting(shared.team, step, dout.device)
             with exchanging(shared.team), _disable_current_modes():
-                return backward(shared, meeting, dout, Saved(*saved[:5]), AuxTensors(*saved[5:]))
+                return backward(shared, meeting, dout, Saved(*saved[:_SAVED]), AuxTensors(*saved[_SAVED:]))
 
         with backing_out(shared.team):  # what was saved may have been changed, or be gone
             dout, saved = with_memory(dout), ctx.saved_tensors

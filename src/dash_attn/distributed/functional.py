@@ -221,8 +221,8 @@ def _run(
         meeting.end()
         with exchanging(team):
             aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
-    if given.packed and aux.rows is not None:
-        aux = aux._replace(row_starts=aux.rows.starts[None], row_ends=aux.rows.ends[None])
+    if given.packed:
+        aux = aux.map_rows(lambda x: x.unsqueeze(0))
     out, lse = attend(shared, meeting, q, k, v, aux)
     if given.packed:
         out, lse = out.squeeze(0), lse.squeeze(0)

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Gradients, Tensors, as_current, backend_named
+from ..backends.base import AuxTensors, Gradients, SegmentTargets, Tensors, as_current, backend_named
 from ..backends.sums import new_sink_sums
+from ..schedule.sharing import Rows
 from .leaving import Leaving, Made
 from .meeting import Meeting
 from .shared import Heads, Shared, finish, places
@@ -154,35 +155,64 @@ def _backward_step(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors)
     sink = aux.learnable_sink
     wide = aux if sink is None else aux._replace(learnable_sink=sink.to(shared.wide))
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in mine[1:4])
-    complete, sums = shared.complete[shared.team.rank], {}
+    complete = shared.complete[shared.team.rank]
+    sums: dict[tuple[int, int], Tensor] = {}
     lengths, batch = shared.given.lengths, shared.given.batch
     sink_sums = None if sink is None else new_sink_sums(len(lengths) * batch, sink.to(shared.wide))
     for rows, place in zip(shared.rows, places(shared.rows)):
-        origin = shared.origin(heads, rows.sequence)
-        first = rows.sequence * batch
-        of_sink = None if sink_sums is None else sink_sums[first : first + batch]
+        first_sequence = rows.sequence * batch
+        of_sink = None if sink_sums is None else sink_sums[first_sequence : first_sequence + batch]
         if rows.sequence in complete:
             at = _keys_at(shared, rows.sequence, (0, rows.last))
             call = shared.dense_call(rows.last, rows.last, kv_heads)
-            grads = call.backward(_rows(mine, place, at), _of_keys(wide, at), origin, of_sink)
+            origin = shared.origin(heads, rows.sequence)
+            grads = call.backward(mine.part(place, at), _of_keys(wide, at), origin, of_sink)
             dq[:, place], dk[:, at], dv[:, at] = grads[:3]
         else:
-            cut = shared.cut_of(rows.sequence, kv_heads)
-            for index, segment in enumerate(cut.segments):
-                if rows.first <= segment.rows[0] < rows.last:
-                    start = place.start - rows.first
-                    of_rows = slice(start + segment.rows[0], start + segment.rows[1])
-                    tensors = _rows(mine, of_rows, _keys_at(shared, rows.sequence, segment.keys))
-                    first, last = cut.tiles_of(index)
-                    sums[rows.sequence, index] = cut.new_sums(mine.k, last - first)
-                    into = sums[rows.sequence, index], dq[:, of_rows], of_sink
-                    with as_current(shared.device):
-                        cut.backward(index, tensors, shared.scores.at(origin), wide, *into)
+            sums |= _segments(shared, mine, heads, wide, (rows, place), dq, of_sink)
     dsink: Tensor | None = None
     if sink is not None and sink_sums is not None:
         with as_current(shared.device):
             dsink = backend_named(shared.backend).finish_sink(sink_sums, sink.dtype)
     return Made(dq, dsink, dk, dv, sums)
+
+
+def _segments(
+    shared: Shared,
+    mine: Tensors,
+    heads: Heads,
+    aux: AuxTensors,
+    part: tuple[Rows, slice],
+    dq: Tensor,
+    sink_sums: Tensor | None,
+) -> dict[tuple[int, int], Tensor]:
+    """The backward of the segments of a sequence that begin in some rows of this rank.
+
+    Args:
+        shared, mine, heads: as in :func:`_backward_step`.
+        aux: of these heads, a sink in fp32 (fp64 for fp64).
+        part: the rows, and where they lie among those of this rank.
+        dq: (batch, rows of this rank, heads, head_dim): it is written at the rows of the segments.
+        sink_sums: (batch, heads), of the sequence: they are added to. None without a sink.
+
+    Returns:
+        The sums of dK and dV of each segment, as :class:`.Made` has them.
+    """
+    rows, place = part
+    cut = shared.cut_of(rows.sequence, heads[1] - heads[0])
+    scores = shared.scores.at(shared.origin(heads, rows.sequence))
+    row_0 = place.start - rows.first  # where row 0 of the sequence would lie among those of this rank
+    sums = {}
+    for index, segment in enumerate(cut.segments):
+        if not rows.first <= segment.rows[0] < rows.last:
+            continue
+        at = slice(row_0 + segment.rows[0], row_0 + segment.rows[1])
+        first_tile, last_tile = cut.tiles_of(index)
+        made = sums[rows.sequence, index] = cut.new_sums(mine.k, last_tile - first_tile)
+        tensors = mine.part(at, _keys_at(shared, rows.sequence, segment.keys))
+        with as_current(shared.device):
+            cut.backward(index, tensors, scores, aux, SegmentTargets(made, dq[:, at], sink_sums))
+    return sums
 
 
 def _whole(shared: Shared, mine: Tensors, heads: Heads, aux: AuxTensors) -> Made:
@@ -199,12 +229,6 @@ def _keys_at(shared: Shared, sequence: int, keys: tuple[int, int]) -> slice:
     """Where keys of a sequence lie among those that this rank has."""
     start = shared.key_starts[sequence]
     return slice(start + keys[0], start + keys[1])
-
-
-def _rows(x: Tensors, rows: slice, keys: slice) -> Tensors:
-    return Tensors(
-        x.dout[:, rows], x.q[:, rows], x.k[:, keys], x.v[:, keys], x.out[:, rows], x.lse[:, :, rows]
-    )
 
 
 def _q_heads(shared: Shared, heads: Heads) -> slice:
@@ -228,16 +252,11 @@ def _with_all_keys(shared: Shared, aux: AuxTensors) -> AuxTensors:
 
 
 def _of_keys(aux: AuxTensors, keys: slice) -> AuxTensors:
-    if aux.rows is None:
-        return aux
-    starts, ends = (x[:, keys].contiguous() for x in aux.rows)
-    return aux._replace(row_starts=starts, row_ends=ends)
+    return aux.map_rows(lambda x: x[:, keys].contiguous())
 
 
 def _packed(aux: AuxTensors) -> AuxTensors:
-    if aux.rows is None:
-        return aux
-    return aux._replace(row_starts=aux.rows.starts[0], row_ends=aux.rows.ends[0])
+    return aux.map_rows(lambda x: x[0])
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:

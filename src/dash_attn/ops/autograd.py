@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..backends.base import NO_AUX, NO_BACKWARD, AuxTensors, Gradients, Tensors
+from ..backends.shapes import lse_shape
 from ..backends.sums import accumulator
 from ..errors import InputError
 
@@ -162,9 +163,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Ten
     out = q.sum(-1, keepdim=True).expand(*q.shape[:-1], v.shape[-1]) + 0 * (k.sum() + v.sum())
     if aux.learnable_sink is not None:
         out = out + 0 * aux.learnable_sink.sum()
-    *batch, rows, heads, _ = q.shape
-    wide = accumulator(q.dtype)
-    return out.to(q.dtype), q.new_empty((*batch, heads, rows), dtype=wide)
+    return out.to(q.dtype), q.new_empty(lse_shape(q), dtype=accumulator(q.dtype))
 
 
 def _attended(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..backends.base import AuxTensors, Gradients, Tensors
 from ..backends.cached import CachedTensors
+from ..backends.shapes import lse_shape
 from ..backends.sums import accumulator
 from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
@@ -141,9 +142,8 @@ APPEND = torch.ops.dash_attn.append.default
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = accumulator(q.dtype)
-    *batch, rows, heads, _d = q.shape
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty((*batch, heads, rows), dtype=wide)
+    lse = q.new_empty(lse_shape(q), dtype=accumulator(q.dtype))
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), lse
 
 
 def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Gradients:

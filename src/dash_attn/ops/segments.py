@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.base import AuxTensors, Backend, Gradients, Prepared, Tensors
+from ..backends.base import AuxTensors, Backend, Gradients, Prepared, SegmentTargets, Tensors
 from ..backends.sums import accumulator, new_key_sums, new_sink_sums
 from ..problem import Problem
 from ..schedule import Plan, build_plan, choose_policy
@@ -75,32 +75,23 @@ class CutSequence:
         return first // self.problem.tile_n, -(-last // self.problem.tile_n)
 
     def backward(
-        self,
-        index: int,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, index: int, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
-        """The backward of one segment: writes dq, adds to the sums.
+        """The backward of one segment.
 
         Args:
             index: of the segment.
             tensors: dout, q, out and lse of the segment's rows; k and v of the keys that these see; dense.
             scores, aux: of these sequences; a sink in fp32.
-            sums: those of the segment's keys, :meth:`tiles_of`.
-            dq: of the segment's rows.
-            sink_sums: of these sequences.
+            into: where the gradients go: sums of the segment's keys, :meth:`tiles_of`, and dQ of its rows.
         """
         if self.segments[index].keys == (0, 0):  # rows without an output: delta is 0 of a finite dout
-            dq.zero_()
+            into.dq.zero_()
             return
         plan, prepared = self._of(index)
         (row, _), (column, _) = self.segments[index]
         scores = scores.at(Origin(row=row, column=column))
-        prepared.backward_segment(plan, tensors, scores, aux, sums, dq, sink_sums)
+        prepared.backward_segment(plan, tensors, scores, aux, into)
 
 
 def problem_of_segment(problem: Problem, segment: Segment) -> Problem:
@@ -274,13 +265,6 @@ def _run_cut(
     sums = cut.new_sums(tensors.k)
     for index, segment in enumerate(cut.segments):
         rows, keys, tiles = slice(*segment.rows), slice(*segment.keys), slice(*cut.tiles_of(index))
-        mine = Tensors(
-            tensors.dout[:, rows],
-            tensors.q[:, rows],
-            tensors.k[:, keys],
-            tensors.v[:, keys],
-            tensors.out[:, rows],
-            tensors.lse[:, :, rows],
-        )
-        cut.backward(index, mine, scores, aux, sums[tiles], target.dq[:, rows], sink_sums)
+        mine = tensors.part(rows, keys)
+        cut.backward(index, mine, scores, aux, SegmentTargets(sums[tiles], target.dq[:, rows], sink_sums))
     cut.backend.finish_keys(sums, scores, target.dk, target.dv)

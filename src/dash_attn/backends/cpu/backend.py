@@ -12,7 +12,16 @@ from ...errors import PlanMismatchError
 from ...problem import Problem, default_tiles
 from ...schedule import ForwardNumerics, Plan
 from ...scores import PLAIN, Scores
-from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, Tensors, refuse_backward
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Prepared,
+    SegmentTargets,
+    Tensors,
+    refuse_backward,
+)
 from ..cached import CachedProblem, PreparedCached
 from ..shapes import Keys, forward_shapes
 from ..sums import finish_rows
@@ -45,7 +54,7 @@ class _Prepared(Prepared):
             return forward(self.problem, q, k, v, scores, aux)
         batch, seqlen_q, heads, _ = q.shape
         rows = [x.flatten(0, 1) if x.ndim == 4 else x for x in (q, k, v)]
-        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores, _packed(aux))
+        out, lse = forward(self.problem, rows[0], rows[1], rows[2], scores, aux.map_rows(torch.flatten))
         # Not a view, so that a caller may write to it where autograd is on.
         whole: Tensor = torch.ops.aten._unsafe_view(out, (*q.shape[:-1], out.shape[-1]))
         return whole, lse.view(heads, batch, seqlen_q).transpose(0, 1).contiguous()
@@ -81,39 +90,25 @@ class _Prepared(Prepared):
             raise PlanMismatchError(f"the plan is for {plan.problem}, the tensors are of {self.problem}")
         _, q, k, v, _, _ = tensors
         if q.ndim == 4:
-            tensors, aux = _packed_rows(tensors), _packed(aux)
+            tensors, aux = _packed_rows(tensors), aux.map_rows(torch.flatten)
         dq, dk, dv, dsink = executor.backward(
             plan, tensors, scores, aux, rng=disorder, ordered=disorder is None, sink_sums=sink_sums
         )
         return Gradients(dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dsink)
 
     def backward_segment(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, plan: Plan, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
         """See :meth:`Prepared.backward_segment`."""
         packed = _packed_rows(tensors)
-        grads = executor.backward(plan, packed, scores, aux, sums=sums, sink_sums=sink_sums)
-        dq.copy_(grads.dq.view(dq.shape))
+        grads = executor.backward(plan, packed, scores, aux, sums=into.key_sums, sink_sums=into.sink_sums)
+        into.dq.copy_(grads.dq.view(into.dq.shape))
 
 
 def _packed_rows(tensors: Tensors) -> Tensors:
     """Dense tensors as packed ones."""
     rows = [x.flatten(0, 1) for x in tensors[:-1]]
     return Tensors._make([*rows, tensors.lse.transpose(0, 1).flatten(1)])
-
-
-def _packed(aux: AuxTensors) -> AuxTensors:
-    """As beside packed tensors."""
-    if aux.rows is None:
-        return aux
-    return aux._replace(row_starts=aux.rows.starts.flatten(), row_ends=aux.rows.ends.flatten())
 
 
 class _CPU(Backend):

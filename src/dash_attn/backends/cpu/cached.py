@@ -13,6 +13,7 @@ from ...schedule import ForwardNumerics
 from ...scores import Scores
 from ..base import NO_AUX, AuxTensors
 from ..cached import CachedProblem, CachedTensors, PreparedCached, first_key
+from ..shapes import lse_shape
 from ..sums import accumulator
 from .forward import forward
 
@@ -34,9 +35,8 @@ class Cached(PreparedCached):
     ) -> tuple[Tensor, Tensor]:
         p, q = self.problem, tensors.q
         if not p.batch:
-            wide = accumulator(q.dtype)
-            *batch, rows, heads, _ = q.shape
-            return q.new_zeros((*q.shape[:-1], p.head_dim_v)), q.new_zeros((*batch, heads, rows), dtype=wide)
+            lse = q.new_zeros(lse_shape(q), dtype=accumulator(q.dtype))
+            return q.new_zeros((*q.shape[:-1], p.head_dim_v)), lse
         lengths = tensors.lengths.tolist()
         if tensors.cu_seqlens_q is None:
             of_q = [p.seqlen_q] * p.batch

@@ -18,11 +18,21 @@ from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ...schedule.constants import SOFTCAP_VERSION
 from ...scores import PLAIN, Scores
-from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, RowIntervals, Tensors, refuse_backward
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Prepared,
+    RowIntervals,
+    SegmentTargets,
+    Tensors,
+    refuse_backward,
+)
 from ..cached import CachedProblem, PreparedCached
 from ..cuda.limits import MOST_GRID
 from ..cuda.multiprocessors import multiprocessors
-from ..shapes import Keys, forward_shapes
+from ..shapes import Keys, forward_shapes, lse_shape
 from .cached.launch import Cached
 from .compile import flavour
 from .forward.launch import Forward, config_of, numerics_of, why_no_scale
@@ -61,8 +71,7 @@ class _Prepared(Prepared):
         sink, intervals = _sink_of(scores, aux), self._rows_of(aux)
         self._check(q, k, v)
         if not q.numel() or not k.numel():
-            *batch, rows, heads, _ = q.shape
-            lse = q.new_full((*batch, heads, rows), -torch.inf, dtype=torch.float32)
+            lse = q.new_full(lse_shape(q), -torch.inf, dtype=torch.float32)
             out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
             return out, lse if sink is None else lse.copy_(sink[:, None])
         asked = (sink is not None, scores.softcap > 0, intervals is not None)
@@ -126,20 +135,13 @@ class _Prepared(Prepared):
         return Gradients(result.dq, result.dk, result.dv, dsink)
 
     def backward_segment(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, plan: Plan, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
         """See :meth:`Prepared.backward_segment`."""
         sink = _sink_of(scores, aux)
         if aux.rows is not None:
             raise InputError("row_starts and row_ends are not supported by sm90 in segments of rows")
-        run_segment(plan, tensors, scores, sums, dq, sink=sink, sink_sums=sink_sums, debug=_debug())
+        run_segment(plan, tensors, scores, into, sink=sink, debug=_debug())
 
 
 @cache

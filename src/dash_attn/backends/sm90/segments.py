@@ -8,7 +8,7 @@ from ...errors import InputError, PlanMismatchError
 from ...problem import Problem
 from ...schedule.plan import Plan
 from ...scores import Scores, scores_of
-from ..base import Gradients, Tensors, as_current
+from ..base import Gradients, SegmentTargets, Tensors, as_current
 from ..cuda.upload import loadable
 from .add_sums.config import AddSumsConfig
 from .compile import program
@@ -34,20 +34,17 @@ def run_segment(
     plan: Plan,
     tensors: Tensors,
     scores: Scores | float,
-    sums: Tensor,
-    dq: Tensor,
+    into: SegmentTargets,
     *,
     sink: Tensor | None = None,
-    sink_sums: Tensor | None = None,
     debug: Debug | None = None,
 ) -> None:
     """The backward of a segment of q rows: :meth:`Prepared.backward_segment`.
 
     Args:
-        plan, tensors, scores, sink, sink_sums, debug: as in :func:`run_backward`; tensors are dense. Neither
+        plan, tensors, scores, sink, debug: as in :func:`run_backward`; tensors are dense. Neither
             contributions nor a trace can be asked for.
-        sums: what dK and dV are added to: those of the plan's kv tiles, :func:`.new_key_sums`.
-        dq: like q; it is written.
+        into: where the gradients go; the sums are those of the plan's kv tiles.
 
     Raises:
         PlanMismatchError, TooFewWorkersError, HandOverError: as :func:`run_backward`.
@@ -58,6 +55,7 @@ def run_segment(
             "the backward of a sequence that is cut into segments keeps no trace: ask for "
             "DASH_ATTN_DEBUG=bounded, or give a larger q_segment"
         )
+    sums, dq, sink_sums = into
     place = on_device(plan, dq.device, key_sums=True)
     check_tensors(place, plan, tensors)
     q = tensors.q

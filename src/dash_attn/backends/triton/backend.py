@@ -14,7 +14,17 @@ from ...errors import PlanMismatchError, UnavailableError
 from ...problem import Problem, default_tiles
 from ...schedule import Plan
 from ...scores import PLAIN, Scores
-from ..base import NO_AUX, AuxTensors, Backend, Gradients, Prepared, Tensors, as_current, refuse_backward
+from ..base import (
+    NO_AUX,
+    AuxTensors,
+    Backend,
+    Gradients,
+    Prepared,
+    SegmentTargets,
+    Tensors,
+    as_current,
+    refuse_backward,
+)
 from ..cached import CachedProblem, PreparedCached
 from ..shapes import Keys, Shapes, forward_shapes, tensor_shapes
 from ..sums import finish_rows
@@ -85,17 +95,11 @@ class _Prepared(Prepared):
             return self._backward(plan, tensors, scores, aux, disorder, grads, sink_sums)
 
     def backward_segment(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        scores: Scores,
-        aux: AuxTensors,
-        sums: Tensor,
-        dq: Tensor,
-        sink_sums: Tensor | None,
+        self, plan: Plan, tensors: Tensors, scores: Scores, aux: AuxTensors, into: SegmentTargets
     ) -> None:
         """See :meth:`Prepared.backward_segment`. dK and dV are scaled when they are added."""
         assert self._backward is not None
+        sums, dq, sink_sums = into
         with as_current(self.device):
             wide = [x.new_empty(x.shape, dtype=sums.dtype) for x in (tensors.k, tensors.v)]
             grads = self._backward(plan, tensors, scores, aux, None, Gradients(dq, *wide), sink_sums)

@@ -11,9 +11,10 @@ from ...schedule import ForwardNumerics
 from ...scores import Scores
 from ..base import NO_AUX, AuxTensors
 from ..cached import CachedProblem, CachedTensors, PreparedCached
+from ..shapes import lse_shape
 from .launch import head_of, is_roomy, is_scaled, of_scores, options_of, variant_of
 from .split import Launch
-from .strides import aligned, values_of
+from .strides import aligned, at_16_bytes, values_of
 from .tiles import fingerprint_of, forward_numerics, shapes_of
 
 __all__ = ["Cached"]
@@ -39,15 +40,15 @@ class Cached(PreparedCached):
         p = self.problem
         q, k, v, lengths, table, bounds = tensors
         out = torch.empty((*q.shape[:-1], p.head_dim_v), dtype=q.dtype, device=q.device)
-        *batch, rows, heads, _ = q.shape
-        lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
+        lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
         if not q.numel() or not k.numel() or not p.batch:
             lse.fill_(-torch.inf)
             if aux.learnable_sink is not None:
                 lse.copy_(aux.learnable_sink[:, None])
             return out.zero_(), lse
         tiles = p.q_tiles(self._shape.rows)
-        places = _whole(table), _whole(lengths), _whole(lengths if bounds is None else bounds)
+        bounds = lengths if bounds is None else bounds  # some tensor must be there
+        places = at_16_bytes(table), at_16_bytes(lengths), at_16_bytes(bounds)
         flags = {"CACHED": True, "SINK": aux.learnable_sink is not None, "SCALED": is_scaled(scores, NO_AUX)}
         launch = Launch(
             (aligned(q), aligned(k), aligned(v)),
@@ -69,8 +70,3 @@ class Cached(PreparedCached):
             return -(-p.keys // segment)
         tokens = -(-(self._shape.rows - 1) // p.group) + 1  # of a tile, wherever in a token's group it begins
         return min(-(-p.keys // segment), (left + tokens + right + segment - 2) // segment + 1)
-
-
-def _whole(x: Tensor) -> Tensor:
-    """At a multiple of 16 bytes: the compiler would make another variant for others."""
-    return x.clone() if x.data_ptr() % 16 else x

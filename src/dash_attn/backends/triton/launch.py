@@ -20,7 +20,7 @@ from ...schedule.constants import SINK_ROWS
 from ...scores import Scores
 from ..base import AuxTensors, Gradients, Tensors
 from ..cuda.upload import Upload
-from ..shapes import Keys
+from ..shapes import Keys, lse_shape
 from ..sums import new_sink_sums
 from .backward_kernels import (
     dkdv_kernel,
@@ -31,9 +31,9 @@ from .backward_kernels import (
     sinks_kernel,
 )
 from .split import Launch
-from .strides import aligned, lse_strides, strides_of, values_of
+from .strides import aligned, at_16_bytes, lse_strides, strides_of, values_of
 from .tables import WORDS, backward_tables, forward_table, most_segments
-from .tiles import FOLDED_KEYS, ROOMY, Shape, columns_of, forward_numerics, shapes_of
+from .tiles import FOLDED_KEYS, ROOMY, Shape, Shapes, columns_of, forward_numerics, shapes_of
 
 __all__ = ["Backward", "Forward"]
 
@@ -83,8 +83,7 @@ class Forward:
         if self._table is None:
             self._table = self._made_table()
         out = torch.empty((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device)
-        *batch, rows, heads, _ = q.shape
-        lse = torch.empty((*batch, heads, rows), dtype=torch.float32, device=q.device)
+        lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
         if not q.numel():
             return out, lse
         (table,) = self._table.use()
@@ -97,7 +96,7 @@ class Forward:
             of_scores(scores), (0, 0, 0, 0, 0, 0), self.numerics, self._shape, options_of(self._shape),
             head_of(problem), variant_of(scores, aux) | flags,
         )  # fmt: skip
-        launch(self._tiles * heads, self._segments, out, lse)
+        launch(self._tiles * problem.heads, self._segments, out, lse)
         return out, lse
 
     def _made_table(self) -> _OnDevice:
@@ -115,6 +114,106 @@ class _Tables(NamedTuple):
     q_tiles: int
     folds: int
     sums: int
+
+
+class _Records(NamedTuple):
+    """The tables of a plan, as :class:`.BackwardTables` has them, on the device."""
+
+    items: Tensor
+    visits: Tensor
+    q_tiles: Tensor
+    stretches: Tensor
+    folds: Tensor
+    sequences: Tensor
+
+
+class _BackwardLaunch(NamedTuple):
+    """What the kernels of a backward are given, but for where results go; each method is a kernel's launch.
+
+    Attributes:
+        problem: of the plan.
+        counts: of the plan's programs.
+        records: its tables.
+        out, dout: as the kernels read them.
+        lse: contiguous.
+        stats: (heads, rows of all q tiles, 2) fp32: what ``prepare`` makes of out, dout and lse.
+        read: q, k, v and dout; stats by pairs; slopes, seed, and the intervals of rows.
+        strides: of q, k, v and dout.
+        sides: of the mask; then how far apart slopes and intervals of two sequences are.
+        scales: the softmax scale; then factors, threshold, and the origin.
+        shapes: tiles of the kernels.
+        head: head dims.
+        variant: tiles of the plan, and flags of the compiler.
+    """
+
+    problem: Problem
+    counts: _Tables
+    records: _Records
+    out: Tensor
+    dout: Tensor
+    lse: Tensor
+    stats: Tensor
+    read: tuple[Tensor, ...]
+    strides: list[int]
+    sides: tuple[int, ...]
+    scales: tuple[float, ...]
+    shapes: Shapes
+    head: dict[str, int]
+    variant: dict[str, int]
+
+    def prepare(self) -> None:
+        """Write ``stats``, which the others read."""
+        tiles = self.counts.q_tiles
+        of_v = {name: self.head[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "REST_DV")}
+        prepare_kernel[(tiles * self.problem.heads,)](
+            self.out, self.dout, self.lse, self.stats, self.records.q_tiles,
+            *strides_of(self.out), *strides_of(self.dout), *lse_strides(self.lse), self.stats.shape[1], tiles,
+            ROWS=self.problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def make_dq(self, dq: Tensor) -> None:
+        """Write dQ."""
+        shape, tiles, problem = self.shapes.dq, self.counts.q_tiles, self.problem
+        dq_kernel[(tiles * problem.heads * (problem.tile_m // shape.rows),)](
+            *self.read, dq, self.records.q_tiles, self.records.stretches, *self.strides, *strides_of(dq),
+            self.stats.shape[1], tiles, problem.group, *self.sides, *self.scales, 0.0,
+            ROWS=shape.rows, KEYS=shape.keys, LATE=self.shapes.late,
+            **self.head, **self.variant, **options_of(shape),
+        )  # fmt: skip
+
+    def make_dk_dv(self, dk: Tensor, dv: Tensor) -> Tensor:
+        """Write dK and dV, but for kv tiles that have several head groups: the sums of these are returned."""
+        problem = self.problem
+        columns = sum(sum(columns_of(n)) for n in (problem.head_dim, problem.head_dim_v))
+        size = self.counts.sums * problem.tile_n * columns
+        sums = torch.empty(size, dtype=torch.float32, device=self.lse.device)
+        for shape, makes_k, makes_v in self.shapes.of_keys():
+            dkdv_kernel[(self.counts.items * (problem.tile_n // shape.keys),)](
+                *self.read, dk, dv, sums, self.records.items, self.records.visits,
+                *self.strides, *strides_of(dk), *strides_of(dv), self.stats.shape[1],
+                problem.group, *self.sides, *self.scales,
+                ROWS=shape.rows, KEYS=shape.keys, OF_K=makes_k, OF_V=makes_v,
+                **self.head, **self.variant, **options_of(shape),
+            )  # fmt: skip
+        return sums
+
+    def fold(self, sums: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write dK and dV of kv tiles that have several head groups."""
+        softmax_scale, tile_n = self.scales[0], self.problem.tile_n
+        fold_kernel[(self.counts.folds * (tile_n // FOLDED_KEYS),)](
+            sums, dk, dv, self.records.folds, *strides_of(dk), *strides_of(dv), softmax_scale,
+            KEYS=FOLDED_KEYS, TILE_N=tile_n, **self.head, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def add_to_sink_sums(self, sums: Tensor, sink: Tensor) -> None:
+        """``sums``: (sequences, heads) fp32; ``sink``: (heads,)."""
+        count, heads = sums.shape
+        if count:
+            sink_kernel[(count * heads,)](
+                self.lse, self.stats, values_of(sink, self.lse), sums, self.records.sequences,
+                *lse_strides(self.lse), self.stats.shape[1], heads,
+                ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 class Backward:
@@ -140,59 +239,40 @@ class Backward:
         """The gradients, by a plan of the problem; dq, dk and dv of ``grads`` are written, in any dtype.
         ``sink_sums``: as in :meth:`.Prepared.backward`."""
         tables = self._tables(plan, disorder)
-        items, visits, q_tiles, stretches, folds, sequences = tables.place.use()
-        dout, q, k, v, out = (aligned(x) for x in tensors[:5])
-        lse = tensors.lse.contiguous()
-        if lse.data_ptr() % 16:  # the compiler would make another variant for it
-            lse = lse.clone()
-        problem = self.problem
-        rows = tables.q_tiles * problem.tile_m
-        stats = torch.empty((problem.heads, rows, 2), dtype=torch.float32, device=lse.device)
-        pairs = stats.view(torch.int64)
-        scales = scores.softmax_scale, *of_scores(scores)
-        head = head_of(problem)
-        of_v = {name: head[name] for name in ("HEAD_DIM_V", "BLOCK_DV", "REST_DV")}
-        tile = {"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **variant_of(scores, aux)}
-        shapes = self._shapes[scores.dropout_p > 0]
-        *starts_ends, rows_batch = _intervals(aux, q_tiles)
-        sides = (*problem.mask.sides, _slope_batch(aux), rows_batch)
-        read = (q, k, v, dout, pairs, values_of(aux.alibi_slopes, stats), _seed(aux, stats), *starts_ends)
-        strides = [s for x in (q, k, v, dout) for s in strides_of(x)]
+        launch = self._launch(tables, tensors, scores, aux)
         if tables.q_tiles:
-            prepare_kernel[(tables.q_tiles * problem.heads,)](
-                out, dout, lse, stats, q_tiles, *strides_of(out), *strides_of(dout), *lse_strides(lse),
-                rows, tables.q_tiles, ROWS=problem.tile_m, **of_v, num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
-            shape = shapes.dq
-            dq_kernel[(tables.q_tiles * problem.heads * (problem.tile_m // shape.rows),)](
-                *read, grads.dq, q_tiles, stretches, *strides, *strides_of(grads.dq), rows,
-                tables.q_tiles, problem.group, *sides, *scales, 0.0,
-                ROWS=shape.rows, KEYS=shape.keys, LATE=shapes.late, **head, **tile, **options_of(shape),
-            )  # fmt: skip
+            launch.prepare()
+            launch.make_dq(grads.dq)
         if tables.items:
-            columns = sum(sum(columns_of(n)) for n in (problem.head_dim, problem.head_dim_v))
-            size = problem.tile_n * columns
-            sums = torch.empty(tables.sums * size, dtype=torch.float32, device=q.device)
-            for shape, makes_k, makes_v in shapes.of_keys():
-                dkdv_kernel[(tables.items * (problem.tile_n // shape.keys),)](
-                    *read, grads.dk, grads.dv, sums, items, visits,
-                    *strides, *strides_of(grads.dk), *strides_of(grads.dv), rows,
-                    problem.group, *sides, *scales,
-                    ROWS=shape.rows, KEYS=shape.keys, OF_K=makes_k, OF_V=makes_v,
-                    **head, **tile, **options_of(shape),
-                )  # fmt: skip
+            sums = launch.make_dk_dv(grads.dk, grads.dv)
             if tables.folds:
-                fold_kernel[(tables.folds * (problem.tile_n // FOLDED_KEYS),)](
-                    sums, grads.dk, grads.dv, folds, *strides_of(grads.dk), *strides_of(grads.dv),
-                    scores.softmax_scale,
-                    KEYS=FOLDED_KEYS, TILE_N=problem.tile_n, **head, num_warps=4, enable_fp_fusion=False,
-                )  # fmt: skip
+                launch.fold(sums, grads.dk, grads.dv)
         sink = aux.learnable_sink
         if sink is None:
             return grads
-        of_sink = new_sink_sums(len(problem.sequences), sink.float()) if sink_sums is None else sink_sums
-        _add_to_sink_sums(of_sink, sink, lse, stats, sequences)
+        sequences = len(self.problem.sequences)
+        of_sink = new_sink_sums(sequences, sink.float()) if sink_sums is None else sink_sums
+        launch.add_to_sink_sums(of_sink, sink)
         return grads._replace(dsink=finish_sink(of_sink, sink.dtype) if sink_sums is None else None)
+
+    def _launch(self, tables: _Tables, tensors: Tensors, scores: Scores, aux: AuxTensors) -> _BackwardLaunch:
+        problem, records = self.problem, _Records(*tables.place.use())
+        dout, q, k, v, out = (aligned(x) for x in tensors[:5])
+        lse = at_16_bytes(tensors.lse.contiguous())
+        rows = tables.q_tiles * problem.tile_m
+        stats = torch.empty((problem.heads, rows, 2), dtype=torch.float32, device=lse.device)
+        *starts_ends, rows_batch = _intervals(aux, records.q_tiles)
+        beside = values_of(aux.alibi_slopes, stats), _seed(aux, stats), *starts_ends
+        return _BackwardLaunch(
+            problem, tables, records, out, dout, lse, stats,
+            read=(q, k, v, dout, stats.view(torch.int64), *beside),
+            strides=[stride for x in (q, k, v, dout) for stride in strides_of(x)],
+            sides=(*problem.mask.sides, _slope_batch(aux), rows_batch),
+            scales=(scores.softmax_scale, *of_scores(scores)),
+            shapes=self._shapes[scores.dropout_p > 0],
+            head=head_of(problem),
+            variant={"TILE_M": problem.tile_m, "TILE_N": problem.tile_n, **variant_of(scores, aux)},
+        )  # fmt: skip
 
     def _tables(self, plan: Plan, disorder: random.Random | None) -> _Tables:
         if disorder is None and (known := self._known.get(plan)) is not None:
@@ -203,16 +283,6 @@ class Backward:
         if disorder is None:
             self._known[plan] = made
         return made
-
-
-def _add_to_sink_sums(sums: Tensor, sink: Tensor, lse: Tensor, stats: Tensor, sequences: Tensor) -> None:
-    """``sequences``: their records."""
-    count, heads = sums.shape
-    if count:
-        sink_kernel[(count * heads,)](
-            lse, stats, values_of(sink, lse), sums, sequences, *lse_strides(lse),
-            stats.shape[1], heads, ROWS=SINK_ROWS, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
 
 
 def finish_sink(sums: Tensor, dtype: torch.dtype) -> Tensor:
@@ -234,14 +304,14 @@ def _seed(aux: AuxTensors, unread: Tensor) -> Tensor:
     seed = aux.dropout_seed
     if seed is None:
         return unread  # were it read, the compiler would refuse its type
-    return seed.clone() if seed.data_ptr() % 16 else seed
+    return at_16_bytes(seed)
 
 
 def _intervals(aux: AuxTensors, unread: Tensor) -> tuple[Tensor, Tensor, int]:
     """Which rows see each key, and how far apart those of two sequences are; without any ``unread`` twice."""
     if aux.rows is None:
         return unread, unread, 0
-    starts, ends = (x.clone() if x.data_ptr() % 16 else x for x in aux.rows)  # or there were more variants
+    starts, ends = map(at_16_bytes, aux.rows)
     return starts, ends, starts.shape[1] if starts.ndim == 2 else 0
 
 
@@ -288,7 +358,7 @@ def is_scaled(scores: Scores, aux: AuxTensors) -> bool:
 
     The largest product is not the largest score where the scale is negative, or 0 in float32.
     """
-    is_positive = scores.softmax_scale * math.log2(math.e) > ROUNDED_TO_0
+    is_positive = scores.softmax_scale * _LOG2E > ROUNDED_TO_0
     return scores.softcap > 0 or aux.alibi_slopes is not None or not is_positive
 
 

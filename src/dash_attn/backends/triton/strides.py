@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["MOST_STRIDE", "UNIT", "aligned", "lse_strides", "strides_of", "values_of"]
+__all__ = ["MOST_STRIDE", "UNIT", "aligned", "at_16_bytes", "lse_strides", "strides_of", "values_of"]
 
 UNIT = 8
 """Elements: what strides are counted in."""
@@ -14,15 +14,22 @@ MOST_STRIDE = 2**24
 """Elements between rows: places of a tile's rows, counted from its first one, must fit 32 bits."""
 
 
+def at_16_bytes(x: Tensor) -> Tensor:
+    """x itself if it begins at a multiple of 16 bytes, otherwise a copy.
+
+    The compiler would make another variant of a kernel for a tensor that begins elsewhere.
+    """
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def values_of(x: Tensor | None, unread: Tensor) -> Tensor:
-    """As contiguous fp32, at a multiple of 16 bytes: the compiler would make another variant for others.
+    """As contiguous fp32, at a multiple of 16 bytes.
 
     Without any ``unread``, a tensor of fp32 that stands in its place.
     """
     if x is None:
         return unread
-    x = x.detach().to(torch.float32).contiguous()
-    return x.clone() if x.data_ptr() % 16 else x
+    return at_16_bytes(x.detach().to(torch.float32).contiguous())
 
 
 def aligned(x: Tensor) -> Tensor:
