@@ -177,7 +177,7 @@ def check_call(
     else:
         packing = _checked_packing(packing, q.device)
         _check_packed(q, k, v)
-    check_aux(aux, q, _batch(q, packing))
+    check_aux(aux, q, q.shape[0] if packing is None else packing.sequences)
     check_rows(aux, k, packing)
     if isinstance(packing, Used) and not torch.compiler.is_compiling():  # it sees the operator, which refuses
         refuse_gradients(q, k, v, *aux)
@@ -331,15 +331,6 @@ def _check_beside(
         raise InputError(f"{name} is on {x.device}, q is on {q.device}")
 
 
-def _batch(q: Tensor, packing: Packing | Used | None) -> int:
-    """How many sequences there are."""
-    if packing is None:
-        return q.shape[0]
-    if isinstance(packing, Used):
-        return packing.seqused_k.shape[0]
-    return packing.cu_seqlens_q.shape[0] - 1
-
-
 def _checked_packing(packing: Packing, device: torch.device) -> Packing:
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
@@ -359,13 +350,12 @@ def _checked_used(used: Used, q: Tensor, k: Tensor) -> Used:
     batch = seqused_k.shape[0]
     for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
         if cu_seqlens is None:
-            found, what = x.shape[0], f"{name} has batch {x.shape[0]}"
+            found, text = x.shape[0], f"{name} has batch {{}}"
         else:
             check_int32(f"cu_seqlens_{name}", cu_seqlens, q.device, ("batch + 1",), least=1)
-            found = cu_seqlens.shape[0] - 1
-            what = f"cu_seqlens_{name} has {found} sequences"
-        if found != batch:
-            raise InputError(f"seqused_k has {batch} sequences, {what}")
+            found, text = cu_seqlens.shape[0] - 1, f"cu_seqlens_{name} has {{}} sequences"
+        if found != batch:  # only here: a size in a text is no longer dynamic for torch.compile
+            raise InputError(f"seqused_k has {batch} sequences, {text.format(found)}")
     both = (longest("max_seqlen_q", max_seqlen_q), longest("max_seqlen_k", max_seqlen_k))
     return Used(cu_seqlens_q, cu_seqlens_k, seqused_k, *both)
 

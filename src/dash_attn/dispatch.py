@@ -7,10 +7,10 @@ from torch import Tensor
 
 from .arguments import Asked, CheckedCall, Packing, Used, check_call, completed
 from .backends.base import NO_AUX, AuxTensors
-from .errors import InputError
 from .ops.autograd import attend, call_directly, empty_results, refuse_gradients, with_gradients
 from .ops.calls import Call, dense_call, packed_call, shaped_call, used_call
 from .ops.known import KnownCalls
+from .ops.lengths import check_no_rows
 from .ops.operators import DENSE, USED, VARLEN
 from .spec import AttentionSpec
 from .values import check_flag, known
@@ -113,12 +113,7 @@ def is_empty(checked: CheckedCall) -> bool:
     packing = checked.packing
     if packing is None:
         return known(checked.q.shape[0] == 0)
-    if isinstance(packing, Used):
-        if packing.seqused_k.shape[0]:
-            return False
-    elif packing.cu_seqlens_q.shape[0] > 1:
+    if not known(packing.sequences == 0):
         return False
-    for name, x in (("q", checked.q), ("k", checked.k)):
-        if x.shape[0]:
-            raise InputError(f"cu_seqlens_{name} has no sequence, {name} has {x.shape[0]} rows")
+    check_no_rows(checked.q, checked.k)
     return True

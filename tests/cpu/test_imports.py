@@ -49,7 +49,7 @@ LAYERS = {
     "arguments": {*BELOW_BACKENDS, "backends", "ops", "spec", "values"},
     "cache_arguments": {"errors", "backends", "ops", *ARGUMENTS, "spec"},
     "kvcache": {"ops", *ARGUMENTS, "cache_arguments"},
-    "dispatch": {"errors", "backends", "ops", *ARGUMENTS, "spec"},
+    "dispatch": {"backends", "ops", *ARGUMENTS, "spec"},
     "preview": {"errors", "schedule", "backends", "ops", *ARGUMENTS, "cache_arguments", "dispatch"},
     "planned": {"errors", "schedule", "scores", "backends", "ops", *ARGUMENTS},
     "flash": {"errors", "schedule", *ARGUMENTS, "cache_arguments", "dispatch", "kvcache"},

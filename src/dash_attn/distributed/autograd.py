@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..backends.base import AuxTensors, Gradients
-from ..ops.autograd import gradients_once, needs_grad, savable, with_memory
+from ..ops.autograd import gradients_once, needs_grad, savable, untraced, with_memory
 from .meeting import Meeting
 from .passes import Saved, backward, forward
 from .shared import Shared
@@ -28,7 +28,8 @@ def attend(
     q, k and v have no batch, out and lse have one."""
     wanted = (q, k, v, aux.learnable_sink)
     tie = _Tie.apply(*wanted) if needs_grad(*wanted) else None  # type: ignore[no-untyped-call]
-    out, lse = _Attention.apply((shared, meeting), tie, q, k, v, *aux)  # type: ignore[no-untyped-call]
+    form = untraced(_Attention)
+    out, lse = form.apply((shared, meeting), tie, q, k, v, *aux)  # type: ignore[no-untyped-call]
     return out, lse
 
 

@@ -6,7 +6,9 @@ torch.func need another form, and need it in place of the operator: see :func:`a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +34,7 @@ __all__ = [
     "refuse_gradients",
     "refuse_transforms",
     "savable",
+    "untraced",
     "with_gradients",
     "with_memory",
     "without_gradients",
@@ -88,11 +91,11 @@ def attend(
     """The forward with autograd, without operators."""
     if aux is not NO_AUX:
         if needs_grad(q, k, v, *aux):
-            out, lse = _Attention.apply(call, q, k, v, *aux)  # type: ignore[no-untyped-call]
+            out, lse = untraced(_Attention).apply(call, q, k, v, *aux)  # type: ignore[no-untyped-call]
             return out, lse
         return call.forward(q, k, v, aux)
     if needs_grad(q, k, v):
-        out, lse = _Attention.apply(call, q, k, v)  # type: ignore[no-untyped-call]
+        out, lse = untraced(_Attention).apply(call, q, k, v)  # type: ignore[no-untyped-call]
         return out, lse
     return call.forward(q, k, v)
 
@@ -108,7 +111,7 @@ def with_gradients(
     if torch._C._are_functorch_transforms_active():
         return _attended(_TransformedAttention, functions, q, k, v, rest)
     if needs_grad(q, k, v, *rest[:_AUX]):
-        return _attended(_OperatorAttention, functions, q, k, v, rest)
+        return _attended(untraced(_OperatorAttention), functions, q, k, v, rest)
     with torch._C._AutoDispatchBelowAutograd():
         return functions.forward(q, k, v, *rest)
 
@@ -167,7 +170,7 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Ten
 
 
 def _attended(
-    form: type[_OperatorAttention],
+    form: type[torch.autograd.Function],
     functions: Differentiable,
     q: Tensor,
     k: Tensor,
@@ -184,6 +187,21 @@ def _once(
     form: type[_Gradients], backward: Callable[..., Gradients], arguments: tuple[Any, ...]
 ) -> Gradients:
     return Gradients(*form.apply(backward, *arguments))  # type: ignore[no-untyped-call]
+
+
+def untraced(form: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """A form of autograd whose backward torch.compile calls as it is. Autograd may call a backward from what
+    is being compiled, and the compiler would trace the plan and the sums in it.
+
+    That takes the compiler's import, which takes seconds: as long as nobody has imported it, ``form`` itself.
+    """
+    return form if "torch._dynamo" not in sys.modules else _untraced(form)
+
+
+@cache
+def _untraced(form: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    backward = torch.compiler.disable(form.backward)  # type: ignore[no-untyped-call]
+    return type(form.__name__, (form,), {"backward": staticmethod(backward)})
 
 
 class _Attention(torch.autograd.Function):

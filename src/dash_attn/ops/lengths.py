@@ -10,7 +10,16 @@ from torch import Tensor
 from ..errors import InputError
 from .host_reads import HostReads
 
-__all__ = ["Lengths", "Packing", "Used", "check_longest", "host_lengths", "host_used", "packed_lengths"]
+__all__ = [
+    "Lengths",
+    "Packing",
+    "Used",
+    "check_longest",
+    "check_no_rows",
+    "host_lengths",
+    "host_used",
+    "packed_lengths",
+]
 
 
 class Packing(NamedTuple):
@@ -29,6 +38,11 @@ class Packing(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self.cu_seqlens_q, self.cu_seqlens_k
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return self.cu_seqlens_q.shape[0] - 1
 
     @property
     def longest(self) -> tuple[Any, Any]:
@@ -53,6 +67,11 @@ class Used(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None, Tensor]:
         return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_k
+
+    @property
+    def sequences(self) -> int:
+        """How many there are."""
+        return self.seqused_k.shape[0]
 
     @property
     def longest(self) -> tuple[Any, Any]:
@@ -108,6 +127,13 @@ def packed_lengths(
         raise InputError(f"cu_seqlens_{side} ends at {lengths.total}, {side} has {x.shape[0]} rows")
     check_longest(side, max_seqlen, lengths.longest)
     return lengths
+
+
+def check_no_rows(q: Tensor, k: Tensor) -> None:
+    """Raise InputError where there is no sequence, and q or k has rows nevertheless."""
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[0]:
+            raise InputError(f"cu_seqlens_{name} has no sequence, {name} has {x.shape[0]} rows")
 
 
 def check_longest(side: str, max_seqlen: int, longest: int) -> None:

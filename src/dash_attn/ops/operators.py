@@ -24,7 +24,7 @@ from ..spec import AttentionSpec
 from .autograd import Differentiable, with_gradients, without_gradients, without_second_derivative
 from .cached import append, cached_call
 from .calls import dense_call, packed_call, used_call
-from .lengths import Packing, Used
+from .lengths import Packing, Used, check_no_rows
 
 __all__ = ["APPEND", "CACHED", "DENSE", "USED", "VARLEN"]
 
@@ -68,12 +68,16 @@ def _split(rest: tuple[Any, ...]) -> tuple[AuxTensors, tuple[Any, ...]]:
 
 def _forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, spec = _split(rest)
+    if q.shape[0] == 0:  # a compiled call may find this out here
+        return _fake_forward(q, k, v)
     out, lse = dense_call(q, k, v, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
 
 def _backward_kernel(*arguments: Any) -> Gradients:
     tensors, (aux, spec) = Tensors(*arguments[:_TENSORS]), _split(arguments[_TENSORS:])
+    if tensors.q.shape[0] == 0:
+        return _of_nothing(tensors, aux)
     call = dense_call(tensors.q, tensors.k, tensors.v, AttentionSpec(*spec))
     return _results(call.backward(tensors, aux))
 
@@ -85,9 +89,19 @@ def _results(grads: Gradients) -> Gradients:
     return Gradients(*(x.contiguous() for x in (dq, dk, dv, dsink)))
 
 
+def _of_nothing(tensors: Tensors, aux: AuxTensors) -> Gradients:
+    """Gradients where there is no sequence: without rows, and of a sink 0."""
+    dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
+    sink = aux.learnable_sink
+    return _results(Gradients(dq, dk, dv, None if sink is None else torch.zeros_like(sink)))
+
+
 def _varlen_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k) = _split(rest)
     packing, longest = Packing(cu_seqlens_q, cu_seqlens_k), (longest_q, longest_k)
+    if packing.sequences == 0:
+        check_no_rows(q, k)
+        return _fake_forward(q, k, v)
     out, lse = packed_call(q, k, v, packing, longest, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
@@ -96,6 +110,8 @@ def _varlen_backward_kernel(*arguments: Any) -> Gradients:
     tensors, (aux, rest) = Tensors(*arguments[:_TENSORS]), _split(arguments[_TENSORS:])
     cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k = rest
     packing, longest = Packing(cu_seqlens_q, cu_seqlens_k), (longest_q, longest_k)
+    if packing.sequences == 0:
+        return _of_nothing(tensors, aux)
     # The forward has seen that the lengths were not changed behind PyTorch's back.
     q, k, v = tensors.q, tensors.k, tensors.v
     call = packed_call(q, k, v, packing, longest, AttentionSpec(*spec), check=False)
@@ -105,6 +121,9 @@ def _varlen_backward_kernel(*arguments: Any) -> Gradients:
 def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k) = _split(rest)
     used, longest = Used(cu_seqlens_q, cu_seqlens_k, seqused_k), (longest_q, longest_k)
+    if used.sequences == 0:
+        check_no_rows(q, k)
+        return _fake_forward(q, k, v)
     out, lse = used_call(q, k, v, used, longest, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
 
