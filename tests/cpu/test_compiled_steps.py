@@ -15,6 +15,7 @@ from dash_attn.testing import assert_same_bytes
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),  # PyTorch itself looks at it
+    pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
 ]
 ENDS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
@@ -148,3 +149,12 @@ def test_used_keys_are_compiled_once_for_all_batches():
         lengths = torch.full((batch,), 4, dtype=torch.int32)
         assert_same_bytes(compiled(q, k, lengths), run(q, k, lengths))
     assert graphs.frame_count <= 2
+
+
+def test_operators_that_are_called_between_graphs_are_not_traced():
+    """func.grad needs the operator, and breaks the graph."""
+    forget()
+    torch.compiler.reset()
+    x = drawn(1, 8, 3, 2, 16).detach()
+    gradient = torch.func.grad(lambda x: dense(x).square().sum())
+    assert_same_bytes(torch.compile(gradient, backend="inductor")(x), gradient(x))

@@ -10,11 +10,13 @@ Schemas are defined and autograd is attached by hand: through ``torch.library.cu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ..backends.base import AuxTensors, Gradients, Tensors
 from ..backends.cached import CachedTensors
@@ -171,14 +173,16 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
     return Gradients(q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("forward", _forward_kernel, _device)
-    _library.impl("backward", _backward_kernel, _device)
-    _library.impl("varlen_forward", _varlen_forward_kernel, _device)
-    _library.impl("varlen_backward", _varlen_backward_kernel, _device)
-    _library.impl("varlen_used_forward", _used_forward_kernel, _device)
-    _library.impl("cached_forward", _cached_kernel, _device)
-    _library.impl("append", _append_kernel, _device)
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "forward": _forward_kernel, "backward": _backward_kernel, "varlen_forward": _varlen_forward_kernel,
+    "varlen_backward": _varlen_backward_kernel, "varlen_used_forward": _used_forward_kernel,
+    "cached_forward": _cached_kernel, "append": _append_kernel,
+}  # fmt: skip
+for _name, _kernel in _KERNELS.items():
+    for _device in ("CPU", "CUDA"):
+        # torch.compile would trace a kernel that is called between its graphs. `torch.compiler.disable` does
+        # the same, but imports the compiler now and not at the first call.
+        _library.impl(_name, _disable_dynamo(_kernel), _device)
 
 _library.impl("forward", partial(with_gradients, DENSE), "Autograd")
 _library.impl("backward", partial(without_second_derivative, DENSE.backward), "Autograd")
