@@ -43,6 +43,7 @@ from dash_attn.tools.bench.run import call_of
 
 ROUNDS = 5
 SHORT_S = 0.0005
+"""Seconds of a call, host time included, below which contenders are captured."""
 ORDERED: Kind = ("backward", OURS, True)
 WEIGHED: tuple[Kind, ...] = (ORDERED, ("backward", "fa4", True), ("backward", "fa4", False))
 """Whose energy is measured."""

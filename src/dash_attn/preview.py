@@ -126,7 +126,7 @@ def is_supported(
 
 
 class _Lengths(NamedTuple):
-    """Where sequences lie, as the caller gave it, and before anybody knows which function he means."""
+    """Where sequences lie, as the caller gave it, and before it is known which function is meant."""
 
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
