@@ -15,7 +15,7 @@ endif
 PYTEST := $(BIN)/pytest -n auto --dist worksteal
 
 # What catches most mistakes, without compiling a kernel: plans and their proof, the table, the public functions.
-QUICK := src/dash_attn/problem.py src/dash_attn/schedule $(addprefix tests/cpu/test_, $(addsuffix .py, problem policies \
+QUICK := src/dash_attn/problem.py src/dash_attn/schedule $(addprefix tests/cpu/test_, $(addsuffix .py, problem policies schedule_parameters \
 	proof proof_mutations table golden graph head_groups simulate reference executor api imports docs supply_chain))
 
 .PHONY: help demo check quick test test-slow test-all test-gpu soak sanitize litmus clean
