@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.errors import InputError
 from dash_attn.integrations import sdpa
 from dash_attn.ops.policies import forget
 from dash_attn.testing import assert_same_bytes
@@ -134,6 +135,28 @@ def test_as_many_packed_sequences_as_position_ids_say():
             found, wanted = compiled(x, position_ids), run(x, position_ids)
             assert_same_bytes(found, wanted)
             assert_same_bytes(*(torch.autograd.grad(out.sum(), x)[0] for out in (found, wanted)))
+
+
+def test_a_packed_batch_that_turns_out_to_be_empty():
+    def run(x, lengths):
+        ends = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
+        return flash_attn_varlen_func(*x.unbind(1), ends, ends, causal=True)
+
+    def unknown(rows, lengths):
+        x, lengths = drawn(rows, 3, 4, 8), torch.tensor(lengths, dtype=torch.int32)
+        torch._dynamo.decorators.mark_unbacked(x, 0)
+        torch._dynamo.decorators.mark_unbacked(lengths, 0)
+        return x, lengths
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for rows, lengths in ((20, [7, 13]), (0, []), (5, [5])):
+        given = unknown(rows, lengths)
+        found, wanted = compiled(*given), run(*given)
+        assert_same_bytes(found, wanted)
+        assert_same_bytes(*(torch.autograd.grad(out.sum(), given[0])[0] for out in (found, wanted)))
+    with pytest.raises(InputError, match="cu_seqlens_q has no sequence, q has 5 rows"):
+        compiled(*unknown(5, []))
 
 
 def test_used_keys_are_compiled_once_for_all_batches():

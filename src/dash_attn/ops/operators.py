@@ -91,6 +91,14 @@ def _results(grads: Gradients) -> Gradients:
     return Gradients(*(x.contiguous() for x in (dq, dk, dv, dsink)))
 
 
+def _is_nothing(packing: Packing | Used, q: Tensor, k: Tensor) -> bool:
+    """Whether there is no sequence: a compiled call may find this out here."""
+    if packing.sequences:
+        return False
+    check_no_rows(q, k)
+    return True
+
+
 def _of_nothing(tensors: Tensors, aux: AuxTensors) -> Gradients:
     """Gradients where there is no sequence: without rows, and of a sink 0."""
     dq, dk, dv = (torch.empty_like(x) for x in (tensors.q, tensors.k, tensors.v))
@@ -101,8 +109,7 @@ def _of_nothing(tensors: Tensors, aux: AuxTensors) -> Gradients:
 def _varlen_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, *spec, longest_q, longest_k) = _split(rest)
     packing, longest = Packing(cu_seqlens_q, cu_seqlens_k), (longest_q, longest_k)
-    if packing.sequences == 0:
-        check_no_rows(q, k)
+    if _is_nothing(packing, q, k):
         return _fake_forward(q, k, v)
     out, lse = packed_call(q, k, v, packing, longest, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
@@ -123,8 +130,7 @@ def _varlen_backward_kernel(*arguments: Any) -> Gradients:
 def _used_forward_kernel(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     aux, (cu_seqlens_q, cu_seqlens_k, seqused_k, *spec, longest_q, longest_k) = _split(rest)
     used, longest = Used(cu_seqlens_q, cu_seqlens_k, seqused_k), (longest_q, longest_k)
-    if used.sequences == 0:
-        check_no_rows(q, k)
+    if _is_nothing(used, q, k):
         return _fake_forward(q, k, v)
     out, lse = used_call(q, k, v, used, longest, AttentionSpec(*spec)).forward(q, k, v, aux)
     return out.contiguous(), lse
