@@ -93,21 +93,20 @@ def rows(name: str, point: Point, rounds: int, peers: bool, meter: Meter | None,
     torch.manual_seed(0)
     plan = build_plan(point.problem, choose_policy(point.problem))
     calls = contenders(inputs(point, torch.device("cuda")), plan, peers, point.set == "grid")
-    several = dict.fromkeys(calls, 1)
-    if any(min(once(call), once(call)) < SHORT_S for call in calls.values()):
-        graphs = {kind: captured(call) for kind, call in calls.items()}
-        calls = {kind: replay for kind, (replay, _) in graphs.items()}
-        several = {kind: number for kind, (_, number) in graphs.items()}
+    short = any(min(once(call), once(call)) < SHORT_S for call in calls.values())
+    several = {kind: captured(call) if short else (call, 1) for kind, call in calls.items()}
+    calls = {kind: call for kind, (call, _) in several.items()}
     found = []
     for kind, took in timed(calls, rounds, with_single=False)["sustained"].items():
-        all_ms = [ms / several[kind] for ms in took]
+        number = several[kind][1]
+        all_ms = [ms / number for ms in took]
         ms = statistics.median(all_ms)
         row = {"set": point.set, "case": name, "pass": kind[0], "impl": kind[1], "deterministic": kind[2],
                "ms": round(ms, 5), "spread": round((max(all_ms) - min(all_ms)) / ms, 4)}  # fmt: skip
-        if several[kind] > 1:
+        if number > 1:
             row["graph"] = True
         if meter and kind in WEIGHED:
-            row["joules"] = round(meter.joules(calls[kind], seconds) / several[kind], 5)
+            row["joules"] = round(meter.joules(calls[kind], seconds) / number, 5)
         found.append(row | ({"fingerprint": plan.fingerprint} if kind == ORDERED else {}))
     return found
 
