@@ -22,6 +22,7 @@ from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.masks import hidden_elements, outside_intervals
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
+from dash_attn.backends.sm90.tiles import has_apart
 from dash_attn.errors import HandOverError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Numerics, Plan, Schedule, Shift, build_plan, choose_policy, prove
@@ -300,12 +301,14 @@ def from_rounded_out(
 
 
 class How(NamedTuple):
-    """Of one launch: workers (None for all), in ticket order or not, waits bounded, which interleaving."""
+    """Of one launch: workers (None for all), in ticket order or not, waits bounded, which interleaving, and
+    contributions to dQ kept apart."""
 
     workers: int | None = None
     ordered: bool = True
     bounded: bool = False
     variant: int = 0
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -331,7 +334,8 @@ def hopper() -> Backend:
 
     def launch(plan: Plan, tensors: Tensors, scores: Scores, how: How) -> Grads:
         debug = Debug(bounded=True) if how.bounded else None
-        found = run_backward(plan, tensors, scores, ordered=how.ordered, workers=how.workers, debug=debug)
+        ways = {"ordered": how.ordered, "apart": how.apart, "workers": how.workers}
+        found = run_backward(plan, tensors, scores, debug=debug, **ways)
         return found.dq, found.dk, found.dv
 
     def together(calls: list[Callable[[], Grads]]) -> list[Grads]:
@@ -423,6 +427,9 @@ class _Checks:
             return self.outcome
         self._accurate("dq, dk, dv", first)
         self._same(f"{few} workers and all", first, self._launch(usual, How()))
+        if has_apart(case.head_dim, case.problem.head_dim_v) and not case.scores.softcap:
+            for workers in (few, None):
+                self._same("waiting and apart", first, self._launch(usual, How(workers, apart=True)))
         calls = [lambda v=v: self._launch(placed, How(few, variant=v)) for v in range(2 * case.streams)]
         for half in (calls[: case.streams], calls[case.streams :]):
             for other in backend.together(half):

@@ -239,11 +239,11 @@ def launch_fold(config: FoldConfig) -> None:
 
 
 def behind_backwards(config: ConvertConfig) -> Iterator[tuple[str, BackwardConfig, Plan]]:
-    """Backwards that leave something to do: sums of head groups, and dQ without order."""
+    """Backwards that leave something to do: sums of head groups, and dQ where no contribution waits."""
     before = [each for each in backward_variants().values() if convert_config(each) == config]
     yield "head groups", before[0], dict(plans(before[0]))["head groups"]
-    unordered = next(each for each in before if not each.ordered)
-    yield "without order", unordered, dict(plans(unordered))["window"]
+    loose = next(each for each in before if not each.waits)
+    yield "apart" if loose.apart else "without order", loose, dict(plans(loose))["window"]
 
 
 def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) -> dict[str, Any]:
@@ -317,7 +317,7 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
         config.head_dim, config.dtype, config.padded, softcap=config.softcap, intervals=config.intervals,
         head_dim_v=config.head_dim_v,
     )  # fmt: skip
-    if config == of_users:
+    if config.apart or config == of_users:
         yield "rings", build_plan(dense(FULL, seqlen=300, batch=1, **like), Shift(ring=3))
         lengths = ((130, 260), (0, 100), (100, 0), (0, 0), (1, 999), 64)
         yield "packed", auto_plan(packed(*lengths, mask=CAUSAL, **like))
@@ -349,6 +349,8 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     problem = plan.problem
     tiles = problem.heads * sum(-(-seqlen_q // problem.tile_m) for seqlen_q, _ in problem.sequences)
     size, empty, empty_like, filled = tiles * config.dq_elements, torch.empty, torch.empty_like, []
+    if config.apart:
+        size *= max(grid.kv_tiles for grid in problem.grids)
 
     def fill(x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype is torch.float32 and x.numel() and x.numel() % size == 0:
@@ -366,7 +368,8 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     ):
         scores = Scores(problem.head_dim**-0.5, CAP * config.softcap)
         rows = rows_of(arguments[2]) if config.intervals else None
-        result = run_backward(plan, arguments, scores, rows=rows, ordered=config.ordered, debug=debug)
+        ways = {"ordered": config.ordered, "apart": config.apart}
+        result = run_backward(plan, arguments, scores, rows=rows, debug=debug, **ways)
     if size not in filled:
         raise RuntimeError(f"no buffer of {size} fp32 values was allocated for dQ")
     for name in ("dq", "dk", "dv"):

@@ -6,6 +6,9 @@ What decides bits is in :mod:`dash_attn.schedule.constants`.
 from __future__ import annotations
 
 __all__ = [
+    "APART_BYTES",
+    "APART_ITEMS",
+    "APART_RINGS_BYTES",
     "BYTES_IN_TURNS",
     "CACHED_BYTES",
     "COLUMNS_IN_TURNS",
@@ -67,6 +70,10 @@ hide; bytes of Q, dO and dQ that stay in L2 beside all else; and a launch behind
 FEW_ROUNDS = 12
 """Up to so many items per block, converting blocks must not cost items of one length a round more. Later
 blocks are no longer in step."""
+
+APART_ITEMS, APART_BYTES, APART_RINGS_BYTES = WORKERS, 8 * 2**20, 40 * 2**20
+"""Contributions to dQ are kept apart where there are at most so many items, and they take at most so many
+bytes; the second number where the rings of a head would wait for one another (docs/experiments/apart.md)."""
 
 FORWARD_CYCLES = {64: (2190, 4000), 128: (2250, 5700)}
 """Of the forward kernel at a head dim: cycles of a kv tile of an item, and of what an item takes beside."""

@@ -32,7 +32,7 @@ from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.compile import variants
 from dash_attn.backends.sm90.forward import launch
 from dash_attn.backends.sm90.segments import run_segment
-from dash_attn.backends.sm90.tiles import TILES
+from dash_attn.backends.sm90.tiles import TILES, has_apart
 from dash_attn.problem import Mask
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -69,6 +69,12 @@ class Case:
         q, k, v, dout = (torch.randn(shape, generator=generator).to(self.dtype) for shape in shapes)
         sink = [torch.linspace(-1.0, 2.0, self.heads[0])] if self.sink else []
         return [x.requires_grad_() for x in (q, k, v, *sink)], dout
+
+    @property
+    def goes_apart(self) -> bool:
+        """Whether there are kernels that keep contributions to dQ apart."""
+        plain = not {"softcap", "q_segment"} & dict(self.how).keys()
+        return plain and has_apart(self.head_dim, self.head_dim_v or self.head_dim)
 
     def forward(self, inputs: Sequence[Tensor], **how: Any) -> tuple[Tensor, Tensor]:
         """out and lse by the public functions."""
@@ -184,6 +190,27 @@ def test_numbers_and_bytes(case: Case) -> None:
     with emulated(blocks=6, seed=2, late=False):
         for name, x in case.run().items():
             assert_same_bytes(x, found[name], name)
+
+
+@slow
+@pytest.mark.parametrize("case", [each for each in CASES if each.goes_apart], ids=lambda case: case.name)
+def test_contributions_that_are_apart_give_the_bytes_of_those_that_wait(case: Case) -> None:
+    """And nothing is left without an order that matters."""
+    kept = emulator_backend.Emulated
+    with mock.patch.object(emulator_backend, "Emulated", side_effect=kept) as ran:
+        for apart, how in (
+            (False, {"blocks": 4, "seed": 1}),
+            (True, {"blocks": 3, "seed": 2, "races": True}),
+        ):
+            with emulated(apart=apart, **how):
+                found = case.run()
+            ways = {c.args[0].apart for c in ran.call_args_list if c.args[0].direction == "backward"}
+            assert ways == {apart}
+            ran.reset_mock()
+            if not apart:
+                expected = found
+        for name, x in found.items():
+            assert_same_bytes(x, expected[name], name)
 
 
 def assert_near(case: Case, found: dict[str, Tensor]) -> None:

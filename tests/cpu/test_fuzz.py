@@ -147,6 +147,7 @@ def last_bit(grads: Grads) -> None:
     [
         (lambda plan, x, how: how.bounded, last_bit, "workers and all: dv differ"),
         (lambda plan, x, how: how.variant == 3, last_bit, "replays, 2 streams: dv differ"),
+        (lambda plan, x, how: how.apart, last_bit, "waiting and apart: dv differ"),
         (lambda plan, x, how: x.dout.is_contiguous(), last_bit, "strides and contiguous inputs: dv differ"),
         (lambda plan, x, how: x.q.ndim == 4, lambda g: g[2].mul_(-1), "in the batch and alone: dv differ"),
         (lambda plan, x, how: not how.ordered, last_bit, "with and without order: dv differ"),
@@ -165,7 +166,7 @@ def test_nothing_is_found_where_nothing_is_spoiled() -> None:
     outcome = check(CASE, executor())
     assert outcome.failures == []
     assert outcome.unordered_differs
-    assert outcome.launches == 2 + 4 + 1 + 1 + 2
+    assert outcome.launches == 2 + 2 + 4 + 1 + 1 + 2
 
 
 def test_sums_in_an_order_of_chance_are_found() -> None:

@@ -1,16 +1,18 @@
-"""How many blocks of a launch get items, and how many only convert dQ tiles."""
+"""How many blocks of a launch get items, how many only convert dQ tiles, and who need not wait."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dash_attn.backends.sm90.resident import OnDevice
-from dash_attn.machine import FEW_ROUNDS
+from dash_attn.backends.sm90.resident import OnDevice, _place
+from dash_attn.machine import APART_ITEMS, FEW_ROUNDS
+from dash_attn.problem import Mask, Problem
+from dash_attn.schedule import build_plan, choose_policy
 
 
 def on_device(items: int, min_workers: int = 1, converting: float = 0.0) -> OnDevice:
-    return OnDevice(None, {}, torch.bfloat16, 1, 1, 1, 1, 0, 1, items, min_workers, converting)
+    return OnDevice(None, {}, torch.bfloat16, 1, 1, 1, 1, 0, 1, items, min_workers, converting, False)
 
 
 @pytest.mark.parametrize("converting", [0.0, 0.03, 0.2, 1.0])
@@ -32,3 +34,25 @@ def test_blocks(items: int, available: int, min_workers: int, converting: float)
 def test_some_blocks_only_convert() -> None:
     assert on_device(2048, 1, 0.05).blocks(132) == (132, 126)  # 17 rounds, not 16
     assert on_device(264, 1, 0.03).blocks(132) == (132, 132)
+
+
+@pytest.mark.parametrize(
+    ("shape", "apart"),
+    [
+        ({"seqlen": 512, "heads": 16}, True),  # 8 MiB: 4 q tiles of 128 rows, 4 kv tiles
+        ({"seqlen": 513, "heads": 16}, False),
+        ({"seqlen": 1024, "heads": 16, "mask": Mask.full()}, True),  # 32 MiB, in two rings
+        ({"seqlen": 1536, "heads": 8, "mask": Mask.full()}, True),
+        ({"seqlen": 2048, "heads": 8, "mask": Mask.full()}, False),
+        ({"seqlen": 1, "heads": APART_ITEMS, "mask": Mask.full()}, True),
+        ({"seqlen": 1, "heads": APART_ITEMS + 1, "mask": Mask.full()}, False),
+        ({"seqlen": 256, "batch": 4, "heads": 8, "head_dim": 128, "tile_m": 64}, True),
+        ({"seqlen": 512, "heads": 32, "head_dim": 128, "tile_m": 64, "mask": Mask.full()}, False),
+        ({"seqlen": 100, "heads": 2, "head_dim": 96, "tile_m": 64}, False),  # no such kernel
+    ],
+)
+def test_who_need_not_wait(shape: dict[str, object], apart: bool) -> None:
+    """Few items, whose contributions fit a part of L2; more of them where a head has several rings."""
+    like = {"head_dim": 64, "tile_m": 128, "tile_n": 128, "mask": Mask.causal()}
+    problem = Problem.dense(**like | shape)  # type: ignore[arg-type]
+    assert _place(build_plan(problem, choose_policy(problem)), None).apart == apart

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dash_attn.backends.sm90.forward.launch import Forward
 from dash_attn.backends.sm90.launch import run_backward
+from dash_attn.backends.sm90.tiles import has_apart
 from dash_attn.schedule import Plan
 from golden_cases import GOLDEN, HASHED, completed, golden_inputs, golden_plans, identities
 
@@ -21,9 +22,9 @@ def sha256(x: Tensor) -> str:
     return hashlib.sha256(x.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def hashes(plan: Plan) -> dict[str, str]:
+def hashes(plan: Plan, *, apart: bool = False) -> dict[str, str]:
     inputs = [x.cuda() for x in golden_inputs(plan)]
-    result = run_backward(plan, inputs, 0.25)
+    result = run_backward(plan, inputs, 0.25, apart=apart)
     found = {name: sha256(getattr(result, name)) for name in HASHED["fingerprint"]}
     both = Forward(plan.problem, torch.device("cuda", 0))(*inputs[1:4], 0.25)
     return identities(plan) | found | {name: sha256(x) for name, x in zip(HASHED["forward"], both)}
@@ -41,4 +42,6 @@ def golden() -> dict[str, dict[str, str]]:
 @pytest.mark.parametrize("name", golden_plans())
 def test_golden(name: str, golden: dict[str, dict[str, str]]) -> None:
     """A case without hashes fails."""
-    assert hashes(golden_plans()[name]) == golden.get(name)
+    plan = golden_plans()[name]
+    for apart in {False, has_apart(plan.problem.head_dim, plan.problem.head_dim_v)}:
+        assert hashes(plan, apart=apart) == golden.get(name)

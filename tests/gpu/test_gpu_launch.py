@@ -334,7 +334,7 @@ def test_every_variant_launches(name, config: BackwardConfig):
     problem = dense(WINDOW, seqlen=500, dtype=_DTYPES[config.dtype], **head_dims)
     case = make_case(problem)
     debug = Debug(config.spin_limit > 0, config.dump_contributions, config.trace)
-    result = launch(auto_plan(problem), case, ordered=config.ordered, debug=debug)
+    result = launch(auto_plan(problem), case, ordered=config.ordered, apart=config.apart, debug=debug)
     for grad_name in GRADS:
         error = relative_error(getattr(result, grad_name), case.exact[grad_name])
         assert error <= (4e-3 if config.dtype == "bf16" else 8e-4), f"{grad_name}: {error}"

@@ -14,8 +14,10 @@ from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
 from dash_attn.backends.sm90.places import Buffer
 from dash_attn.backends.sm90.sinks import launch as sinks
+from dash_attn.backends.sm90.tiles import has_apart
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
+from dash_attn.schedule import Plan
 from dash_attn.scores import PLAIN, Scores
 
 from .programs import Emulated
@@ -40,7 +42,9 @@ class _Buffer(Buffer):
 
 
 @contextmanager
-def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False) -> Iterator[None]:
+def emulated(
+    blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False, apart: bool = False
+) -> Iterator[None]:
     """All functions with ``backend="sm90"`` take CPU tensors. Nothing is kept of calls before, nor for later
     ones: what a call has made would run again as it was made.
 
@@ -48,7 +52,11 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
         blocks: SMs of the GPU, each of which has one block.
         seed: of the order in which warps run and copies end.
         late, races: see :class:`~emulator.machine.Machine`.
+        apart: contributions to dQ are kept apart where there are kernels for that; else they wait.
     """
+
+    def better_apart(plan: Plan) -> bool:
+        return apart and has_apart(plan.problem.head_dim, plan.problem.head_dim_v)
 
     def program(config: Config) -> Emulated:
         return Emulated(config, seed, late, races)
@@ -77,7 +85,7 @@ def emulated(blocks: int = 2, seed: int = 0, late: bool = True, races: bool = Fa
             "program": program, "multiprocessors": count, "usable_multiprocessors": count,
             "as_current": nothing, "in_turn": nothing, **as_tensors,
         },
-        resident: {"Upload": _Upload},
+        resident: {"Upload": _Upload, "_better_apart": better_apart},
         segments: {"program": program, "as_current": nothing},
         sinks: {"program": program, "as_current": nothing},
         forward: {"program": program, "multiprocessors": count, "Upload": _Upload, **as_tensors},

@@ -229,11 +229,11 @@ class Emulated:
 
         everywhere = bytes([launch.complete == launch.q_tiles * heads])
         parameters = [*memory_of(backward.BeforeMemory._fields), everywhere]
-        self._launch(before, (launch.q_tiles, heads), parameters, memory)
+        self._launch(before, (-(-launch.q_tiles // (1 + c.apart)), heads), parameters, memory)
         if c.intervals:
             parameters = [*map(_tensor, (table, *rows)), _number(tensors.k.shape[0])]
             self._launch(marking[0], (len(rows[2]) // SEEN_WORDS, 1), parameters, memory)
-        if c.intervals and c.ordered:
+        if c.intervals and c.waits:
             of_unseen = (tensors.dq, table, workspace.control, workspace.dq_acc, rows[3])
             parameters = [*map(_tensor, of_unseen), _number(launch.complete), _number(launch.grid)]
             self._launch(marking[1], (launch.q_tiles, heads), parameters, memory)

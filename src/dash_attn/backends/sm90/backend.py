@@ -127,6 +127,7 @@ class _Prepared(Prepared):
             sink_sums=sink_sums,
             rows=rows,
             ordered=ordered and disorder is None,
+            apart=None,
             debug=_debug(),
         )
         dsink = result.dsink

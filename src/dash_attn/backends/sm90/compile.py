@@ -28,7 +28,7 @@ from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import STEPS, SinkConfig
 from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
-from .tiles import CACHED, FORWARD, SHORT_DTYPES, TILES, has_intervals, has_softcap, kernel_of
+from .tiles import CACHED, FORWARD, SHORT_DTYPES, TILES, has_apart, has_intervals, has_softcap, kernel_of
 
 __all__ = [
     "ARCH",
@@ -92,8 +92,8 @@ def variants() -> dict[str, Config]:
 
 def backward_variants() -> dict[str, BackwardConfig]:
     """Those of the backward: product, of segments of queries, unordered, and debug; each also for tensors of
-    fewer columns (80 columns for these only), and with a softcap. With intervals of rows there is one for any
-    number of columns."""
+    fewer columns (80 columns for these only), and with a softcap. With contributions to dQ apart, where a
+    kernel has that, and without a softcap. With intervals of rows there is one for any number of columns."""
     found = {}
     for softcap, padded in product((False, True), repeat=2):
         for name, (head_dim, head_dim_v), dtype in _kinds("backward", softcap):
@@ -105,6 +105,8 @@ def backward_variants() -> dict[str, BackwardConfig]:
             found[f"{name}-sums"] = replace(base, key_sums=True)
             found[f"{name}-sums-bounded"] = replace(base, key_sums=True, spin_limit=1)
             found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
+            if has_apart(head_dim, head_dim_v) and not softcap:
+                found[f"{name}-apart"] = replace(base, accumulation=Accumulation.APART)
             found[f"{name}-bounded"] = replace(base, spin_limit=1)
             found[f"{name}-contributions"] = replace(base, dump_contributions=True)
             found[f"{name}-trace"] = replace(base, trace=True)
@@ -182,7 +184,8 @@ def _name_of(config: ConvertConfig | FoldConfig) -> str:
     """Of what runs behind others: one serves many of them."""
     if isinstance(config, FoldConfig):
         return _name("fold", config.head_dim_v, config.head_dim_v, config.dtype) + "-sink" * config.sink
-    return _name("convert", config.head_dim, config.head_dim_v, config.dtype) + "-padded" * config.padded
+    name = _name("convert", config.head_dim, config.head_dim_v, config.dtype)
+    return name + "-padded" * config.padded + "-apart" * config.apart
 
 
 def program(config: Config) -> Any:

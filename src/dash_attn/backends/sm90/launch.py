@@ -109,6 +109,7 @@ def run_backward(
     sink_sums: Tensor | None = None,
     rows: RowIntervals | None = None,
     ordered: bool = True,
+    apart: bool | None = False,
     workers: int | None = None,
     debug: Debug | None = None,
 ) -> Result:
@@ -122,6 +123,8 @@ def run_backward(
         sink_sums: as in :meth:`.Prepared.backward`.
         rows: which rows see each key, as in the forward.
         ordered: False adds as contributions come, by atomics: the negative control.
+        apart: contributions to dQ are kept apart, and added behind the main kernel in the same order, so with
+            the same bits. None: where that is faster.
         workers: thread blocks to launch, at most one per SM, all of which get items. By default as many as
             are of use; a few of them may only convert dQ.
         debug: see :class:`Debug`.
@@ -140,7 +143,11 @@ def run_backward(
         return Result(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), nothing)
     place = on_device(plan, q.device)
     check_tensors(place, plan, given)
-    asked = Demand(ordered, debug, softcap=scores.softcap > 0, intervals=rows is not None)
+    softcap, intervals = scores.softcap > 0, rows is not None
+    if apart is None:
+        plain = ordered and debug is NO_DEBUG and workers is None and not (softcap or intervals)
+        apart = plain and place.apart
+    asked = Demand(ordered, debug, softcap=softcap, intervals=intervals, apart=apart)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, q.device, rows=rows)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
@@ -167,14 +174,15 @@ def launch(
 ) -> None:
     """Run the kernels, but for those of a sink."""
     variant, place, work = made
-    q, k, v, ordered = given.q, given.k, given.v, variant.config.ordered
-    ring = ordered and place.min_workers > 1
+    q, k, v, waits = given.q, given.k, given.v, variant.config.waits
+    ring = waits and place.min_workers > 1
     available = usable_multiprocessors(q.device) if ring else multiprocessors(q.device)
     if workers is not None:
         available = min(workers, available)
-    if ordered:
+    blocks = with_items = min(available, place.items)
+    if waits:
         check_workers(plan, available)
-    blocks, with_items = place.blocks(available) if ordered and workers is None else (available, available)
+        blocks, with_items = place.blocks(available) if workers is None else (available, available)
     # As in arguments.MATRICES. They, and what is copied, live until the launch is on its stream.
     matrices = [*map(loadable, (q, k, v, given.out, given.dout)), *grads[:3]]
     places, extents = [*map(place_of, matrices)], place.extents(q, k, v)
@@ -193,7 +201,7 @@ def launch(
         )  # fmt: skip
         if variant.convert is not None:
             # As in convert.arguments.Launch.
-            left = 0 if ordered else place.q_tiles, place.kv_tiles if place.group_sums else 0
+            left = 0 if waits else place.q_tiles, place.kv_tiles if place.group_sums else 0
             variant.convert(
                 work.tensors[0], *chain.from_iterable(places[-3:]), *extents, *work.buffer.addresses[_SUMS],
                 *variant.sizes[_SUMS], scores.softmax_scale, *left,
@@ -218,13 +226,14 @@ class Demand(NamedTuple):
     key_sums: bool = False
     softcap: bool = False
     intervals: bool = False
+    apart: bool = False
 
 
 def variant_of(place: OnDevice, plan: Plan, asked: Demand) -> Variant:
     problem = plan.problem
     kernel = kernel_of(problem.head_dim, problem.head_dim_v)
     config = _config(kernel, problem.dtype, asked, SPIN_LIMIT)
-    leaves = not asked.ordered or place.group_sums > 0
+    leaves = not config.waits or place.group_sums > 0
     convert = program(convert_config(config)) if leaves else None
     found = place.variants[asked] = Variant(config, program(config), convert, place.workspace(config))
     return found
@@ -254,7 +263,7 @@ def _config(kernel: Kernel, dtype: str, asked: Demand, spin_limit: int) -> Backw
         kernel.head_dim,
         SHORT_DTYPES[dtype],
         kernel.padded or asked.intervals,
-        Accumulation.TICKETS if asked.ordered else Accumulation.ATOMIC,
+        Accumulation.APART if asked.apart else Accumulation.TICKETS if asked.ordered else Accumulation.ATOMIC,
         key_sums=asked.key_sums,
         softcap=asked.softcap,
         intervals=asked.intervals,

@@ -9,14 +9,22 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError, PlanMismatchError
-from ...machine import CONVERSION_CYCLES, FEW_ROUNDS, ITEM_CYCLES, TASK_CYCLES
+from ...machine import (
+    APART_BYTES,
+    APART_ITEMS,
+    APART_RINGS_BYTES,
+    CONVERSION_CYCLES,
+    FEW_ROUNDS,
+    ITEM_CYCLES,
+    TASK_CYCLES,
+)
 from ...schedule.plan import Plan
 from ...schedule.table import shared_sums, to_table
 from ..cuda.upload import Upload
 from ..shapes import Shapes, tensor_shapes
 from .backward.config import CONTROL_WORDS, SEEN_WORDS, BackwardConfig
 from .places import Sizes, sizes_of
-from .tiles import kernel_of, name_of, tiles_of
+from .tiles import has_apart, kernel_of, name_of, tiles_of
 
 __all__ = ["OnDevice", "on_device"]
 
@@ -36,6 +44,7 @@ class OnDevice:
         complete_tiles: dQ tiles of all heads that get contributions.
         items, min_workers: of the plan.
         converting: share of the work that is converting dQ tiles.
+        apart: contributions to dQ better have memory of their own than wait for one another.
         variants: what was made of it for the kernel variants that ran, by what was asked.
     """
 
@@ -51,6 +60,7 @@ class OnDevice:
     items: int
     min_workers: int
     converting: float
+    apart: bool
     variants: dict[object, Any] = field(default_factory=dict)
     _extents: dict[int, Sizes] = field(default_factory=dict)
 
@@ -70,7 +80,8 @@ class OnDevice:
         tiles = self.heads * self.q_tiles
         rows, sums = tiles * config.tile_m, self.group_sums * 2 * config.tile_n * config.head_dim
         control = -(-(CONTROL_WORDS + 2 * tiles) // 32) * 32
-        return [rows, rows, tiles * config.dq_elements, max(sums, 32), control]
+        dq = tiles * config.dq_elements * (self.tickets if config.apart else 1)
+        return [rows, rows, dq, max(sums, 32), control]
 
     @property
     def seen_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -138,7 +149,19 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
         len(plan.items),
         plan.min_workers,
         conversion / max(1, work),
+        _better_apart(plan),
     )
+
+
+def _better_apart(plan: Plan) -> bool:
+    """Whether there are so few items that keeping contributions apart is faster than any order of waiting."""
+    p = plan.problem
+    if not has_apart(p.head_dim, p.head_dim_v) or len(plan.items) > APART_ITEMS:
+        return False
+    tiles = p.heads * int(plan.batch.q_tiles.sum()) * int(plan.batch.kv_tiles.max())
+    # A full mask has a second ring in each head where q tiles are no smaller than kv tiles.
+    most = APART_RINGS_BYTES if p.mask.is_full and p.tile_m >= p.tile_n else APART_BYTES
+    return 4 * tiles * p.tile_m * kernel_of(p.head_dim, p.head_dim_v).head_dim <= most
 
 
 def _check_tiles(plan: Plan) -> None:

@@ -224,6 +224,15 @@ def has_softcap(head_dim: int, head_dim_v: int) -> bool:
     return kernel_of(head_dim, head_dim_v)[:2] != (192, 128)
 
 
+def has_apart(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel for tensors of these head dims has variants that keep contributions to dQ apart.
+
+    >>> has_apart(64, 40), has_apart(96, 96), has_apart(128, 104)
+    (True, False, True)
+    """
+    return kernel_of(head_dim, head_dim_v)[:2] in ((64, 64), (128, 128))
+
+
 def name_of(head_dim: int, head_dim_v: int) -> str:
     """
     >>> name_of(128, 128), name_of(192, 128)

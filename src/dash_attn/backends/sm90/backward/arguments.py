@@ -64,7 +64,8 @@ class Workspace(NamedTuple):
         table: the plan table, int32, see schedule/layout.py.
         lse2: base-2 LSE, fp32, tile_m values per dQ tile; +inf for rows without keys.
         delta: -rowsum(O dO), fp32, tile_m values per dQ tile.
-        dq_acc: sums of contributions, fp32, tile_m * D values per dQ tile, in accumulator order.
+        dq_acc: sums of contributions, fp32, tile_m * D values per dQ tile, in accumulator order. Where they
+            are apart, as many for each contribution, see `finish.place_apart`.
         group_sums: dK and dV of one head group, fp32, unscaled, in accumulator order: 2 * tile_n * D values
             per item that owns one of several head groups. Where V has fewer columns, dV takes less of its
             half.

@@ -30,6 +30,7 @@ class Accumulation(Enum):
     """How contributions to a dQ tile are added."""
 
     TICKETS = "tickets"  # in the order of the plan's tickets
+    APART = "apart"  # in that order, too, behind the main kernel: each has memory of its own until then
     ATOMIC = "atomic"  # as they come, into a zeroed dQ: the negative control
 
 
@@ -115,6 +116,8 @@ class BackwardConfig:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
         if self.softcap and self.tight:
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
+        if self.apart and (self.dq_pieces > 1 or self.intervals or self.spin_limit or self.trace):
+            raise ValueError(f"{self}: contributions are apart in one piece, and nothing else is kept")
         if self.intervals and (self.tight or self.split or self.softcap):
             raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
         if self.intervals and (self.key_sums or self.dump_contributions):
@@ -130,7 +133,7 @@ class BackwardConfig:
     @property
     def kernels(self) -> tuple[str, ...]:
         """Class names, which the compiler puts into the names of the kernels, in the order of launches."""
-        before = ["MarkSeen"] * self.intervals + ["PutUnseen"] * (self.intervals and self.ordered)
+        before = ["MarkSeen"] * self.intervals + ["PutUnseen"] * (self.intervals and self.waits)
         return ("Preprocess", *before, "Backward")
 
     @property
@@ -141,7 +144,17 @@ class BackwardConfig:
     @property
     def ordered(self) -> bool:
         """Whether the order of additions is the plan's, so that gradients repeat bit for bit."""
+        return self.accumulation is not Accumulation.ATOMIC
+
+    @property
+    def waits(self) -> bool:
+        """Whether contributions wait for their tickets; then the main kernel also converts complete tiles."""
         return self.accumulation is Accumulation.TICKETS
+
+    @property
+    def apart(self) -> bool:
+        """Whether each contribution has memory of its own, and nobody waits."""
+        return self.accumulation is Accumulation.APART
 
     @property
     def delayed_dq(self) -> bool:

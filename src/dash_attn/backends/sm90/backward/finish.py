@@ -30,12 +30,18 @@ from .config import (
 AHEAD, AHEAD_OF_FEW = 4, 2
 """Tiles that a load warp takes at a time: if there are more than two per block, and else."""
 PLACE_WORDS, PLACE_STRIDE = 5, 8
+APART_AHEAD = 4
+"""Contributions that are apart and read at a time."""
 
 
 def queue(control, table):
     """Where the keys of complete tiles are, or will be, in the order of their completion; -1: not yet."""
-    tiles = table[HEADER.q_tile_total] * table[HEADER.heads]
-    return control.iterator + (CONTROL_WORDS + tiles)
+    return control.iterator + (CONTROL_WORDS + _tiles_of(table))
+
+
+def _tiles_of(table):
+    """dQ tiles of all heads."""
+    return table[HEADER.q_tile_total] * table[HEADER.heads]
 
 
 @cute.jit
@@ -52,7 +58,7 @@ def has_places(table, complete: Int32, blocks: Int32 | None = None):
     Then a tile has the entry of its number, and a block has the AHEAD_OF_FEW tiles of its own number.
     """
     few = complete <= AHEAD_OF_FEW * (cute.arch.grid_dim()[0] if blocks is None else blocks)
-    return few & (complete == table[HEADER.q_tile_total] * table[HEADER.heads])
+    return few & (complete == _tiles_of(table))
 
 
 @cute.jit
@@ -254,6 +260,30 @@ def load_piece(config: cutlass.Constexpr, tile, piece: Int32):
         source = acc[None, piece % 4 * 32 + cute.arch.lane_idx(), v, piece // 4]
         cute.autovec_copy(source, cute.make_tensor(values[None, None, v].iterator, 4))
     return values
+
+
+def place_apart(table, tile: Int32, ticket: Int32):
+    """Where a contribution is in dq_acc if they are apart, in dQ tiles: one behind the other by ticket."""
+    return Int64(ticket) * _tiles_of(table) + tile
+
+
+@cute.jit
+def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int32, piece: Int32):
+    """Like `load_piece`, the sum of a tile's `count` contributions in the order of their tickets. The copy
+    engine makes the same when it adds them to memory: it keeps subnormal numbers."""
+    total = cute.make_rmem_tensor((2, 2, config.dq_elements // 1024), Float32)
+    total.fill(0.0)
+    if count > 0:
+        total.store(_load_apart(config, dq_acc, table, tile, Int32(0), piece).load())
+    for ticket in cutlass.range(1, count, unroll=APART_AHEAD):
+        added = _load_apart(config, dq_acc, table, tile, ticket, piece)
+        total.store(total.load() + added.load())
+    return total
+
+
+def _load_apart(config, dq_acc, table, tile: Int32, ticket: Int32, piece: Int32):
+    start = cute.assume(place_apart(table, tile, ticket) * config.dq_elements, divby=4)  # 16-byte loads
+    return load_piece(config, dq_acc.iterator + start, piece)
 
 
 @cute.jit

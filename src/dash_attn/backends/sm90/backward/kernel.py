@@ -32,7 +32,8 @@ class Backward:
     """dQ, dK and dV of one plan; see arguments.py for what it is given.
 
     Guarantee: for one plan the bits of dQ, dK and dV do not depend on timing, grid size or neighbours.
-    Without order (`BackwardConfig.accumulation`) those of dQ do, and Convert makes dQ of dq_acc.
+    Without order (`BackwardConfig.accumulation`) those of dQ do. There, and where contributions are apart,
+    Convert makes dQ of dq_acc.
     """
 
     def __init__(self, config: BackwardConfig):
@@ -176,8 +177,12 @@ class Backward:
                 grads_place[0] = Int32(0)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        # Tickets, claim counter, LSE and delta come from the preprocessing kernel.
-        cute.arch.griddepcontrol_wait()
+        # Tickets, claim counter, LSE and delta come from the preprocessing kernel. Where contributions are
+        # apart, only LSE and delta do, and the load warp waits for them: all else was there when that began.
+        if const_expr(c.apart):
+            cute.arch.griddepcontrol_launch_dependents()  # Convert, which waits for the end of this kernel
+        else:
+            cute.arch.griddepcontrol_wait()
 
         if warp_idx < FIRST_MMA_WARP:
             cute.arch.setmaxregister_decrease(c.registers.other)
@@ -185,7 +190,7 @@ class Backward:
                 self.load_role.run(copies, memory, shared, rings, numbers)
             if warp_idx == REDUCE_WARP:
                 reduce.reduce_role(c, memory, shared, rings)
-            if const_expr(c.ordered):
+            if const_expr(c.waits):
                 if warp_idx == RELEASE_WARP:
                     reduce.release_role(c, memory, shared, rings, numbers.complete)
             if warp_idx == TICKET_WARP:
@@ -193,7 +198,7 @@ class Backward:
         else:
             cute.arch.setmaxregister_increase(c.registers.mma)
             n_item = self.mma_role.run(products, memory, shared, rings, numbers)
-            if const_expr(c.ordered):
+            if const_expr(c.waits):
                 finish.convert_role(c, memory.dq, shared, rings, n_item, numbers.scale)
 
     def _shared(self, storage, layouts: Layouts) -> Shared:

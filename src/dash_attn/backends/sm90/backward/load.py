@@ -41,7 +41,10 @@ class LoadRole:
         q = Rows(rings.q, copies.q, shared.q, memory.lse2, shared.lse2, c.head_dim)
         dout = Rows(rings.dout, copies.dout, shared.dout, memory.delta, shared.delta, c.head_dim_v)
         n_item, n_task, n_kv = Int32(0), Int32(0), Int32(0)
-        slot = reduce.claim_first_item(c, memory, shared, rings, batches, numbers.workers)
+        if const_expr(c.apart):
+            slot = reduce.claim_item(c, memory, shared, rings, n_item, batches)
+        else:
+            slot = reduce.claim_first_item(c, memory, shared, rings, batches, numbers.workers)
         while slot[0] >= 0:
             # Fields of the item are read from the mailbox where they are used: this warp has few registers.
             fresh = Int32(1)
@@ -68,19 +71,28 @@ class LoadRole:
                             self._exchange_kv(copies, shared, rings, item, n_task, n_kv)
                             n_kv += 1
                             fresh = Int32(UNREAD)
+                        if const_expr(c.apart):
+                            if n_task == 0:
+                                cute.arch.griddepcontrol_wait()
+                                for rows in (q, dout):
+                                    self._load_statistics(rows, item, (n_task, q_tile, q_head))
                         n_task += 1
                 r, first_head = plan_view.next_run(slot, r, first_head)
             n_item += 1
             if fresh == UNREAD:
                 self._release_dk(rings)
-            if fresh != 1:
-                # Only an item whose tickets are granted depends on no other block: see reduce.py, Claiming.
-                rings.item_granted.wait_full_before(n_kv)
+            if const_expr(not c.apart):
+                if fresh != 1:
+                    # Only an item whose tickets are granted depends on no other block: reduce.py, Claiming.
+                    rings.item_granted.wait_full_before(n_kv)
             slot = reduce.claim_item(c, memory, shared, rings, n_item, batches)
         rings.v.wait_empty(n_kv)
         self._store(copies.dv, shared.v[None, None, 0], shared)
         self._store_dk(copies.dk, shared, rings, n_task, n_kv)
-        if const_expr(c.ordered):
+        if const_expr(c.apart):
+            # Also in a block without tasks: who waits for this kernel waits for the ones before it, too.
+            cute.arch.griddepcontrol_wait()
+        if const_expr(c.waits):
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # complete tiles come where dV and dK were
             cute.arch.sync_warp()
             finish.load_role(c, memory, shared, rings, n_item, numbers.complete)
@@ -90,7 +102,8 @@ class LoadRole:
     def _load_rows(self, rows: Rows, item, task, info, slot) -> None:
         """Load the rows of a task, (its number in this block, q tile, q head), with their statistics.
 
-        `info`: where to tell the MMA warps about its mask, None: it is not to be told.
+        `info`: where to tell the MMA warps about its mask, None: it is not to be told. Where contributions
+        are apart, the first task's statistics are still missing.
         """
         c = self.config
         n_task, q_tile, q_head = task
@@ -103,9 +116,24 @@ class LoadRole:
             if const_expr(info is not None):
                 self._put_q_info((info, stage), item, q_tile, slot)
             cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_m * rows.columns + 4 * c.tile_m)
-            target = rows.stats_here[None, stage].iterator
-            ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, full)
+            if const_expr(not c.apart):
+                target = rows.stats_here[None, stage].iterator
+                ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, full)
+        if const_expr(c.apart):
+            if n_task > 0:
+                self._load_statistics(rows, item, task)
         load_tile(rows.copy, rows.tiles[None, None, stage], place, q_tile, q_head, full)
+
+    @cute.jit
+    def _load_statistics(self, rows: Rows, item, task) -> None:
+        """Load what preprocessing says about the rows of a task."""
+        c = self.config
+        n_task, q_tile, q_head = task
+        stat = Int64(plan_view.first_tile_of(item, q_head) + q_tile) * c.tile_m
+        stage = rows.ring.stage(n_task)
+        with cute.arch.elect_one():
+            target = rows.stats_here[None, stage].iterator
+            ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, rows.ring.full + stage)
 
     @cute.jit
     def _exchange_kv(self, copies, shared, rings, item, n_task: Int32, n_kv: Int32) -> None:

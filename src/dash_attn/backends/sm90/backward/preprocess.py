@@ -26,13 +26,15 @@ def lanes_of(columns: int) -> int:
 class Preprocess:
     """Row statistics (delta = -rowsum(O dO), the value dP starts from, and base-2 LSE), counters and queue.
 
-    One block per q tile and head. Zeroes dQ where nobody contributes (`everywhere`: there is no such tile).
-    Without order, zeroes fp32 dQ. Rows beyond the sequence and rows without visible keys get lse2 = +inf, so
-    that P is exactly 0 there.
+    One block per q tile and head, or per two of them where contributions are apart. Zeroes dQ where nobody
+    contributes (`everywhere`: there is no such tile). Without order, zeroes fp32 dQ. Rows beyond the sequence
+    and rows without visible keys get lse2 = +inf, so that P is exactly 0 there. Contributions that are apart
+    need row statistics only.
     """
 
     def __init__(self, config: BackwardConfig):
         self.config = config
+        self.tiles = 2 if config.apart else 1
 
     @cute.jit
     def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
@@ -40,31 +42,44 @@ class Preprocess:
         everywhere = launch.complete == launch.q_tiles * heads
         named = tensors._asdict() | workspace._asdict()
         self.kernel(BeforeMemory(*[named[name] for name in BeforeMemory._fields]), everywhere).launch(
-            grid=(launch.q_tiles, heads, 1),
-            block=(THREADS, 1, 1),
+            grid=((launch.q_tiles + self.tiles - 1) // self.tiles, heads, 1),
+            block=(THREADS * self.tiles, 1, 1),
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, memory: BeforeMemory, everywhere: Boolean) -> None:
-        c, table = self.config, memory.table
         cute.arch.griddepcontrol_wait()
         # Blocks of the main kernel may come as soon as these leave. They wait for all that is written here.
         cute.arch.griddepcontrol_launch_dependents()
-        mO, mdO, mLse, mLse2, mDelta = memory.out, memory.dout, memory.lse, memory.lse2, memory.delta
-        mdQ, control = memory.dq, memory.control
         index, q_head, _ = cute.arch.block_idx()
         tidx = cute.arch.thread_idx()[0]
-        if (tidx == 0) & (index + q_head == 0):
-            for counter in (CLAIMED, ARRIVED, FINISHED, TAKEN):
-                control[counter] = Int32(0)
+        if const_expr(self.config.apart):
+            index = index * self.tiles + tidx // THREADS
+            if index < memory.table[HEADER.q_tile_total]:
+                self._tile(memory, everywhere, index, q_head, tidx % THREADS)
+        else:
+            self._tile(memory, everywhere, index, q_head, tidx)
+
+    @cute.jit
+    def _tile(
+        self, memory: BeforeMemory, everywhere: Boolean, index: Int32, q_head: Int32, tidx: Int32
+    ) -> None:
+        c, table = self.config, memory.table
+        mO, mdO, mLse, mLse2, mDelta = memory.out, memory.dout, memory.lse, memory.lse2, memory.delta
+        mdQ, control = memory.dq, memory.control
+        if const_expr(not c.apart):
+            if (tidx == 0) & (index + q_head == 0):
+                for counter in (CLAIMED, ARRIVED, FINISHED, TAKEN):
+                    control[counter] = Int32(0)
         key = index * mO.shape[2] + q_head
         tile, where = finish.locate(c, table, table[HEADER.q_map_offset], key, mO)
         batch, first, seqlen_q, q_tile, _ = where
-        if tidx == 0:
-            control[CONTROL_WORDS + tile] = Int32(0)
-            finish.clear(control, table, tile)
+        if const_expr(not c.apart):
+            if tidx == 0:
+                control[CONTROL_WORDS + tile] = Int32(0)
+                finish.clear(control, table, tile)
         if const_expr(c.intervals):
             seen = memory.intervals.seen
             for n in cutlass.range((seen.shape[1] + THREADS - 1) // THREADS, unroll=1):
@@ -96,7 +111,7 @@ class Preprocess:
             if tidx % lanes == 0:
                 inside = q_tile * c.tile_m + local < seqlen_q
                 mDelta[stat + local] = -total if inside else Float32(0.0)
-        if const_expr(c.ordered):
+        if const_expr(c.waits):
             here = everywhere
             if not everywhere:
                 here = finish.contributions(table, index) > 0
@@ -114,7 +129,7 @@ class Preprocess:
                         if const_expr(c.tile_m * chunks % THREADS != 0):  # rows behind the tile are others'
                             row = row if row < c.tile_m else Int32(1 << 30)
                         self._store_zeros(mdQ, where, q_head, row, index % chunks)
-        else:
+        if const_expr(not c.ordered):
             acc = cute.make_tensor(
                 memory.dq_acc.iterator + Int64(tile) * c.dq_elements, cute.make_layout(c.dq_elements)
             )

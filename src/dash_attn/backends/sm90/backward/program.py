@@ -37,7 +37,7 @@ class Program:
         self.preprocess(tensors, workspace, given.launch, stream)
         if const_expr(c.intervals):
             self.mark_seen(tensors.k.shape[0], workspace, stream)
-            if const_expr(c.ordered):
+            if const_expr(c.waits):
                 self.put_unseen(tensors, workspace, given.launch, stream)
         self.backward(tensors, workspace, given.launch, given.cap, stream)
 

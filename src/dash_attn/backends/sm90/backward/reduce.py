@@ -5,6 +5,9 @@ reduce thread stores (the first one) or adds its contribution with one bulk oper
 *global* writes are performed (cp.async.bulk.wait_group without .read: with .read only the shared-memory
 source is known to be free), and only then is the tile handed over.
 
+Where contributions are kept apart (`BackwardConfig.apart`) nobody waits: the ticket warp only says what
+comes, the reduce thread stores it in a place of its own, and a block finds its items by its number.
+
 Where keys have intervals of rows, tickets are left out, and the counter is the ticket behind the last one
 that was completed: see seen.py.
 
@@ -71,9 +74,12 @@ def claim_first_item(config: cutlass.Constexpr, memory, shared, rings, batches: 
 
 @cute.jit
 def claim_item(config: cutlass.Constexpr, memory, shared, rings, n_item: Int32, batches: Int32):
-    """Claim the next item, by one warp; returns its mailbox slot, where the index is -1 at the end."""
+    """Claim the next item, by one warp; returns its mailbox slot, where the index is -1 at the end. Where
+    contributions are apart, nobody waits for another block, and each has its items by its number."""
     index = Int32(0)
-    if cute.arch.lane_idx() == 0:
+    if const_expr(config.apart):
+        index = cute.arch.block_idx()[0] + n_item * cute.arch.grid_dim()[0]
+    elif cute.arch.lane_idx() == 0:
         index = ptx.add(memory.control.iterator + CLAIMED)
     return _put_item(config, memory, shared, rings, index, n_item, batches)
 
@@ -165,12 +171,12 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                         q_head = item.record.q_head_first + first_head + h
                         tile = plan_view.first_tile_of(item, q_head) + q_tile
                         key = Int32(-1)
-                        if const_expr(config.ordered):
+                        if const_expr(config.waits):
                             if _is_last(config, memory, (tile, ticket), item.total_first + q_tile):
                                 key = item.q_tile_first + q_tile * memory.table[HEADER.heads] + q_head
                         rings.granted.wait_empty(n_task)
                         expected = _expected(config, memory, tile, ticket)
-                        if const_expr(config.ordered):
+                        if const_expr(config.waits):
                             if expected > 0:
                                 found = wait_ticket(config, counter_of(memory, tile), expected, memory.errors)
                                 if const_expr(config.spin_limit > 0):
@@ -188,14 +194,15 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                         publish(config, shared, rings, n_task, (tile, ticket, key, expected))
                         n_task += 1
                         left -= 1
-                        if left == claim_at:
-                            claim_at = Int32(-1)
-                            if left > 0:
-                                claimed = ptx.load_acquire(memory.control.iterator + CLAIMED)
-                                if claimed <= plan_view.mailbox_item(slot).record.needs:
-                                    claim_at = Int32(0)
-                            if claim_at < 0:
-                                cute.arch.mbarrier_arrive(rings.item_granted.full)
+                        if const_expr(not config.apart):
+                            if left == claim_at:
+                                claim_at = Int32(-1)
+                                if left > 0:
+                                    claimed = ptx.load_acquire(memory.control.iterator + CLAIMED)
+                                    if claimed <= plan_view.mailbox_item(slot).record.needs:
+                                        claim_at = Int32(0)
+                                if claim_at < 0:
+                                    cute.arch.mbarrier_arrive(rings.item_granted.full)
                     held += 1
                     if held == run.t_hold:
                         held = Int32(0)
@@ -210,7 +217,7 @@ def ticket_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
 
 def _expected(config, memory, tile: Int32, ticket: Int32) -> Int32:
     """What the counter of a tile is when a contribution may be added; 0: it is the first one."""
-    if config.intervals and config.ordered:
+    if config.intervals and config.waits:
         return seen.ticket_before(memory.intervals.seen, tile, ticket) + 1
     return ticket
 
@@ -252,7 +259,10 @@ def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                 if const_expr(config.trace):
                     ready_at = ptx.nanoseconds()
                 source = shared.dq[None, rings.dq.stage(n_dq)].iterator
-                add_contribution(config, memory.dq_acc, source, tile, expected, piece)
+                if const_expr(config.apart):
+                    put_apart(config, memory, source, tile, ticket)
+                else:
+                    add_contribution(config, memory.dq_acc, source, tile, expected, piece)
                 if const_expr(config.dump_contributions):
                     place = Int64(tile) * (dumped.shape[1] // config.dq_elements) + ticket
                     target = dumped.iterator + place * config.dq_elements
@@ -261,20 +271,20 @@ def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                 cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.mbarrier_arrive(rings.dq.empty_of(n_dq))
-            if const_expr(config.ordered):
+            if const_expr(config.waits):
                 cute.arch.cp_async_bulk_wait_group(0)
             if const_expr(config.trace):
                 record = Int64(tile) * trace.shape[1] + ticket * TRACE_WORDS
                 line = cute.make_tensor(trace.iterator + record, cute.make_layout(TRACE_WORDS))
                 for k, value in enumerate((granted_at, ready_at, ptx.nanoseconds(), ptx.multiprocessor())):
                     line[k] = Int64(value)
-            if const_expr(config.ordered):
+            if const_expr(config.waits):
                 cute.arch.mbarrier_arrive(rings.performed.full_of(n_task))
             else:
                 cute.arch.mbarrier_arrive(rings.granted.empty_of(n_task))
             n_task += 1
             slot = wait_slot(rings.granted, shared, n_task)
-        if const_expr(config.ordered):
+        if const_expr(config.waits):
             cute.arch.mbarrier_arrive(rings.performed.full_of(n_task))
         cute.arch.cp_async_bulk_wait_group(0)
 
@@ -300,7 +310,7 @@ def add_contribution(
     """Start the bulk operations of a piece of a contribution: the first contribution is stored, so nobody
     zeroes the tile. `expected`: what the counter of the tile was."""
     target = dq_acc.iterator + Int64(tile) * config.dq_elements
-    if const_expr(config.ordered):
+    if const_expr(config.waits):
         # The ticket was read through the generic proxy, the reduction goes through the async proxy.
         ptx.fence_proxy_async()
         if expected == 0:
@@ -312,6 +322,13 @@ def add_contribution(
     else:
         for here, there, size in parts_of(config, source, target, piece):
             ptx.bulk_add_f32(here, there, size)
+
+
+@cute.jit
+def put_apart(config: cutlass.Constexpr, memory, source, tile: Int32, ticket: Int32) -> None:
+    """Start to store a contribution where `finish.sum_apart` looks for it."""
+    place = finish.place_apart(memory.table, tile, ticket)
+    ptx.bulk_store(source, memory.dq_acc.iterator + place * config.dq_elements, 4 * config.dq_elements)
 
 
 @cute.jit

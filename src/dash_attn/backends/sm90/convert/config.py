@@ -20,6 +20,7 @@ class ConvertConfig:
         dtype: of the gradients, "bf16" or "fp16".
         padded: tensors may have fewer columns.
         head_dim_v: of V.
+        apart: contributions to dQ are still to be added.
     """
 
     direction: ClassVar[str] = "convert"
@@ -29,6 +30,7 @@ class ConvertConfig:
     dtype: str
     padded: bool
     head_dim_v: int
+    apart: bool = False
 
     @property
     def tile_m(self) -> int:
@@ -48,4 +50,4 @@ class ConvertConfig:
 
 def convert_config(config: BackwardConfig) -> ConvertConfig:
     """What runs behind a variant of the backward."""
-    return ConvertConfig(config.head_dim, config.dtype, config.padded, config.head_dim_v)
+    return ConvertConfig(config.head_dim, config.dtype, config.padded, config.head_dim_v, config.apart)

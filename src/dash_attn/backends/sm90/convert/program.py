@@ -1,10 +1,11 @@
-"""The kernel after the main one of a backward: dK and dV of head groups and, without order, dQ."""
+"""The kernel after the main one of a backward: dK and dV of head groups and, where no contribution to dQ
+has waited, dQ."""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.runtime import make_fake_stream
 
 from ....schedule.layout import HEADER
@@ -35,9 +36,10 @@ class Memory(NamedTuple):
 class Convert:
     """What is left after the main kernel.
 
-    Without order, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile and head (`q_tiles`
-    of a head). Where kv heads have several head groups, `kv_tiles` more blocks per head add the groups' sums
-    of dK and dV of a kv tile, in ascending order, and finish them (dV unscaled).
+    Where no contribution has waited, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile
+    and head (`q_tiles` of a head). Contributions that are apart are added before. Where kv heads have several
+    head groups, `kv_tiles` more blocks per head add the groups' sums of dK and dV of a kv tile, in ascending
+    order, and finish them (dV unscaled).
     """
 
     def __init__(self, config: ConvertConfig):
@@ -56,15 +58,25 @@ class Convert:
     def kernel(self, memory: Memory, scale: Float32, q_tiles: Int32) -> None:
         mdQ, table = memory.dq, memory.table
         index, y, _ = cute.arch.block_idx()
-        cute.arch.griddepcontrol_wait()
+        if const_expr(not self.config.apart):
+            cute.arch.griddepcontrol_wait()
         if index < q_tiles:
             key = index * mdQ.shape[2] + y
             tile, where = finish.locate(self.config, table, table[HEADER.q_map_offset], key, mdQ)
             piece = cute.arch.warp_idx()
-            start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
-            values = finish.load_piece(self.config, memory.dq_acc.iterator + start, piece)
-            finish.store_piece(self.config, values, mdQ, where, piece, scale)
+            if const_expr(self.config.apart):
+                # The table was there before the main kernel, which lets this one start at its own start.
+                count = finish.contributions(table, index)
+                cute.arch.griddepcontrol_wait()
+                values = finish.sum_apart(self.config, memory.dq_acc, table, tile, count, piece)
+                finish.store_piece(self.config, values, mdQ, where, piece, scale)
+            else:
+                start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
+                values = finish.load_piece(self.config, memory.dq_acc.iterator + start, piece)
+                finish.store_piece(self.config, values, mdQ, where, piece, scale)
         elif y // 2 < memory.dk.shape[2]:  # a kv head of two head groups has two q heads at least
+            if const_expr(self.config.apart):
+                cute.arch.griddepcontrol_wait()
             if y % 2 == 0:
                 self.add_groups(memory, 0, scale, index - q_tiles, y // 2)
             else:
