@@ -350,7 +350,7 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     tiles = problem.heads * sum(-(-seqlen_q // problem.tile_m) for seqlen_q, _ in problem.sequences)
     size, empty, empty_like, filled = tiles * config.dq_elements, torch.empty, torch.empty_like, []
     if config.apart:
-        size *= max(grid.kv_tiles for grid in problem.grids)
+        size *= max(grid.kv_tiles for grid in problem.grids.values())
 
     def fill(x: Tensor) -> Tensor:
         if x.is_cuda and x.dtype is torch.float32 and x.numel() and x.numel() % size == 0:

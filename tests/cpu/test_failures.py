@@ -154,7 +154,8 @@ def test_a_ring_gets_no_more_blocks_than_the_stream_has_sms(
     with pytest.raises(TooFewWorkersError, match="needs 8 resident workers .* got 7"):
         launch.run_backward(*ring)
     launch.run_backward(*ring, ordered=False)
-    assert launches[4:] == [132]
+    launch.run_backward(*ring, apart=True)
+    assert launches[4:] == [16, 16], "where nobody waits"
 
 
 def test_a_plan_that_one_worker_can_run_does_not_ask_for_sms(
