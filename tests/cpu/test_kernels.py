@@ -188,6 +188,11 @@ def test_shared_memory_is_what_the_kernel_allocates(name: str) -> None:
         ({"dtype": "fp32"}, "dtype must be 'bf16' or 'fp16', got 'fp32'"),
         ({"q_stages": 5}, "bytes of shared memory, limit 232448"),
         ({"do_stages": 1}, "has one stage of Q or dO"),
+        (
+            {"accumulation": Accumulation.APART, "trace": True},
+            "apart in one piece, and in no debugging variant",
+        ),
+        ({"accumulation": Accumulation.APART, "head_dim": 256}, "apart in one piece"),
         ({"head_dim": 64, "ds_stages": 1}, "two stages of the buffer that dK leaves through"),
         ({"dq_stages": 1}, "two stages of the buffer that dK leaves through"),
         ({"head_dim": 192, "head_dim_v": 128, "dq_stages": 2}, "bytes of shared memory, limit 232448"),

@@ -116,8 +116,9 @@ class BackwardConfig:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
         if self.softcap and self.tight:
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
-        if self.apart and (self.dq_pieces > 1 or self.intervals or self.spin_limit or self.trace):
-            raise ValueError(f"{self}: contributions are apart in one piece, and nothing else is kept")
+        others = self.key_sums, self.intervals, self.spin_limit, self.dump_contributions, self.trace
+        if self.apart and (self.dq_pieces > 1 or any(others)):
+            raise ValueError(f"{self}: contributions are apart in one piece, and in no debugging variant")
         if self.intervals and (self.tight or self.split or self.softcap):
             raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
         if self.intervals and (self.key_sums or self.dump_contributions):
