@@ -18,7 +18,7 @@ from outputs import output_of
 from dash_attn.backends.cuda.cubin import code_of_cubin, resources_of_cubin
 from dash_attn.backends.cuda.linking import linker
 from dash_attn.backends.sm90 import machine_code as machine_code_module
-from dash_attn.backends.sm90.backward.config import Accumulation, THREADS, BackwardConfig
+from dash_attn.backends.sm90.backward.config import THREADS, Accumulation, BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig, ChunkConfig
 from dash_attn.backends.sm90.compile import ARCH, Config, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
