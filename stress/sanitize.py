@@ -242,8 +242,9 @@ def behind_backwards(config: ConvertConfig) -> Iterator[tuple[str, BackwardConfi
     """Backwards that leave something to do: sums of head groups, and dQ where no contribution waits."""
     before = [each for each in backward_variants().values() if convert_config(each) == config]
     yield "head groups", before[0], dict(plans(before[0]))["head groups"]
-    loose = next(each for each in before if not each.waits)
-    yield "apart" if loose.apart else "without order", loose, dict(plans(loose))["window"]
+    not_waiting = next(each for each in before if not each.waits)
+    label = "apart" if not_waiting.apart else "without order"
+    yield label, not_waiting, dict(plans(not_waiting))["window"]
 
 
 def columns(config: BackwardConfig | ForwardConfig | KeySumsConfig, fewer: int) -> dict[str, Any]:
@@ -328,7 +329,7 @@ def plans(config: BackwardConfig) -> Iterator[tuple[str, Plan]]:
         yield "head after head", build_plan(dense(WINDOW, seqlen=300, **like), BY_HEAD, head_groups=1)
 
 
-class Apart(Buffer):
+class PartsAlone(Buffer):
     """Every part an allocation of its own, so that the tool knows its ends."""
 
     def __init__(self, words: Sequence[int], device: torch.device) -> None:
@@ -364,7 +365,7 @@ def launch(config: BackwardConfig, plan: Plan) -> None:
     with (
         mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
-        mock.patch.object(launcher, "Buffer", Apart),
+        mock.patch.object(launcher, "Buffer", PartsAlone),
     ):
         scores = Scores(problem.head_dim**-0.5, CAP * config.softcap)
         rows = rows_of(arguments[2]) if config.intervals else None
@@ -412,7 +413,7 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, 
 
     q, k, v = inputs(problem)[1:4]
     with (
-        mock.patch.object(forward_launcher, "Buffer", Apart),
+        mock.patch.object(forward_launcher, "Buffer", PartsAlone),
         mock.patch.object(torch, "empty", lambda *args, **how: fill(empty(*args, **how))),
         mock.patch.object(torch, "empty_like", lambda *args, **how: fill(empty_like(*args, **how))),
     ):

@@ -72,8 +72,9 @@ FEW_ROUNDS = 12
 blocks are no longer in step."""
 
 APART_ITEMS, APART_BYTES, APART_RINGS_BYTES = WORKERS, 8 * 2**20, 40 * 2**20
-"""Contributions to dQ are kept apart where there are at most so many items, and they take at most so many
-bytes; the second number where the rings of a head would wait for one another (docs/experiments/apart.md)."""
+"""Contributions to dQ are kept apart where there are at most so many items, and they take at most
+``APART_BYTES``, or ``APART_RINGS_BYTES`` where rings of a head would wait for one another
+(docs/experiments/apart.md)."""
 
 FORWARD_CYCLES = {64: (2190, 4000), 128: (2250, 5700)}
 """Of the forward kernel at a head dim: cycles of a kv tile of an item, and of what an item takes beside."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,8 +19,10 @@ import numpy as np
 import pytest
 import torch
 from emulator import backend as emulator_backend
+from emulator import programs as emulator_programs
 from emulator.backend import emulated
-from emulator.mutants import unnoticed
+from emulator.memory import EarlyAccessError
+from emulator.mutants import instead, unnoticed
 from emulator.program import kernels_of as parsed
 from emulator.races import RaceError
 from torch import Tensor
@@ -211,6 +213,32 @@ def test_contributions_that_are_apart_give_the_bytes_of_those_that_wait(case: Ca
                 expected = found
         for name, x in found.items():
             assert_same_bytes(x, expected[name], name)
+
+
+@slow
+@pytest.mark.parametrize(("name", "waits"), [("backward", [0]), ("convert", [0, 1])])
+def test_kernels_that_begin_early_wait_for_what_is_made_meanwhile(name: str, waits: list[int]) -> None:
+    """Without the wait in front of its first task a block would read row statistics too early; the other one
+    is for blocks without tasks. Without either of those of Convert it would read contributions, or sums of
+    head groups."""
+    case, config = Case("early", ((300, 300),), (8, 1), 64), variants()[f"{name}-d64-bf16-apart"]
+    inputs, dout = case.tensors()
+    with emulated(apart=True):
+        out, _ = case.forward(inputs)
+        torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    *before, main = emulator_programs.kernels(config)
+    places = [n for n, i in enumerate(main.instructions) if i.operation == "griddepcontrol.wait"]
+    assert len(places) == 2
+    for wait in waits:
+        instructions = list(main.instructions)
+        instructions[places[wait]] = replace(instructions[places[wait]], operation="nanosleep")
+        hasty = [*before, replace(main, instructions=instructions)]
+        with (
+            mock.patch.object(emulator_programs, "kernels", instead(config, hasty)),
+            emulated(apart=True),
+            pytest.raises(EarlyAccessError),
+        ):
+            torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 def assert_near(case: Case, found: dict[str, Tensor]) -> None:

@@ -29,6 +29,7 @@ from dash_attn.errors import (
 )
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import FA3, Policy, Shift, build_plan
+from dash_attn.scores import Scores
 
 CONFIG = BackwardConfig(64)
 
@@ -156,6 +157,34 @@ def test_a_ring_gets_no_more_blocks_than_the_stream_has_sms(
     launch.run_backward(*ring, ordered=False)
     launch.run_backward(*ring, apart=True)
     assert launches[4:] == [16, 16], "where nobody waits"
+
+
+def test_only_plain_calls_with_few_items_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch, launches: list[int]
+) -> None:
+    """The others have no such kernel, or are asked for another one."""
+    asked: list[bool] = []
+    kept = launch.program
+
+    def program(config: Config) -> Callable[..., None]:
+        if isinstance(config, BackwardConfig):
+            asked.append(config.apart)
+        return kept(config)
+
+    monkeypatch.setattr(launch, "program", program)
+    monkeypatch.setattr(launch, "usable_multiprocessors", lambda device: 132)
+    scale = 0.125
+    rows = (torch.zeros(1, 1024, dtype=torch.int32),) * 2
+    ways: list[dict[str, Any]] = [
+        {}, {"apart": False}, {"workers": 16}, {"ordered": False}, {"debug": launch.Debug(bounded=True)},
+        {"rows": rows}, {"scores": Scores(scale, softcap=20.0)},
+    ]  # fmt: skip
+    for way in ways:
+        plan, tensors, _ = call(Shift())  # a plan keeps the variants that it was launched with
+        launch.run_backward(plan, tensors, **{"scores": scale, "apart": None} | way)
+    assert asked == [True, *[False] * (len(ways) - 1)]
+    with pytest.raises(InputError, match="apart=True beside ordered=False"):
+        launch.run_backward(plan, tensors, scale, apart=True, ordered=False)
 
 
 def test_a_plan_that_one_worker_can_run_does_not_ask_for_sms(

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 import dash_attn
-from dash_attn.backends.sm90.launch import Result, run_backward
+from dash_attn.backends.sm90.launch import Debug, Result, run_backward
 from dash_attn.backends.sm90.resident import on_device
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from dash_attn.testing import assert_same_bytes, same_bytes
+from dash_attn.tools.verify.checks import contention
 from fuzz_case import poisoned_memory
 from gpu_cases import CAUSAL, FULL, GRADS, WINDOW, any_case, auto_plan, dense, launch, packed
 
@@ -24,8 +25,14 @@ def assert_equal(found: Result, expected: Result) -> None:
         assert_same_bytes(getattr(found, name), getattr(expected, name), name)
 
 
+def asked_of(plan: Plan) -> set[bool]:
+    """Whether contributions were apart in the launches of a plan."""
+    variants = on_device(plan, torch.device("cuda", 0)).variants.values()
+    return {variant.config.apart for variant in variants}
+
+
 def problems(mask: Mask) -> list[Problem]:
-    """More items than SMs, several heads per kv head and in groups, and columns that tensors do not have."""
+    """Few items and more than SMs, several heads per kv head and in groups, columns that tensors lack."""
     return [
         dense(mask, seqlen=1000, batch=2, heads=4, head_dim=64),
         dense(mask, seqlen=640, batch=8, heads=16, kv_heads=4, head_dim=128, dtype="float16"),
@@ -50,39 +57,65 @@ def test_bytes_are_those_of_tickets(mask: Mask, number: int) -> None:
             expected = launch(plan, case)
             for workers in (None, 1, 7, 131):
                 assert_equal(launch(plan, case, apart=True, workers=workers), expected)
+        assert asked_of(plan) == {False, True}
 
 
-@pytest.mark.parametrize("exponent", [-100, -112, -120, -126])
-def test_small_numbers(exponent: int) -> None:
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("exponent", [-114, -120, -126])
+def test_small_numbers(exponent: int, head_dim: int) -> None:
     """The copy engine keeps subnormal numbers where it adds to memory, and so does what adds here."""
-    problem = dense(FULL, seqlen=500, head_dim=64)
+    problem = dense(FULL, seqlen=500, head_dim=head_dim)
     case, plan = any_case(problem), auto_plan(problem)
     inputs = case.inputs._replace(dout=(case.inputs.dout * 2.0**exponent).bfloat16())
-    expected = run_backward(plan, inputs, case.scale)
-    if exponent == -112:
-        assert ((expected.dq.abs() < 2.0**-126) & (expected.dq != 0)).any()
+    expected = run_backward(plan, inputs, case.scale, debug=Debug(contributions=True))
+    for small in (expected.dq_contributions, expected.dq_tiles):
+        assert small is not None
+        assert ((small.abs() < 2.0**-126) & (small != 0)).any()
     assert_equal(run_backward(plan, inputs, case.scale, apart=True), expected)
 
 
-def test_inputs_that_were_just_written() -> None:
-    """Kernels begin before those in front of them have ended. What they read by then must be there."""
+@pytest.mark.parametrize("last", ["dout", "q", "k", "v", "out", "lse"])
+def test_inputs_that_were_just_written(last: str) -> None:
+    """Kernels begin before those in front of them have ended. What they read by then must be there: each of
+    the inputs in turn is written right before the launch, with all launches queued behind a sleep."""
     problem = dense(CAUSAL, seqlen=384, batch=2, heads=6, head_dim=64)
     plan, cases = auto_plan(problem), [any_case(problem, seed) for seed in range(4)]
     expected = [launch(plan, case) for case in cases]
     inputs = type(cases[0].inputs)(*[torch.empty_like(x) for x in cases[0].inputs])
-    found = []
-    for turn in range(200):
-        for here, given in zip(inputs, cases[turn % 4].inputs):
-            here.copy_(given)
-        found.append(run_backward(plan, inputs, cases[0].scale, apart=True))
+    names, found = [*(name for name in inputs._fields if name != last), last], []
+    run_backward(plan, cases[0].inputs, cases[0].scale, apart=True)
+    for _ in range(6):
+        torch.cuda._sleep(10**7)  # some milliseconds
+        for case in cases:
+            for name in names:
+                getattr(inputs, name).copy_(getattr(case.inputs, name))
+            found.append(run_backward(plan, inputs, case.scale, apart=True))
+        torch.cuda.synchronize()
     for turn, each in enumerate(found):
         assert_equal(each, expected[turn % 4])
     assert not same_bytes(expected[0].dq, expected[1].dq)
 
 
-def asked_of(plan: Plan) -> set[bool]:
-    """Whether contributions were apart in the launches of a plan."""
-    return {asked.apart for asked in on_device(plan, torch.device("cuda", 0)).variants}
+@pytest.mark.parametrize("head_dim", [64, 128])
+@MASKS
+def test_replays_beside_a_busy_stream(mask: Mask, head_dim: int, replays: int) -> None:
+    """And beside others of their kind, on two streams."""
+    plans = [auto_plan(dense(mask, seqlen=length, heads=8, head_dim=head_dim)) for length in (500, 700)]
+    cases = [any_case(plan.problem) for plan in plans]
+    expected = [launch(plan, case) for plan, case in zip(plans, cases)]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in plans], []
+    with contention("cuda") as product:
+        for replay in range(replays):
+            product()
+            for which, stream in enumerate(streams):
+                with torch.cuda.stream(stream):
+                    found.append((which, launch(plans[which], cases[which], apart=True)))
+            if replay % 20 == 19 or replay == replays - 1:
+                torch.cuda.synchronize()
+                for which, each in found:
+                    assert_equal(each, expected[which])
+                found.clear()
 
 
 @pytest.mark.parametrize("how", [{}, {"learnable_sink": True}, {"deterministic": False}, {"softcap": 20.0}])

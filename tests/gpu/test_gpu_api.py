@@ -17,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from contract_cases import ENDS, WAYS, Way, all_same, attend, beside, gradients, leaves_of
 from dash_attn import flash_attn_func, flash_attn_varlen_func, is_supported
 from dash_attn.backends.base import NO_AUX
+from dash_attn.backends.sm90 import resident
 from dash_attn.errors import InputError
 from dash_attn.ops import lengths
 from dash_attn.ops.operators import DENSE, VARLEN
+from dash_attn.ops.policies import forget
 from dash_attn.spec import AttentionSpec
 from dash_attn.testing import same_bytes
 
@@ -102,9 +104,19 @@ def test_compiled_graphs_of_pytorch_have_the_same_bytes(way):
         assert all_same(gradients(compiled, tensors, *rest), gradients(run, tensors, *rest))
 
 
+@pytest.fixture(params=[False, True], ids=["waiting", "as_usual"])
+def apart(request, monkeypatch):
+    """Contributions to dQ wait for one another, or are kept apart where that is faster."""
+    if not request.param:
+        monkeypatch.setattr(resident, "_better_apart", lambda *_: False)
+    forget()
+    yield request.param
+    forget()
+
+
 @ALL_WAYS
 @BOTH_LAYOUTS
-def test_a_captured_graph_replays_the_same_bytes(layout, way):
+def test_a_captured_graph_replays_the_same_bytes(layout, way, apart):
     leaves, run = inputs(layout, way=way), causal(layout, way)
     first, other = (inputs(layout, seed=seed, way=way) for seed in (0, 1))
     expected = [gradients(run, tensors) for tensors in (first, other)]
@@ -213,7 +225,7 @@ def test_a_sequence_has_the_bytes_it_has_alone():
 
 @ALL_WAYS
 @BOTH_LAYOUTS
-def test_streams_share_nothing(layout, way):
+def test_streams_share_nothing(layout, way, apart):
     run = causal(layout, way)
     tensors = [inputs(layout, seed=seed, way=way) for seed in range(3)]
     expected = [gradients(run, x) for x in tensors]

@@ -62,6 +62,7 @@ def load(i: Instruction, _slot: Slot) -> Act:
         if "shared" in i.operation:
             found = warp.block.shared[where[:, None] + np.arange(width)]
         else:
+            machine.look(warp, int(where.min()), int(where.max()) + width)
             found = machine.memory.read(where, width)
         words = np.ascontiguousarray(found).view(kind)
         for number, register in enumerate(to):

@@ -249,6 +249,7 @@ def _line(i: Instruction, slot: Slot) -> Act:
 def _line_in(machine: Machine, warp: Warp, of: tuple[int, int, int], barrier: int) -> None:
     target, given, count = of
     shared = warp.block.shared
+    machine.look(warp, given, given + count)
     by = _begin(machine, warp, f"copies of barrier {barrier}")
     if by is not None:
         machine.watch.read_beside(by, "global", *in_global(machine, np.array([given]), count))

@@ -13,7 +13,7 @@ import numpy as np
 from . import warps
 from .arithmetic import Registers, compiled
 from .common import Act, Pending, finish
-from .memory import Memory, TensorMap
+from .memory import EarlyAccessError, Memory, TensorMap
 from .phases import Barrier, Named
 from .program import LANES, Instruction, Kernel
 from .races import Races
@@ -56,6 +56,7 @@ class Warp:
         pc: where all lanes that live are; ``pcs``: where each is, if they are not at one place.
         alive: lanes that have not ended.
         came_in: phase of the named barrier that it waits for.
+        waited: whether it has waited for the kernel before.
         products: wgmma instructions that were issued and not executed, by group; the last one is open.
         stores, fetches: the same of copies from shared memory, and of cp.async.
         written: stores whose writes nobody has waited for.
@@ -69,6 +70,7 @@ class Warp:
     pcs: np.ndarray | None = None
     alive: np.ndarray = field(default_factory=lambda: np.ones(LANES, bool))
     came_in: int = -1
+    waited: bool = False
     products: Pending = field(default_factory=lambda: deque([[]]))
     stores: Pending = field(default_factory=lambda: deque([[]]))
     fetches: Pending = field(default_factory=lambda: deque([[]]))
@@ -102,6 +104,7 @@ class Machine:
         late: products and stores are executed when they are waited for, not when they are issued.
         races: whether to look for accesses that nothing orders.
         poisoned: products, as in ``Races.doubtful``, whose values are NaN.
+        awaited: (first, last) bytes that only a warp may read that has waited for the kernel before.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Machine:
         late: bool = True,
         races: bool = False,
         poisoned: Collection[tuple[int, int]] = (),
+        awaited: Collection[tuple[int, int]] = (),
     ):
         assert [len(p) for p in parameters if isinstance(p, bytes)] == [
             size for p, size in zip(parameters, kernel.parameters, strict=True) if isinstance(p, bytes)
@@ -130,7 +134,7 @@ class Machine:
         ]
 
         names = [f"warp {w.number} of {b}" for b in self.blocks for w in b.warps]
-        self.watch, self.poisoned = Races(names) if races else None, poisoned
+        self.watch, self.poisoned, self.awaited = Races(names) if races else None, poisoned, awaited
 
     # Set-up
 
@@ -207,6 +211,15 @@ class Machine:
 
     def notice(self) -> None:
         self.noticed += 1
+
+    def look(self, warp: Warp, first: int, last: int) -> None:
+        """A warp reads these bytes, or has them read.
+
+        Raises:
+            EarlyAccessError: it should have waited.
+        """
+        if not warp.waited and any(first < end and begin < last for begin, end in self.awaited):
+            raise EarlyAccessError(self._where(warp))
 
     def _where(self, warp: Warp) -> str:
         pc = warp.pc if warp.pcs is None else int(warp.pcs[warp.alive].min())

@@ -18,6 +18,10 @@ class OutOfBoundsError(Exception):
     """A kernel touched memory that is nobody's."""
 
 
+class EarlyAccessError(Exception):
+    """A warp reads what the kernel before may still write, for it has not waited for that kernel."""
+
+
 class Memory:
     """Regions of bytes at fixed addresses."""
 

@@ -30,7 +30,7 @@ def unnoticed(
         instructions[place] = _without(instructions[place])
         changed = [*kernels[:at], replace(main, instructions=instructions), *kernels[at + 1 :]]
         with (
-            mock.patch.object(programs, "kernels", _instead(config, changed)),
+            mock.patch.object(programs, "kernels", instead(config, changed)),
             mock.patch.object(machine, "PATIENCE", 300),
             emulated(blocks, seed=1, races=True),
         ):
@@ -55,6 +55,7 @@ def _without(instruction: Instruction) -> Instruction:
     )
 
 
-def _instead(config: Config, changed: list[Kernel]) -> Callable[[Config], list[Kernel]]:
+def instead(config: Config, changed: list[Kernel]) -> Callable[[Config], list[Kernel]]:
+    """``programs.kernels`` with other ones for one variant."""
     kernels = programs.kernels
     return lambda asked: changed if asked == config else kernels(asked)

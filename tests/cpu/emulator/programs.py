@@ -72,12 +72,20 @@ class Emulated:
         run(memory, list(arguments))
 
     def _launch(
-        self, kernel: Kernel, grid: tuple[int, ...], parameters: Iterable[Parameter], memory: Memory
+        self,
+        kernel: Kernel,
+        grid: tuple[int, ...],
+        parameters: Iterable[Parameter],
+        memory: Memory,
+        awaited: Iterable[Tensor] = (),
     ) -> None:
         assert max(grid[1:]) <= 65_535, f"CUDA launches no grid of {grid} blocks"
         fitted = [_fitted(p, size) for p, size in zip(parameters, kernel.parameters, strict=True)]
         before = memory.copied() if self.races else []
-        machine = Machine(kernel, (*grid, 1)[:3], fitted, memory, self.seed, self.late, self.races)
+        bytes_of = [(x.data_ptr(), x.data_ptr() + x.numel() * x.element_size()) for x in awaited]
+        machine = Machine(
+            kernel, (*grid, 1)[:3], fitted, memory, self.seed, self.late, self.races, awaited=bytes_of
+        )
         machine.run()
         if machine.watch is None or not machine.watch.doubtful:
             return
@@ -246,7 +254,8 @@ class Emulated:
         places = memory_of(backward.Memory._fields)
         products = [DUMMY] * (len(main.parameters) - len(maps) - len(places) - len(numbers))
         parameters = [*maps, *products, *places, *numbers]
-        self._launch(main, (launch.grid, 1), parameters, memory)
+        awaited = (workspace.lse2, workspace.delta)
+        self._launch(main, (launch.grid, 1), parameters, memory, awaited)
 
     def _convert(self, memory: Memory, given: list[Any]) -> None:
         table, *matrices = given[: 1 + len(convert.MATRICES)]
@@ -256,7 +265,7 @@ class Emulated:
         assert [x.numel() for x in parts[:2]] == [*parts[2:]]
         parameters = [*map(_tensor, (*parts[:2], *matrices, table)), *map(_number, launch[:2])]
         tiles = launch.q_tiles + launch.kv_tiles
-        self._launch(kernels(self.config)[0], (tiles, sizes.heads), parameters, memory)
+        self._launch(kernels(self.config)[0], (tiles, sizes.heads), parameters, memory, parts[:2])
 
 
 def _given(module: Any, config: Config, given: list[Any]) -> tuple[Any, ...]:

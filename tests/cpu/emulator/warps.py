@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
+
 from . import accesses, barriers, engines, lanes
 from .arithmetic import Slot
 from .common import Act, Make, nothing
 from .program import Instruction
+
+if TYPE_CHECKING:
+    from .machine import Machine, Warp
 
 _MAKERS: dict[str, Make] = {
     "ld": accesses.load, "st": accesses.store, "atom": accesses.atomic, "red": accesses.reduction,
@@ -18,8 +25,15 @@ _MAKERS: dict[str, Make] = {
 _NOTHING = ("prefetch", "griddepcontrol", "setmaxnreg", "nanosleep", "cp.async.bulk.prefetch")
 
 
+def _wait_for_kernel(_machine: Machine, warp: Warp, _lanes: np.ndarray) -> bool:
+    warp.waited = True
+    return True
+
+
 def action(i: Instruction, slot: Slot) -> Act:
     """What an instruction does that does not only compute."""
+    if i.operation == "griddepcontrol.wait":
+        return _wait_for_kernel
     if i.operation.startswith(_NOTHING):
         return nothing
     if i.form[0] not in _MAKERS:

@@ -3,9 +3,10 @@
 Tensors of rank 4 are dense batches, (batch, seqlen, heads, head_dim). Those of rank 3, (total, heads,
 head_dim), are packed: the rows of all sequences of the plan's problem one after the other.
 
-Every call has a workspace of its own (fp32 dQ, row statistics, ticket counters), allocated on the current
-stream, so that calls on several streams share nothing. What a plan keeps on a device is uploaded once.
-A call that finds it there neither copies nor waits, and can be captured in a CUDA graph.
+Every call has a workspace of its own (fp32 dQ, row statistics, and ticket counters where contributions
+wait), allocated on the current stream, so that calls on several streams share nothing. What a plan keeps on
+a device is uploaded once. A call that finds it there neither copies nor waits, and can be captured in a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import HandOverError, PlanMismatchError
+from ...errors import HandOverError, InputError, PlanMismatchError
 from ...schedule.plan import Plan
 from ...schedule.proof import check_workers
 from ...scores import Scores, scores_of
@@ -124,15 +125,16 @@ def run_backward(
         rows: which rows see each key, as in the forward.
         ordered: False adds as contributions come, by atomics: the negative control.
         apart: contributions to dQ are kept apart, and added behind the main kernel in the same order, so with
-            the same bits. None: where that is faster.
+            the same bits. None, which users get: where that is faster. By default they wait.
         workers: thread blocks to launch, at most one per SM, all of which get items. By default as many as
             are of use; a few of them may only convert dQ.
         debug: see :class:`Debug`.
 
     Raises:
+        InputError: ``apart`` without an order.
         PlanMismatchError: the tensors are not of the plan's problem, or its tiles are not the kernels'.
-        TooFewWorkersError: the plan needs more resident workers than there are, or than the SMs that
-            the context or the stream is limited to.
+        TooFewWorkersError: contributions wait, and the plan needs more resident workers than there are, or
+            than the SMs that the context or the stream is limited to.
         HandOverError: a bounded wait gave up (``debug.bounded`` only).
     """
     given, debug, scores = Tensors(*tensors), debug or NO_DEBUG, scores_of(scores)
@@ -147,6 +149,8 @@ def run_backward(
     if apart is None:
         plain = ordered and debug is NO_DEBUG and workers is None and not (softcap or intervals)
         apart = plain and place.apart
+    elif apart and not ordered:
+        raise InputError("contributions that are apart have an order: apart=True beside ordered=False")
     asked = Demand(ordered, debug, softcap=softcap, intervals=intervals, apart=apart)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
     work = Workspace(variant, place, q.device, rows=rows)

@@ -18,6 +18,7 @@ from ...machine import (
     ITEM_CYCLES,
     TASK_CYCLES,
 )
+from ...problem import Problem
 from ...schedule.plan import Plan
 from ...schedule.table import shared_sums, to_table
 from ..cuda.upload import Upload
@@ -136,32 +137,32 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
     complete = p.heads * int(batch.sizes.complete_q_tiles.sum())
     conversion = CONVERSION_CYCLES * complete
     work = TASK_CYCLES * batch.task_count + ITEM_CYCLES * len(plan.items) + conversion
+    q_tiles, tickets = int(batch.q_tiles.sum()), max(1, int(batch.kv_tiles.max()))
     return OnDevice(
         upload,
         tensor_shapes(p),
         getattr(torch, p.dtype),
         p.heads,
-        int(batch.q_tiles.sum()),
+        q_tiles,
         int(batch.kv_tiles.sum()),
-        max(1, int(batch.kv_tiles.max())),
+        tickets,
         int(plan.group_sum_first[-1]),
         complete,
         len(plan.items),
         plan.min_workers,
         conversion / max(1, work),
-        _better_apart(plan),
+        _better_apart(p, len(plan.items), p.heads * q_tiles * tickets),
     )
 
 
-def _better_apart(plan: Plan) -> bool:
-    """Whether there are so few items that keeping contributions apart is faster than any order of waiting."""
-    p = plan.problem
-    if not has_apart(p.head_dim, p.head_dim_v) or len(plan.items) > APART_ITEMS:
+def _better_apart(problem: Problem, items: int, contributions: int) -> bool:
+    """Whether keeping so many contributions apart is faster than waiting: where there are few items."""
+    p = problem
+    if not has_apart(p.head_dim, p.head_dim_v) or items > APART_ITEMS:
         return False
-    tiles = p.heads * int(plan.batch.q_tiles.sum()) * int(plan.batch.kv_tiles.max())
-    # A full mask has a second ring in each head where q tiles are no smaller than kv tiles.
+    # "auto" has several rings per head under a full mask whose q tiles are no smaller than kv tiles.
     most = APART_RINGS_BYTES if p.mask.is_full and p.tile_m >= p.tile_n else APART_BYTES
-    return 4 * tiles * p.tile_m * kernel_of(p.head_dim, p.head_dim_v).head_dim <= most
+    return 4 * contributions * p.tile_m * kernel_of(p.head_dim, p.head_dim_v).head_dim <= most
 
 
 def _check_tiles(plan: Plan) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "cached_kernel_of",
     "covers",
     "forward_kernel_of",
+    "has_apart",
     "has_intervals",
     "has_softcap",
     "kernel_of",

@@ -64,8 +64,8 @@ class Workspace(NamedTuple):
         table: the plan table, int32, see schedule/layout.py.
         lse2: base-2 LSE, fp32, tile_m values per dQ tile; +inf for rows without keys.
         delta: -rowsum(O dO), fp32, tile_m values per dQ tile.
-        dq_acc: sums of contributions, fp32, tile_m * D values per dQ tile, in accumulator order. Where they
-            are apart, as many for each contribution, see `finish.place_apart`.
+        dq_acc: sums of contributions, fp32, tile_m * D values per dQ tile, in accumulator order. Where
+            contributions are apart, as many for each of them, see `finish.place_apart`.
         group_sums: dK and dV of one head group, fp32, unscaled, in accumulator order: 2 * tile_n * D values
             per item that owns one of several head groups. Where V has fewer columns, dV takes less of its
             half.
@@ -95,7 +95,7 @@ class Launch(NamedTuple):
         scale: softmax scale, fp32. All others are int32.
         q_tiles: q tiles of one head, over all sequences.
         grid: blocks of the main kernel.
-        workers: so many of them, the first to arrive, execute the plan. All convert dQ if there is an order.
+        workers: so many of them, the first to arrive, execute the plan. All convert dQ if contributions wait.
         complete: dQ tiles of all heads that get contributions.
     """
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from ..tiles import Registers, row_bytes_of, tiles_of
+from ..tiles import Registers, has_apart, row_bytes_of, tiles_of
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
@@ -116,9 +116,13 @@ class BackwardConfig:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
         if self.softcap and self.tight:
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
-        others = self.key_sums, self.intervals, self.spin_limit, self.dump_contributions, self.trace
-        if self.apart and (self.dq_pieces > 1 or any(others)):
-            raise ValueError(f"{self}: contributions are apart in one piece, and in no debugging variant")
+        others = self.key_sums, self.softcap, self.intervals, self.spin_limit
+        debugging = self.dump_contributions, self.trace
+        if self.apart and (not has_apart(self.head_dim, self.head_dim_v) or any((*others, *debugging))):
+            raise ValueError(
+                f"{self}: contributions are apart at head dims 64 and 128, and not in segments, beside a "
+                "softcap or intervals of rows, or where a debugging variant is asked for"
+            )
         if self.intervals and (self.tight or self.split or self.softcap):
             raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
         if self.intervals and (self.key_sums or self.dump_contributions):

@@ -263,14 +263,15 @@ def load_piece(config: cutlass.Constexpr, tile, piece: Int32):
 
 
 def place_apart(table, tile: Int32, ticket: Int32):
-    """Where a contribution is in dq_acc if they are apart, in dQ tiles: one behind the other by ticket."""
+    """Where a contribution is in dq_acc if they are apart, in dQ tiles: first those of all tiles with ticket
+    0, then those with ticket 1, and so on."""
     return Int64(ticket) * _tiles_of(table) + tile
 
 
 @cute.jit
 def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int32, piece: Int32):
-    """Like `load_piece`, the sum of a tile's `count` contributions in the order of their tickets. The copy
-    engine makes the same when it adds them to memory: it keeps subnormal numbers."""
+    """Like `load_piece`, the sum of a tile's `count` contributions in the order of their tickets. These are
+    the bytes of the copy engine, which keeps subnormal numbers, too, when it adds to memory."""
     total = cute.make_rmem_tensor((2, 2, config.dq_elements // 1024), Float32)
     total.fill(0.0)
     if count > 0:

@@ -178,7 +178,7 @@ class Backward:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         # Tickets, claim counter, LSE and delta come from the preprocessing kernel. Where contributions are
-        # apart, only LSE and delta do, and the load warp waits for them: all else was there when that began.
+        # apart, only LSE and delta do, and the load warp waits for them: all else was there before.
         if const_expr(c.apart):
             cute.arch.griddepcontrol_launch_dependents()  # Convert, which waits for the end of this kernel
         else:
