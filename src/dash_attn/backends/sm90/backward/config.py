@@ -116,9 +116,9 @@ class BackwardConfig:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
         if self.softcap and self.tight:
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
-        others = self.key_sums, self.softcap, self.intervals, self.spin_limit
-        debugging = self.dump_contributions, self.trace
-        if self.apart and (not has_apart(self.head_dim, self.head_dim_v) or any((*others, *debugging))):
+        others = self.key_sums, self.softcap, self.intervals
+        debugging = self.spin_limit, self.dump_contributions, self.trace
+        if self.apart and (not has_apart(self.head_dim, self.head_dim_v) or any(others + debugging)):
             raise ValueError(
                 f"{self}: contributions are apart at head dims 64 and 128, and not in segments, beside a "
                 "softcap or intervals of rows, or where a debugging variant is asked for"

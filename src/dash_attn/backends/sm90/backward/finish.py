@@ -275,15 +275,16 @@ def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int3
     total = cute.make_rmem_tensor((2, 2, config.dq_elements // 1024), Float32)
     total.fill(0.0)
     if count > 0:
-        total.store(_load_apart(config, dq_acc, table, tile, Int32(0), piece).load())
+        total.store(load_place(config, dq_acc, place_apart(table, tile, Int32(0)), piece).load())
     for ticket in cutlass.range(1, count, unroll=APART_AHEAD):
-        added = _load_apart(config, dq_acc, table, tile, ticket, piece)
+        added = load_place(config, dq_acc, place_apart(table, tile, ticket), piece)
         total.store(total.load() + added.load())
     return total
 
 
-def _load_apart(config, dq_acc, table, tile: Int32, ticket: Int32, piece: Int32):
-    start = cute.assume(place_apart(table, tile, ticket) * config.dq_elements, divby=4)  # 16-byte loads
+def load_place(config, dq_acc, place, piece: Int32):
+    """`load_piece` of what lies so many dQ tiles, an Int64, behind the beginning of dq_acc."""
+    start = cute.assume(place * config.dq_elements, divby=4)  # 16-byte loads
     return load_piece(config, dq_acc.iterator + start, piece)
 
 

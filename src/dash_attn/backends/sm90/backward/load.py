@@ -117,8 +117,7 @@ class LoadRole:
                 self._put_q_info((info, stage), item, q_tile, slot)
             cute.arch.mbarrier_arrive_and_expect_tx(full, 2 * c.tile_m * rows.columns + 4 * c.tile_m)
             if const_expr(not c.apart):
-                target = rows.stats_here[None, stage].iterator
-                ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, full)
+                self._copy_statistics(rows, stage, stat)
         if const_expr(c.apart):
             if n_task > 0:
                 self._load_statistics(rows, item, task)
@@ -132,8 +131,12 @@ class LoadRole:
         stat = Int64(plan_view.first_tile_of(item, q_head) + q_tile) * c.tile_m
         stage = rows.ring.stage(n_task)
         with cute.arch.elect_one():
-            target = rows.stats_here[None, stage].iterator
-            ptx.bulk_load(target, rows.stats.iterator + stat, 4 * c.tile_m, rows.ring.full + stage)
+            self._copy_statistics(rows, stage, stat)
+
+    def _copy_statistics(self, rows: Rows, stage: Int32, stat: Int64) -> None:
+        """Start to copy those from number `stat` on to a stage. By one lane."""
+        target = rows.stats_here[None, stage].iterator
+        ptx.bulk_load(target, rows.stats.iterator + stat, 4 * self.config.tile_m, rows.ring.full + stage)
 
     @cute.jit
     def _exchange_kv(self, copies, shared, rings, item, n_task: Int32, n_kv: Int32) -> None:

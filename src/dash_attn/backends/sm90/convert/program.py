@@ -69,11 +69,9 @@ class Convert:
                 count = finish.contributions(table, index)
                 cute.arch.griddepcontrol_wait()
                 values = finish.sum_apart(self.config, memory.dq_acc, table, tile, count, piece)
-                finish.store_piece(self.config, values, mdQ, where, piece, scale)
             else:
-                start = cute.assume(Int64(tile) * self.config.dq_elements, divby=4)  # 16-byte loads
-                values = finish.load_piece(self.config, memory.dq_acc.iterator + start, piece)
-                finish.store_piece(self.config, values, mdQ, where, piece, scale)
+                values = finish.load_place(self.config, memory.dq_acc, Int64(tile), piece)
+            finish.store_piece(self.config, values, mdQ, where, piece, scale)
         elif y // 2 < memory.dk.shape[2]:  # a kv head of two head groups has two q heads at least
             if const_expr(self.config.apart):
                 cute.arch.griddepcontrol_wait()
