@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -99,13 +98,14 @@ def _by_appearance(batch: Batch, codes: IntArray, sizes: IntArray, limit: int) -
 
 
 def _sections(sizes: IntArray, limit: int) -> IntArray:
-    """Section of each head: as many neighbours as fit, at least one.
+    """Section of each head: neighbours, in as few sections as fit, and these about alike. In a last section of
+    few heads, workers would wait for one another.
 
-    >>> [_sections(np.array(sizes), 100).tolist() for sizes in ([40, 40, 40, 90, 10], [200, 0, 0, 50])]
-    [[0, 0, 1, 2, 2], [0, 0, 0, 1]]
+    >>> [_sections(np.array(sizes), 100).tolist() for sizes in ([30, 30, 30, 30], [40, 40, 40, 90, 10])]
+    [[0, 0, 1, 1], [0, 0, 1, 2, 2]]
     """
-    ends, bounds, before = np.cumsum(sizes).tolist(), [0], 0
-    while (first := bounds[-1]) < len(ends):
-        bounds.append(bisect_right(ends, max(before + limit, ends[first])))
-        before = ends[bounds[-1] - 1]
-    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    share = 1 / np.maximum(limit // np.maximum(sizes, 1), 1)  # of a section
+    total = max(float(share.sum()), 1e-9)
+    number = np.ceil(total - 1e-6)
+    found: IntArray = ((np.cumsum(share) - share / 2) * (number / total)).astype(np.int64)
+    return found
