@@ -1,9 +1,9 @@
 """Time forward and backward of shapes outside the DASH paper's grid, beside FlashAttention-4.
 
-Cases are in shape_cases.py: queries behind many keys, few heads, windows, packed batches, patches, long and
-tiny problems, fp16. Timing is sustained, as in forward.py; then follows the energy of the backwards. Where
-the host could decide, because a call takes less than SHORT_S, all contenders of the case are captured in CUDA
-graphs.
+Cases are in shape_cases.py: many or few queries behind many keys, few heads, windows, packed batches,
+patches, long and tiny problems, fp16. Timing is sustained, as in forward.py; then follows the energy of the
+backwards. Where the host could decide, because a call takes less than SHORT_S, all contenders of the case are
+captured in CUDA graphs.
 
     python benchmarks/shapes.py --output benchmarks/results/h200-shapes.json
     python benchmarks/shapes.py --only groups window

@@ -35,7 +35,7 @@ from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.cached.config import CachedConfig
 from dash_attn.backends.sm90.compile import Config, backward_variants, forward_variants, program, variants
-from dash_attn.backends.sm90.convert.config import ConvertConfig, convert_config
+from dash_attn.backends.sm90.convert.config import MANY, MANY_FROM, ConvertConfig, convert_config
 from dash_attn.backends.sm90.fold.config import FoldConfig, fold_config
 from dash_attn.backends.sm90.forward import launch as forward_launcher
 from dash_attn.backends.sm90.forward.config import ForwardConfig
@@ -240,7 +240,14 @@ def launch_fold(config: FoldConfig) -> None:
 
 def behind_backwards(config: ConvertConfig) -> Iterator[tuple[str, BackwardConfig, Plan]]:
     """Backwards that leave something to do: sums of head groups, and dQ where no contribution waits."""
-    before = [each for each in backward_variants().values() if convert_config(each) == config]
+    tickets = MANY_FROM if config.apart == MANY else 1
+    before = [each for each in backward_variants().values() if convert_config(each, tickets) == config]
+    if config.apart == MANY:
+        like = columns(before[0], fewer_of(before[0]))
+        keys = tickets * before[0].tile_n
+        few_rows = dense(FULL, seqlen_q=100, seqlen_k=keys, seqlen=None, heads=8, kv_heads=1, **like)
+        yield "few rows", before[0], auto_plan(few_rows, head_groups=4)
+        return
     yield "head groups", before[0], dict(plans(before[0]))["head groups"]
     not_waiting = next(each for each in before if not each.waits)
     label = "apart" if not_waiting.apart else "without order"

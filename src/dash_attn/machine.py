@@ -8,6 +8,8 @@ from __future__ import annotations
 __all__ = [
     "APART_BYTES",
     "APART_ITEMS",
+    "APART_QUEUES",
+    "APART_QUEUES_BYTES",
     "APART_RINGS_BYTES",
     "BYTES_IN_TURNS",
     "CACHED_BYTES",
@@ -75,6 +77,10 @@ APART_ITEMS, APART_BYTES, APART_RINGS_BYTES = WORKERS, 8 * 2**20, 40 * 2**20
 """Contributions to dQ are kept apart where there are at most so many items, and they take at most
 ``APART_BYTES``, or ``APART_RINGS_BYTES`` where rings of a head would wait for one another
 (docs/experiments/apart.md)."""
+
+APART_QUEUES, APART_QUEUES_BYTES = 2, 256 * 2**20
+"""They are kept apart, too, where at least ``APART_QUEUES`` times as many of them go to one dQ tile as a
+worker, or an item, has tasks, and they take at most so many bytes: few rows behind many keys."""
 
 FORWARD_CYCLES = {64: (2190, 4000), 128: (2250, 5700)}
 """Of the forward kernel at a head dim: cycles of a kv tile of an item, and of what an item takes beside."""

@@ -32,6 +32,7 @@ from dash_attn.backends.base import AuxTensors
 from dash_attn.backends.cpu.oracle import Inputs, plain_attention, sink_gradient
 from dash_attn.backends.sm90 import backend
 from dash_attn.backends.sm90.compile import variants
+from dash_attn.backends.sm90.convert.config import FEW, MANY
 from dash_attn.backends.sm90.forward import launch
 from dash_attn.backends.sm90.segments import run_segment
 from dash_attn.backends.sm90.tiles import TILES, has_apart
@@ -129,6 +130,7 @@ CASES = [
     Case("causal", ((300, 300),), (2, 1), 64),
     Case("full-128", ((140, 300),), (1, 1), 128, mask=Mask.full()),
     Case("causal-128-groups", ((280, 280),), (2, 1), 128),
+    Case("few-rows", ((40, 2000),), (1, 1), 64),
     Case("packed", PACKED, (2, 2), 64),
     Case("packed-128-fp16", PACKED, (1, 1), 128, dtype=torch.float16),
     Case("batch", ((130, 150),) * 2, (2, 1), 64),
@@ -208,6 +210,9 @@ def test_contributions_that_are_apart_give_the_bytes_of_those_that_wait(case: Ca
                 found = case.run()
             ways = {c.args[0].apart for c in ran.call_args_list if c.args[0].direction == "backward"}
             assert ways == {apart}
+            if apart:
+                at_a_time = {c.args[0].apart for c in ran.call_args_list if c.args[0].direction == "convert"}
+                assert at_a_time == {MANY if case.name == "few-rows" else FEW}
             ran.reset_mock()
             if not apart:
                 expected = found

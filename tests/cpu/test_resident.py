@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dash_attn.backends.sm90.backward.config import Accumulation, BackwardConfig
+from dash_attn.backends.sm90.convert.config import FEW, MANY, MANY_FROM, convert_config
 from dash_attn.backends.sm90.resident import OnDevice, _place
 from dash_attn.machine import APART_ITEMS, FEW_ROUNDS
 from dash_attn.problem import Mask, Problem
@@ -49,10 +51,33 @@ def test_some_blocks_only_convert() -> None:
         ({"seqlen": 256, "batch": 4, "heads": 8, "head_dim": 128, "tile_m": 64}, True),
         ({"seqlen": 512, "heads": 32, "head_dim": 128, "tile_m": 64, "mask": Mask.full()}, False),
         ({"seqlen": 100, "heads": 2, "head_dim": 96, "tile_m": 64}, False),  # no such kernel
+        ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 16}, True),  # 64 contributions, 8 tasks per worker
+        ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 66}, True),  # 32 tasks per worker
+        ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 67}, False),
+        ({"seqlen_q": 1024, "seqlen_k": 1921, "heads": 3}, True),  # 16 contributions, 8 tasks per item
+        ({"seqlen_q": 1024, "seqlen_k": 1920, "heads": 3}, False),
+        ({"seqlen_q": 128, "seqlen_k": 65536, "heads": 16, "mask": Mask.full()}, True),  # 256 MiB
+        ({"seqlen_q": 128, "seqlen_k": 65537, "heads": 16, "mask": Mask.full()}, False),
+        ({"seqlen": 8192, "heads": 2, "mask": Mask.window(128, 0)}, False),  # 2 contributions to a tile
     ],
 )
 def test_who_need_not_wait(shape: dict[str, object], apart: bool) -> None:
-    """Few items, whose contributions fit a part of L2; more of them where a head has several rings."""
+    """Few items, whose contributions fit a part of L2, more of them where a head has several rings; and few
+    rows behind many keys."""
     like = {"head_dim": 64, "tile_m": 128, "tile_n": 128, "mask": Mask.causal()}
     problem = Problem.dense(**like | shape)  # type: ignore[arg-type]
     assert _place(build_plan(problem, choose_policy(problem)), None).apart == apart
+
+
+def test_packed_rows_that_queue() -> None:
+    """The longest queue counts. Where nothing is added, nothing is kept."""
+    lengths = [((64, 8192), (300, 300), (0, 70)), ((100, 0), (0, 100_000))]
+    for sequences, apart in zip(lengths, (True, False)):
+        problem = Problem.varlen(sequences, heads=8, head_dim=64, mask=Mask.causal(), tile_m=128, tile_n=128)
+        assert _place(build_plan(problem, choose_policy(problem)), None).apart == apart
+
+
+def test_how_many_contributions_are_read_at_a_time() -> None:
+    config = BackwardConfig(64, "bf16", False, Accumulation.APART)
+    assert [convert_config(config, n).apart for n in (1, MANY_FROM - 1, MANY_FROM)] == [FEW, FEW, MANY]
+    assert convert_config(BackwardConfig(64, "bf16", False), MANY_FROM).apart == 0

@@ -9,6 +9,7 @@ from torch import Tensor
 import dash_attn
 from dash_attn.backends.sm90.launch import Debug, run_backward
 from dash_attn.backends.sm90.resident import on_device
+from dash_attn.machine import APART_ITEMS
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, build_plan
 from dash_attn.testing import same_bytes
@@ -27,18 +28,22 @@ def asked_of(plan: Plan) -> set[bool]:
 
 
 def problems(mask: Mask) -> list[Problem]:
-    """Few items and more than SMs, several heads per kv head and in groups, columns that tensors lack."""
+    """Few items and more than SMs, several heads per kv head and in groups, columns that tensors lack; few
+    rows behind many keys."""
     return [
         dense(mask, seqlen=1000, batch=2, heads=4, head_dim=64),
         dense(mask, seqlen=640, batch=8, heads=16, kv_heads=4, head_dim=128, dtype="float16"),
         packed(*LENGTHS, mask=mask, heads=8, kv_heads=1, head_dim=48, head_dim_v=40),
         packed(*LENGTHS, mask=mask, heads=4, kv_heads=2, head_dim=112, dtype="float16"),
         packed(*LENGTHS, mask=mask, heads=3, kv_heads=3, head_dim=64, dtype="float16"),
+        dense(mask, seqlen_q=100, seqlen_k=3300, heads=12, kv_heads=6),
+        dense(mask, seqlen_q=200, seqlen_k=2100, head_dim=64, dtype="float16"),
+        dense(mask, seqlen_q=100, seqlen_k=2100, head_dim=48, head_dim_v=40),
     ]
 
 
 @MASKS
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", range(8))
 def test_bytes_are_those_of_tickets(mask: Mask, number: int) -> None:
     problem = problems(mask)[number]
     plans = [auto_plan(problem)]
@@ -79,7 +84,7 @@ def test_inputs_that_were_just_written(last: str) -> None:
     inputs = type(cases[0].inputs)(*[torch.empty_like(x) for x in cases[0].inputs])
     names, found = [*(name for name in inputs._fields if name != last), last], []
     run_backward(plan, cases[0].inputs, cases[0].scale, apart=True)
-    for _ in range(6):
+    for _ in range(8):
         torch.cuda._sleep(10**7)  # some milliseconds
         for case in cases:
             for name in names:
@@ -139,8 +144,10 @@ def test_who_calls_with_few_items_gets_it(seqlen: int, how: dict[str, object]) -
             assert not deterministic or same_bytes(a, b)
 
 
-def test_many_items_wait() -> None:
-    problem = dense(FULL, seqlen=2000, heads=8, batch=2, head_dim=64)
+@pytest.mark.parametrize(("seqlen_q", "apart"), [(2000, False), (60, True)])
+def test_many_items_wait_but_for_few_rows(seqlen_q: int, apart: bool) -> None:
+    problem = dense(FULL, seqlen_q=seqlen_q, seqlen_k=2050, heads=8, kv_heads=8, head_dim=64)
     plan, case = auto_plan(problem), any_case(problem)
+    assert len(plan.items) > APART_ITEMS
     launch(plan, case, apart=None)
-    assert asked_of(plan) == {False}
+    assert asked_of(plan) == {apart}

@@ -17,6 +17,7 @@ from dash_attn.backends.sm90.sinks import launch as sinks
 from dash_attn.backends.sm90.tiles import has_apart
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
+from dash_attn.schedule import Plan
 from dash_attn.scores import PLAIN, Scores
 
 from .programs import Emulated
@@ -54,8 +55,8 @@ def emulated(
         apart: contributions to dQ are kept apart where there are kernels for that; else they wait.
     """
 
-    def better_apart(problem: Problem, _items: int, _contributions: int) -> bool:
-        return apart and has_apart(problem.head_dim, problem.head_dim_v)
+    def better_apart(plan: Plan, _contributions: int) -> bool:
+        return apart and has_apart(plan.problem.head_dim, plan.problem.head_dim_v)
 
     def program(config: Config) -> Emulated:
         return Emulated(config, seed, late, races)

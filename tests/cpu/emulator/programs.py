@@ -264,8 +264,9 @@ class Emulated:
         assert [x.shape for x in matrices] == [sizes.of_q, sizes.of_k, sizes.of_v]
         assert [x.numel() for x in parts[:2]] == [*parts[2:]]
         parameters = [*map(_tensor, (*parts[:2], *matrices, table)), *map(_number, launch[:2])]
-        tiles = launch.q_tiles + launch.kv_tiles
-        self._launch(kernels(self.config)[0], (tiles, sizes.heads), parameters, memory, parts[:2])
+        several = self.config.apart  # blocks: 8 warps have held a dQ tile, and 256 threads finish a kv tile
+        blocks = launch.q_tiles * (8 if several else 1) + launch.kv_tiles * (4 if several else 1)
+        self._launch(kernels(self.config)[0], (blocks, sizes.heads), parameters, memory, parts[:2])
 
 
 def _given(module: Any, config: Config, given: list[Any]) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from ..cuda.linking import is_shared, link
 from .add_sums.config import AddSumsConfig
 from .backward.config import Accumulation, BackwardConfig
 from .cached.config import CHUNK_PIECES, PIECES, CachedConfig, cached_config, chunk_config
-from .convert.config import ConvertConfig, convert_config
+from .convert.config import FEW, MANY, MANY_FROM, ConvertConfig, convert_config
 from .fold.config import FoldConfig, fold_config
 from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
@@ -79,7 +79,11 @@ def variants() -> dict[str, Config]:
     backwards, forwards = backward_variants(), forward_variants()
     return {
         **backwards,
-        **{_name_of(found): found for found in map(convert_config, backwards.values())},
+        **{
+            _name_of(found): found
+            for tickets in (1, MANY_FROM)
+            for found in (convert_config(before, tickets) for before in backwards.values())
+        },
         **forwards,
         **{_name_of(found): found for found in map(fold_config, forwards.values())},
         **finish,
@@ -185,7 +189,7 @@ def _name_of(config: ConvertConfig | FoldConfig) -> str:
     if isinstance(config, FoldConfig):
         return _name("fold", config.head_dim_v, config.head_dim_v, config.dtype) + "-sink" * config.sink
     name = _name("convert", config.head_dim, config.head_dim_v, config.dtype)
-    return name + "-padded" * config.padded + "-apart" * config.apart
+    return name + "-padded" * config.padded + {0: "", FEW: "-apart", MANY: "-apart-many"}[config.apart]
 
 
 def program(config: Config) -> Any:

@@ -238,7 +238,7 @@ def variant_of(place: OnDevice, plan: Plan, asked: Demand) -> Variant:
     kernel = kernel_of(problem.head_dim, problem.head_dim_v)
     config = _config(kernel, problem.dtype, asked, SPIN_LIMIT)
     leaves = not config.waits or place.group_sums > 0
-    convert = program(convert_config(config)) if leaves else None
+    convert = program(convert_config(config, place.tickets)) if leaves else None
     found = place.variants[asked] = Variant(config, program(config), convert, place.workspace(config))
     return found
 

@@ -12,13 +12,15 @@ from ...errors import InputError, PlanMismatchError
 from ...machine import (
     APART_BYTES,
     APART_ITEMS,
+    APART_QUEUES,
+    APART_QUEUES_BYTES,
     APART_RINGS_BYTES,
     CONVERSION_CYCLES,
     FEW_ROUNDS,
     ITEM_CYCLES,
     TASK_CYCLES,
+    WORKERS,
 )
-from ...problem import Problem
 from ...schedule.plan import Plan
 from ...schedule.table import shared_sums, to_table
 from ..cuda.upload import Upload
@@ -151,18 +153,26 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
         len(plan.items),
         plan.min_workers,
         conversion / max(1, work),
-        _better_apart(p, len(plan.items), p.heads * q_tiles * tickets),
+        _better_apart(plan, p.heads * q_tiles * tickets),
     )
 
 
-def _better_apart(problem: Problem, items: int, contributions: int) -> bool:
-    """Whether keeping so many contributions apart is faster than waiting: where there are few items."""
-    p = problem
-    if not has_apart(p.head_dim, p.head_dim_v) or items > APART_ITEMS:
+def _better_apart(plan: Plan, contributions: int) -> bool:
+    """Whether keeping so many contributions apart is faster than waiting: where there are few items, or where
+    more contributions queue for a dQ tile than workers have tasks meanwhile."""
+    p, batch = plan.problem, plan.batch
+    if not has_apart(p.head_dim, p.head_dim_v) or not batch.task_count:
         return False
+    size = 4 * contributions * p.tile_m * kernel_of(p.head_dim, p.head_dim_v).head_dim
     # "auto" has several rings per head under a full mask whose q tiles are no smaller than kv tiles.
     most = APART_RINGS_BYTES if p.mask.is_full and p.tile_m >= p.tile_n else APART_BYTES
-    return 4 * contributions * p.tile_m * kernel_of(p.head_dim, p.head_dim_v).head_dim <= most
+    if len(plan.items) <= APART_ITEMS and size <= most:
+        return True
+    tasks = batch.task_count / WORKERS
+    if size > APART_QUEUES_BYTES or int(batch.kv_tiles.max()) < APART_QUEUES * tasks:
+        return False
+    queue = max(int(pattern.grid.contributions.max(initial=0)) for pattern in batch.distinct)
+    return queue >= APART_QUEUES * max(tasks, int(batch.columns.tasks.max()))
 
 
 def _check_tiles(plan: Plan) -> None:

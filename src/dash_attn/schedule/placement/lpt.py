@@ -98,8 +98,9 @@ def _by_appearance(batch: Batch, codes: IntArray, sizes: IntArray, limit: int) -
 
 
 def _sections(sizes: IntArray, limit: int) -> IntArray:
-    """Section of each head: neighbours, in as few sections as fit, and these about alike. In a last section of
-    few heads, workers would wait for one another.
+    """Section of each head: neighbours, in about as few sections as fit, and these about alike. In a last
+    section of few heads, workers would wait for one another. Numbers ascend; where heads are unequal, some
+    may be left out, and a section may have up to twice the limit.
 
     >>> [_sections(np.array(sizes), 100).tolist() for sizes in ([30, 30, 30, 30], [40, 40, 40, 90, 10])]
     [[0, 0, 1, 1], [0, 0, 1, 2, 2]]

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from ..device import registers
 
@@ -31,10 +31,9 @@ class RowsOf(NamedTuple):
 
 
 @cute.jit
-def add_up(config: cutlass.Constexpr, sums, of: GroupsOf, to: RowsOf) -> None:
-    """Add, scale, round once and store a kv tile, 32 columns at a time, or 16. For a block of 256 threads."""
+def add_up(config: cutlass.Constexpr, sums, of: GroupsOf, to: RowsOf, tidx: Int32) -> None:
+    """Add, scale, round once and store a kv tile, 32 columns at a time, or 16. `tidx`: one of 256 threads."""
     c, target = config, to.target
-    tidx = cute.arch.thread_idx()[0]
     size = c.tile_n * c.head_dim
     vectors = c.tile_n * (c.head_dim, c.head_dim_v)[of.which] // 1024
     group, lane = tidx // 128, tidx % 32

@@ -30,8 +30,6 @@ from .config import (
 AHEAD, AHEAD_OF_FEW = 4, 2
 """Tiles that a load warp takes at a time: if there are more than two per block, and else."""
 PLACE_WORDS, PLACE_STRIDE = 5, 8
-APART_AHEAD = 4
-"""Contributions that are apart and read at a time."""
 
 
 def queue(control, table):
@@ -247,17 +245,20 @@ def locate(config: cutlass.Constexpr, table, q_map: Int32, key: Int32, tensor):
 
 
 @cute.jit
-def load_piece(config: cutlass.Constexpr, tile, piece: Int32):
-    """What one of the eight MMA warps held of the dQ tile at a pointer, in the same lanes.
+def load_piece(config: cutlass.Constexpr, tile, piece: Int32, some: cutlass.Constexpr = None, first=0):
+    """What one of the eight MMA warps held of the dQ tile at a pointer, in the same lanes: all of it, or
+    `some` 8-column steps from the `first` on.
 
     Returns (2 columns, 2 rows, 8-column steps) fp32.
     """
     vectors = config.dq_elements // 1024
     layout = cute.make_layout((4, 128, vectors, 2), stride=(1, 4, 512, 512 * vectors))
     acc = cute.make_tensor(tile, layout)
-    values = cute.make_rmem_tensor((2, 2, vectors), Float32)
-    for v in cutlass.range_constexpr(vectors):
-        source = acc[None, piece % 4 * 32 + cute.arch.lane_idx(), v, piece // 4]
+    if const_expr(some is None):
+        some = vectors
+    values = cute.make_rmem_tensor((2, 2, some), Float32)
+    for v in cutlass.range_constexpr(some):
+        source = acc[None, piece % 4 * 32 + cute.arch.lane_idx(), first + v, piece // 4]
         cute.autovec_copy(source, cute.make_tensor(values[None, None, v].iterator, 4))
     return values
 
@@ -269,37 +270,48 @@ def place_apart(table, tile: Int32, ticket: Int32):
 
 
 @cute.jit
-def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int32, piece: Int32):
-    """Like `load_piece`, the sum of a tile's `count` contributions in the order of their tickets. These are
-    the bytes of the copy engine, which keeps subnormal numbers, too, when it adds to memory."""
-    total = cute.make_rmem_tensor((2, 2, config.dq_elements // 1024), Float32)
+def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int32, piece: Int32, half: Int32):
+    """Like `load_piece`, of half of the steps: the sum of a tile's `count` contributions in the order of
+    their tickets. These are the bytes of the copy engine, which keeps subnormal numbers, too, when it adds to
+    memory."""
+    some = config.dq_elements // 2048
+    total = cute.make_rmem_tensor((2, 2, some), Float32)
     total.fill(0.0)
-    if count > 0:
-        total.store(load_place(config, dq_acc, place_apart(table, tile, Int32(0)), piece).load())
-    for ticket in cutlass.range(1, count, unroll=APART_AHEAD):
-        added = load_place(config, dq_acc, place_apart(table, tile, ticket), piece)
-        total.store(total.load() + added.load())
+    for begin in cutlass.range(0, count, config.apart, unroll=1):
+        found = [cute.make_rmem_tensor_like(total) for _ in range(config.apart)]
+        for i in cutlass.range_constexpr(config.apart):  # all are on their way together
+            found[i].fill(0.0)
+            if begin + i < count:
+                place = place_apart(table, tile, begin + i)
+                found[i].store(load_place(config, dq_acc, place, piece, some, half * some).load())
+        for i in cutlass.range_constexpr(config.apart):
+            ticket = begin + i
+            for n in cutlass.range_constexpr(cute.size(total)):
+                added = cutlass.select_(ticket == 0, found[i][n], total[n] + found[i][n])
+                total[n] = cutlass.select_(ticket < count, added, total[n])
     return total
 
 
-def load_place(config, dq_acc, place, piece: Int32):
+def load_place(config, dq_acc, place, piece: Int32, some=None, first=0):
     """`load_piece` of what lies so many dQ tiles, an Int64, behind the beginning of dq_acc."""
     start = cute.assume(place * config.dq_elements, divby=4)  # 16-byte loads
-    return load_piece(config, dq_acc.iterator + start, piece)
+    return load_piece(config, dq_acc.iterator + start, piece, some, first)
 
 
 @cute.jit
-def store_piece(config: cutlass.Constexpr, values, mdQ, where, piece: Int32, scale: Float32) -> None:
-    """Scale, convert and store what `load_piece` loaded.
+def store_piece(
+    config: cutlass.Constexpr, values, mdQ, where, piece: Int32, scale: Float32, first_step=0
+) -> None:
+    """Scale, convert and store what `load_piece` loaded from `first_step` on.
 
     `where`: (batch, first row of the sequence, its rows, q tile, q head).
     """
     c = config
     batch, first_row, seqlen_q, q_tile, q_head = where
-    vectors, lane = c.dq_elements // 1024, cute.arch.lane_idx()
-    first, first_column = piece % 4 * 16 + lane // 4, 0
+    vectors, lane = cute.size(values.shape[2]), cute.arch.lane_idx()
+    first, first_column = piece % 4 * 16 + lane // 4, 8 * first_step
     if const_expr(c.tile_m == 64):
-        first_column = piece // 4 * (c.head_dim // 2)
+        first_column += piece // 4 * (c.head_dim // 2)
     else:
         first += piece // 4 * 64
     for half in cutlass.range_constexpr(2):

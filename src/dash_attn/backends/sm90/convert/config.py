@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..backward.config import BackwardConfig
+from ..backward.config import MMA_WARPS, BackwardConfig
 from ..tiles import tiles_of
+
+THREADS = 256
+"""Of which each finishes its part of a kv tile."""
+
+FEW, MANY, MANY_FROM = 4, 8, 16
+"""FEW contributions are read at a time, or MANY where a dQ tile may get MANY_FROM or more. Reading many takes
+registers, so that fewer blocks fit beside the main kernel (docs/experiments/apart.md)."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class ConvertConfig:
         dtype: of the gradients, "bf16" or "fp16".
         padded: tensors may have fewer columns.
         head_dim_v: of V.
-        apart: contributions to dQ are still to be added.
+        apart: contributions to dQ are still to be added, so many at a time; 0: they are added.
     """
 
     direction: ClassVar[str] = "convert"
@@ -30,7 +37,7 @@ class ConvertConfig:
     dtype: str
     padded: bool
     head_dim_v: int
-    apart: bool = False
+    apart: int = 0
 
     @property
     def tile_m(self) -> int:
@@ -43,11 +50,28 @@ class ConvertConfig:
         return tiles_of(self.head_dim, self.head_dim_v).tile_n
 
     @property
+    def threads(self) -> int:
+        """Per block. Where contributions are apart, tiles are few: more and smaller blocks share them. Two
+        warps then have half of the columns of a piece each."""
+        return 2 * 32 if self.apart else THREADS
+
+    @property
+    def q_blocks(self) -> int:
+        """Per q tile and head: one, or one per piece, which is what a warp of the main kernel has had."""
+        return MMA_WARPS if self.apart else 1
+
+    @property
+    def kv_blocks(self) -> int:
+        """Per kv tile and head."""
+        return THREADS // self.threads
+
+    @property
     def dq_elements(self) -> int:
         """fp32 values of one dQ tile."""
         return self.tile_m * self.head_dim
 
 
-def convert_config(config: BackwardConfig) -> ConvertConfig:
-    """What runs behind a variant of the backward."""
-    return ConvertConfig(config.head_dim, config.dtype, config.padded, config.head_dim_v, config.apart)
+def convert_config(config: BackwardConfig, tickets: int = 1) -> ConvertConfig:
+    """What runs behind a variant of the backward, where a dQ tile gets at most so many contributions."""
+    apart = 0 if not config.apart else FEW if tickets < MANY_FROM else MANY
+    return ConvertConfig(config.head_dim, config.dtype, config.padded, config.head_dim_v, apart)

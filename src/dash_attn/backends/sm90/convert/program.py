@@ -12,7 +12,6 @@ from ....schedule.layout import HEADER
 from ..arguments import regrouped
 from ..backward import finish
 from ..backward.add_up import GroupsOf, RowsOf, add_up
-from ..backward.preprocess import THREADS
 from ..device import plan_view
 from ..device.fakes import vector
 from ..device.operands import DTYPES
@@ -37,9 +36,10 @@ class Convert:
     """What is left after the main kernel.
 
     Where no contribution has waited, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile
-    and head (`q_tiles` of a head). Contributions that are apart are added before. Where kv heads have several
-    head groups, `kv_tiles` more blocks per head add the groups' sums of dK and dV of a kv tile, in ascending
-    order, and finish them (dV unscaled).
+    and head (`q_tiles` of a head). Contributions that are apart are added before, by a block per piece of a
+    tile, whose two warps share the columns. Where kv heads have several head groups, more blocks add the
+    groups' sums of dK and dV of a kv tile (`kv_tiles` of a head), in ascending order, and finish them (dV
+    unscaled).
     """
 
     def __init__(self, config: ConvertConfig):
@@ -47,45 +47,53 @@ class Convert:
 
     @cute.jit
     def __call__(self, memory: Memory, launch: Launch, stream):
+        c = self.config
         self.kernel(memory, launch.scale, launch.q_tiles).launch(
-            grid=(launch.q_tiles + launch.kv_tiles, memory.dq.shape[2], 1),
-            block=(THREADS, 1, 1),
+            grid=(launch.q_tiles * c.q_blocks + launch.kv_tiles * c.kv_blocks, memory.dq.shape[2], 1),
+            block=(c.threads, 1, 1),
+            # All registers it can use: what it reads is then on its way together.
+            min_blocks_per_mp=1 if c.apart else 0,
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, memory: Memory, scale: Float32, q_tiles: Int32) -> None:
-        mdQ, table = memory.dq, memory.table
+        c, mdQ, table = self.config, memory.dq, memory.table
         index, y, _ = cute.arch.block_idx()
-        if const_expr(not self.config.apart):
+        q_blocks = q_tiles * c.q_blocks
+        if const_expr(not c.apart):
             cute.arch.griddepcontrol_wait()
-        if index < q_tiles:
-            key = index * mdQ.shape[2] + y
-            tile, where = finish.locate(self.config, table, table[HEADER.q_map_offset], key, mdQ)
-            piece = cute.arch.warp_idx()
-            if const_expr(self.config.apart):
+        if index < q_blocks:
+            key = index // c.q_blocks * mdQ.shape[2] + y
+            tile, where = finish.locate(c, table, table[HEADER.q_map_offset], key, mdQ)
+            if const_expr(c.apart):
                 # The table was there before the main kernel, which lets this one start at its own start.
-                count = finish.contributions(table, index)
+                count = finish.contributions(table, index // c.q_blocks)
                 cute.arch.griddepcontrol_wait()
-                values = finish.sum_apart(self.config, memory.dq_acc, table, tile, count, piece)
+                piece, half = index % c.q_blocks, cute.arch.warp_idx()
+                values = finish.sum_apart(c, memory.dq_acc, table, tile, count, piece, half)
+                first = half * cute.size(values.shape[2])
+                finish.store_piece(c, values, mdQ, where, piece, scale, first)
             else:
-                values = finish.load_place(self.config, memory.dq_acc, Int64(tile), piece)
-            finish.store_piece(self.config, values, mdQ, where, piece, scale)
+                piece = cute.arch.warp_idx()
+                values = finish.load_place(c, memory.dq_acc, Int64(tile), piece)
+                finish.store_piece(c, values, mdQ, where, piece, scale)
         elif y // 2 < memory.dk.shape[2]:  # a kv head of two head groups has two q heads at least
-            if const_expr(self.config.apart):
+            if const_expr(c.apart):
                 cute.arch.griddepcontrol_wait()
             if y % 2 == 0:
-                self.add_groups(memory, 0, scale, index - q_tiles, y // 2)
+                self.add_groups(memory, 0, scale, index - q_blocks, y // 2)
             else:
-                self.add_groups(memory, 1, Float32(1.0), index - q_tiles, y // 2)
+                self.add_groups(memory, 1, Float32(1.0), index - q_blocks, y // 2)
 
     @cute.jit
     def add_groups(
-        self, memory, which: cutlass.Constexpr[int], scale: Float32, index: Int32, kv_head: Int32
+        self, memory, which: cutlass.Constexpr[int], scale: Float32, block: Int32, kv_head: Int32
     ) -> None:
         """dK (`which` 0) or dV (1) of one kv tile: its groups' sums added up, 32 columns at a time."""
         c, table, mdX = self.config, memory.table, (memory.dk, memory.dv)[which]
+        index, thread = block // c.kv_blocks, block % c.kv_blocks * c.threads + cute.arch.thread_idx()[0]
         sequence, seq = plan_view.sequence_of_tile(table, HEADER.kv_map_offset, index)
         batch, first_row = plan_view.first_k_row(seq, sequence, mdX.shape[0])
         if seq.head_groups > 1:
@@ -93,7 +101,7 @@ class Convert:
             slot = seq.group_sum_first + (kv_head * seq.kv_tile_count + kv_tile) * seq.head_groups
             of = GroupsOf(slot, seq.head_groups, which, scale)
             to = RowsOf(mdX, batch, first_row, kv_tile, kv_head, seq.seqlen_k)
-            add_up(c, memory.group_sums, of, to)
+            add_up(c, memory.group_sums, of, to, thread)
 
 
 class Program:

@@ -55,7 +55,8 @@ class Finish:
         kv_head, rest = tile % target.shape[2], tile // target.shape[2]
         batch, kv_tile = rest % target.shape[0], rest // target.shape[0]
         of = GroupsOf(tile * arguments.groups, arguments.groups, which, scale)
-        add_up(self.config, arguments.sums, of, RowsOf(target, batch, 0, kv_tile, kv_head, target.shape[1]))
+        to = RowsOf(target, batch, 0, kv_tile, kv_head, target.shape[1])
+        add_up(self.config, arguments.sums, of, to, cute.arch.thread_idx()[0])
 
 
 class Program:
