@@ -22,7 +22,7 @@ from dash_attn.backends.base import NO_AUX, AuxTensors, Tensors
 from dash_attn.backends.cpu import plain_attention
 from dash_attn.backends.cpu.masks import hidden_elements, outside_intervals
 from dash_attn.backends.cpu.oracle import Inputs as Sequence
-from dash_attn.backends.sm90.tiles import has_apart
+from dash_attn.backends.sm90.tiles import has_softcap_apart
 from dash_attn.errors import HandOverError
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Numerics, Plan, Schedule, Shift, build_plan, choose_policy, prove
@@ -427,7 +427,7 @@ class _Checks:
             return self.outcome
         self._accurate("dq, dk, dv", first)
         self._same(f"{few} workers and all", first, self._launch(usual, How()))
-        if has_apart(case.head_dim, case.problem.head_dim_v) and not case.scores.softcap:
+        if not case.scores.softcap or has_softcap_apart(case.head_dim, case.problem.head_dim_v):
             for workers in (few, None):
                 self._same("waiting and apart", first, self._launch(usual, How(workers, apart=True)))
         calls = [lambda v=v: self._launch(placed, How(few, variant=v)) for v in range(2 * case.streams)]

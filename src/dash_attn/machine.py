@@ -73,12 +73,12 @@ FEW_ROUNDS = 12
 """Up to so many items per block, converting blocks must not cost items of one length a round more. Later
 blocks are no longer in step."""
 
-APART_ITEMS, APART_BYTES, APART_RINGS_BYTES = WORKERS, 8 * 2**20, 40 * 2**20
+APART_ITEMS, APART_BYTES, APART_RINGS_BYTES = WORKERS, 12 * 2**20, 64 * 2**20
 """Contributions to dQ are kept apart where there are at most so many items, and they take at most
 ``APART_BYTES``, or ``APART_RINGS_BYTES`` where rings of a head would wait for one another
 (docs/experiments/apart.md)."""
 
-APART_QUEUES, APART_QUEUES_BYTES = 2, 256 * 2**20
+APART_QUEUES, APART_QUEUES_BYTES = 2, 512 * 2**20
 """They are kept apart, too, where at least ``APART_QUEUES`` times as many of them go to one dQ tile as a
 worker, or an item, has tasks, and they take at most so many bytes: few rows behind many keys."""
 

@@ -35,7 +35,7 @@ from dash_attn.backends.sm90.compile import variants
 from dash_attn.backends.sm90.convert.config import FEW, MANY
 from dash_attn.backends.sm90.forward import launch
 from dash_attn.backends.sm90.segments import run_segment
-from dash_attn.backends.sm90.tiles import TILES, has_apart
+from dash_attn.backends.sm90.tiles import TILES, has_softcap_apart
 from dash_attn.problem import Mask
 from dash_attn.scores import Scores
 from dash_attn.testing import assert_same_bytes, same_bytes
@@ -76,8 +76,8 @@ class Case:
     @property
     def goes_apart(self) -> bool:
         """Whether there are kernels that keep contributions to dQ apart."""
-        plain = not {"softcap", "q_segment"} & dict(self.how).keys()
-        return plain and has_apart(self.head_dim, self.head_dim_v or self.head_dim)
+        how, head_dims = dict(self.how), (self.head_dim, self.head_dim_v or self.head_dim)
+        return "q_segment" not in how and ("softcap" not in how or has_softcap_apart(*head_dims))
 
     def forward(self, inputs: Sequence[Tensor], **how: Any) -> tuple[Tensor, Tensor]:
         """out and lse by the public functions."""

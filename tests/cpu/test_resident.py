@@ -41,23 +41,25 @@ def test_some_blocks_only_convert() -> None:
 @pytest.mark.parametrize(
     ("shape", "apart"),
     [
-        ({"seqlen": 512, "heads": 16}, True),  # 8 MiB: 4 q tiles of 128 rows, 4 kv tiles
-        ({"seqlen": 513, "heads": 16}, False),
+        ({"seqlen": 512, "heads": 24}, True),  # 12 MiB: 4 q tiles of 128 rows, 4 kv tiles
+        ({"seqlen": 512, "heads": 25}, False),
         ({"seqlen": 1024, "heads": 16, "mask": Mask.full()}, True),  # 32 MiB, in two rings
         ({"seqlen": 1536, "heads": 8, "mask": Mask.full()}, True),
-        ({"seqlen": 2048, "heads": 8, "mask": Mask.full()}, False),
+        ({"seqlen": 2048, "heads": 8, "mask": Mask.full()}, True),  # 64 MiB
+        ({"seqlen": 2177, "heads": 7, "mask": Mask.full()}, False),
         ({"seqlen": 1, "heads": APART_ITEMS, "mask": Mask.full()}, True),
         ({"seqlen": 1, "heads": APART_ITEMS + 1, "mask": Mask.full()}, False),
         ({"seqlen": 256, "batch": 4, "heads": 8, "head_dim": 128, "tile_m": 64}, True),
         ({"seqlen": 512, "heads": 32, "head_dim": 128, "tile_m": 64, "mask": Mask.full()}, False),
-        ({"seqlen": 100, "heads": 2, "head_dim": 96, "tile_m": 64}, False),  # no such kernel
+        ({"seqlen": 256, "batch": 4, "heads": 8, "head_dim": 96, "tile_m": 64}, True),
+        ({"seqlen": 1024, "heads": 4, "head_dim": 256, "tile_m": 64, "tile_n": 64, "mask": Mask.full()}, True),
         ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 16}, True),  # 64 contributions, 8 tasks per worker
         ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 66}, True),  # 32 tasks per worker
         ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 67}, False),
-        ({"seqlen_q": 1024, "seqlen_k": 1921, "heads": 3}, True),  # 16 contributions, 8 tasks per item
-        ({"seqlen_q": 1024, "seqlen_k": 1920, "heads": 3}, False),
-        ({"seqlen_q": 128, "seqlen_k": 65536, "heads": 16, "mask": Mask.full()}, True),  # 256 MiB
-        ({"seqlen_q": 128, "seqlen_k": 65537, "heads": 16, "mask": Mask.full()}, False),
+        ({"seqlen_q": 2048, "seqlen_k": 3969, "heads": 2}, True),  # 32 contributions, 16 tasks per item
+        ({"seqlen_q": 2048, "seqlen_k": 3968, "heads": 2}, False),
+        ({"seqlen_q": 128, "seqlen_k": 131072, "heads": 16, "mask": Mask.full()}, True),  # 512 MiB
+        ({"seqlen_q": 128, "seqlen_k": 131073, "heads": 16, "mask": Mask.full()}, False),
         ({"seqlen": 8192, "heads": 2, "mask": Mask.window(128, 0)}, False),  # 2 contributions to a tile
     ],
 )

@@ -12,12 +12,14 @@ from dash_attn.backends.sm90.resident import on_device
 from dash_attn.machine import APART_ITEMS
 from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import Plan, Shift, build_plan
+from dash_attn.scores import Scores
 from dash_attn.testing import same_bytes
 from dash_attn.tools.verify.checks import contention
 from fuzz_case import poisoned_memory
 from gpu_cases import CAUSAL, FULL, WINDOW, any_case, auto_plan, dense, differing, launch, packed
 
 MASKS = pytest.mark.parametrize("mask", [CAUSAL, FULL, WINDOW], ids=["causal", "full", "window"])
+HEAD_DIMS = [64, 80, 128, 256]
 LENGTHS = (300, 0, (0, 100), (100, 0), 1, (129, 700), 577)
 
 
@@ -39,11 +41,21 @@ def problems(mask: Mask) -> list[Problem]:
         dense(mask, seqlen_q=100, seqlen_k=3300, heads=12, kv_heads=6),
         dense(mask, seqlen_q=200, seqlen_k=2100, head_dim=64, dtype="float16"),
         dense(mask, seqlen_q=100, seqlen_k=2100, head_dim=48, head_dim_v=40),
+        packed(*LENGTHS, mask=mask, heads=4, kv_heads=2, head_dim=80),
+        packed(*LENGTHS, mask=mask, heads=4, kv_heads=4, head_dim=96, dtype="float16"),
+        packed(*LENGTHS, mask=mask, heads=4, kv_heads=2, head_dim=192, head_dim_v=128, dtype="float16"),
+        packed(*LENGTHS, mask=mask, heads=4, kv_heads=2, head_dim=256),
+        dense(mask, seqlen_q=100, seqlen_k=2100, head_dim=72, dtype="float16"),
+        dense(mask, seqlen_q=200, seqlen_k=2100, head_dim=88, head_dim_v=96),
+        dense(mask, seqlen_q=100, seqlen_k=2100, heads=3, kv_heads=3, head_dim=192, head_dim_v=128),
+        dense(mask, seqlen_q=100, seqlen_k=2100, heads=2, head_dim=256, dtype="float16"),
+        dense(mask, seqlen_q=200, seqlen_k=700, heads=4, kv_heads=1, head_dim=160, head_dim_v=120),
+        dense(mask, seqlen_q=200, seqlen_k=700, heads=4, kv_heads=1, head_dim=160),
     ]
 
 
 @MASKS
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(18))
 def test_bytes_are_those_of_tickets(mask: Mask, number: int) -> None:
     problem = problems(mask)[number]
     plans = [auto_plan(problem)]
@@ -60,7 +72,19 @@ def test_bytes_are_those_of_tickets(mask: Mask, number: int) -> None:
         assert asked_of(plan) == {False, True}
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@MASKS
+def test_bytes_beside_a_softcap(mask: Mask, head_dim: int) -> None:
+    problem = packed(*LENGTHS, mask=mask, head_dim=head_dim)
+    plan, inputs = auto_plan(problem), any_case(problem).inputs
+    scores = Scores(head_dim**-0.5, softcap=1.5)
+    expected = run_backward(plan, inputs, scores)
+    with poisoned_memory():
+        assert not differing(run_backward(plan, inputs, scores, apart=True), expected)
+    assert differing(run_backward(plan, inputs, head_dim**-0.5, apart=True), expected)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("exponent", [-114, -120, -126])
 def test_small_numbers(exponent: int, head_dim: int) -> None:
     """The copy engine keeps subnormal numbers where it adds to memory, and so does what adds here."""
@@ -96,7 +120,7 @@ def test_inputs_that_were_just_written(last: str) -> None:
     assert not same_bytes(expected[0].dq, expected[1].dq)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @MASKS
 def test_replays_beside_a_busy_stream(mask: Mask, head_dim: int, replays: int) -> None:
     """And beside others of their kind, on two streams."""
@@ -120,12 +144,22 @@ def test_replays_beside_a_busy_stream(mask: Mask, head_dim: int, replays: int) -
 
 # Lengths differ, for a plan remembers what all calls with it asked for.
 @pytest.mark.parametrize(
-    ("seqlen", "how"),
-    [(390, {}), (391, {"learnable_sink": True}), (392, {"deterministic": False}), (393, {"softcap": 20.0})],
+    ("seqlen", "head_dim", "how", "apart"),
+    [
+        (390, 64, {}, True),
+        (391, 64, {"learnable_sink": True}, True),
+        (392, 64, {"deterministic": False}, False),
+        (393, 64, {"softcap": 20.0}, True),
+        (194, 256, {}, True),
+        (195, 256, {"softcap": 20.0}, False),
+    ],
 )
-def test_who_calls_with_few_items_gets_it(seqlen: int, how: dict[str, object]) -> None:
+def test_who_calls_with_few_items_gets_it(
+    seqlen: int, head_dim: int, how: dict[str, object], apart: bool
+) -> None:
     """By the public functions; not where a softcap has no such kernels, nor without order."""
-    q, k, v = (torch.randn(1, seqlen, 5, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+    rows = (torch.randn(1, seqlen, 5, head_dim, device="cuda") for _ in range(3))
+    q, k, v = (x.bfloat16().requires_grad_() for x in rows)
     if "learnable_sink" in how:
         how = {"learnable_sink": torch.linspace(-1, 1, 5, device="cuda").requires_grad_()}
     deterministic = bool(how.get("deterministic", True))
@@ -138,7 +172,7 @@ def test_who_calls_with_few_items_gets_it(seqlen: int, how: dict[str, object]) -
     options = {name: x for name, x in how.items() if name in ("softcap", "learnable_sink")}
     plan = dash_attn.plan_for(q, k, v, **options)
     first = run()
-    assert asked_of(plan) == {deterministic and "softcap" not in how}
+    assert asked_of(plan) == {apart}
     for _ in range(20):
         for a, b in zip(run(), first):
             assert not deterministic or same_bytes(a, b)

@@ -14,7 +14,6 @@ from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
 from dash_attn.backends.sm90.places import Buffer
 from dash_attn.backends.sm90.sinks import launch as sinks
-from dash_attn.backends.sm90.tiles import has_apart
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
 from dash_attn.schedule import Plan
@@ -55,8 +54,8 @@ def emulated(
         apart: contributions to dQ are kept apart where there are kernels for that; else they wait.
     """
 
-    def better_apart(plan: Plan, _contributions: int) -> bool:
-        return apart and has_apart(plan.problem.head_dim, plan.problem.head_dim_v)
+    def better_apart(_plan: Plan, _contributions: int) -> bool:
+        return apart
 
     def program(config: Config) -> Emulated:
         return Emulated(config, seed, late, races)

@@ -237,7 +237,7 @@ class Emulated:
 
         everywhere = bytes([launch.complete == launch.q_tiles * heads])
         parameters = [*memory_of(backward.BeforeMemory._fields), everywhere]
-        self._launch(before, (-(-launch.q_tiles // (1 + c.apart)), heads), parameters, memory)
+        self._launch(before, (-(-launch.q_tiles // c.tiles_before), heads), parameters, memory)
         if c.intervals:
             parameters = [*map(_tensor, (table, *rows)), _number(tensors.k.shape[0])]
             self._launch(marking[0], (len(rows[2]) // SEEN_WORDS, 1), parameters, memory)
@@ -264,8 +264,10 @@ class Emulated:
         assert [x.shape for x in matrices] == [sizes.of_q, sizes.of_k, sizes.of_v]
         assert [x.numel() for x in parts[:2]] == [*parts[2:]]
         parameters = [*map(_tensor, (*parts[:2], *matrices, table)), *map(_number, launch[:2])]
-        several = self.config.apart  # blocks: 8 warps have held a dQ tile, and 256 threads finish a kv tile
-        blocks = launch.q_tiles * (8 if several else 1) + launch.kv_tiles * (4 if several else 1)
+        q_blocks = kv_blocks = 1
+        if self.config.apart:  # 8 warps have held a dQ tile, and 8 warps finish a kv tile
+            q_blocks, kv_blocks = 8, {64: 4, 80: 8, 96: 4, 128: 4, 192: 2, 256: 2}[self.config.head_dim]
+        blocks = launch.q_tiles * q_blocks + launch.kv_tiles * kv_blocks
         self._launch(kernels(self.config)[0], (blocks, sizes.heads), parameters, memory, parts[:2])
 
 

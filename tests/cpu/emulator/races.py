@@ -94,13 +94,14 @@ class Races:
         agents: names of the warps; what works beside them gets names when it first does.
     """
 
-    MOST = 1024
+    MOST_BESIDE = 512
 
     def __init__(self, warps: list[str]):
         self.names = list(warps)
-        self.clocks = {number: Clock.start(self.MOST) for number in range(len(warps))}
+        self.most = len(warps) + self.MOST_BESIDE
+        self.clocks = {number: Clock.start(self.most) for number in range(len(warps))}
         self.numbers: dict[str, int] = {}
-        self.counts = np.zeros(self.MOST, np.int64)
+        self.counts = np.zeros(self.most, np.int64)
         for number in range(len(warps)):
             self._tick(number)
         self.shadows: dict[object, Shadow] = {}
@@ -116,7 +117,7 @@ class Races:
         if name not in self.numbers:
             self.numbers[name] = len(self.names)
             self.names.append(name)
-            assert len(self.names) <= self.MOST, "too many agents"
+            assert len(self.names) <= self.most, "too many agents"
         return self.numbers[name]
 
     def _tick(self, warp: int) -> None:
@@ -235,7 +236,7 @@ class Races:
 
     def meeting(self, at: object) -> Meeting:
         if at not in self.meetings:
-            self.meetings[at] = Meeting(Clock.start(self.MOST), Clock.start(self.MOST))
+            self.meetings[at] = Meeting(Clock.start(self.most), Clock.start(self.most))
         return self.meetings[at]
 
     def arrive(self, warp: int, at: object) -> None:
@@ -255,7 +256,7 @@ class Races:
 
     def release(self, warp: int, address: int, replaces: bool) -> None:
         if replaces or address not in self.released:
-            self.released[address] = Clock.start(self.MOST)
+            self.released[address] = Clock.start(self.most)
         self.released[address].learn(self.clocks[warp])
         self._tick(warp)
 

@@ -28,7 +28,16 @@ from .forward.config import ForwardConfig, forward_config
 from .key_sums.config import KeySumsConfig
 from .sinks.config import STEPS, SinkConfig
 from .spread.config import HEAD_DIMS, SpreadConfig, spread_config
-from .tiles import CACHED, FORWARD, SHORT_DTYPES, TILES, has_apart, has_intervals, has_softcap, kernel_of
+from .tiles import (
+    CACHED,
+    FORWARD,
+    SHORT_DTYPES,
+    TILES,
+    has_intervals,
+    has_softcap,
+    has_softcap_apart,
+    kernel_of,
+)
 
 __all__ = [
     "ARCH",
@@ -96,8 +105,8 @@ def variants() -> dict[str, Config]:
 
 def backward_variants() -> dict[str, BackwardConfig]:
     """Those of the backward: product, of segments of queries, unordered, and debug; each also for tensors of
-    fewer columns (80 columns for these only), and with a softcap. With contributions to dQ apart, where a
-    kernel has that, and without a softcap. With intervals of rows there is one for any number of columns."""
+    fewer columns (80 columns for these only), and with a softcap. Where contributions to dQ are apart a
+    softcap is for head dims up to 128. With intervals of rows there is one for any number of columns."""
     found = {}
     for softcap, padded in product((False, True), repeat=2):
         for name, (head_dim, head_dim_v), dtype in _kinds("backward", softcap):
@@ -109,7 +118,7 @@ def backward_variants() -> dict[str, BackwardConfig]:
             found[f"{name}-sums"] = replace(base, key_sums=True)
             found[f"{name}-sums-bounded"] = replace(base, key_sums=True, spin_limit=1)
             found[f"{name}-unordered"] = replace(base, accumulation=Accumulation.ATOMIC)
-            if has_apart(head_dim, head_dim_v) and not softcap:
+            if not softcap or has_softcap_apart(head_dim, head_dim_v):
                 found[f"{name}-apart"] = replace(base, accumulation=Accumulation.APART)
             found[f"{name}-bounded"] = replace(base, spin_limit=1)
             found[f"{name}-contributions"] = replace(base, dump_contributions=True)

@@ -39,7 +39,7 @@ from .places import Buffer, address_of, place_of
 from .resident import OnDevice, on_device
 from .sinks.launch import Statistics, add_to_sink_sums, sink_gradient
 from .softcap import cap_of
-from .tiles import SHORT_DTYPES, Kernel, kernel_of
+from .tiles import SHORT_DTYPES, Kernel, has_softcap_apart, kernel_of
 
 __all__ = [
     "NO_DEBUG",
@@ -147,8 +147,8 @@ def run_backward(
     check_tensors(place, plan, given)
     softcap, intervals = scores.softcap > 0, rows is not None
     if apart is None:
-        plain = ordered and debug is NO_DEBUG and workers is None and not (softcap or intervals)
-        apart = plain and place.apart
+        plain = ordered and debug is NO_DEBUG and workers is None and not intervals
+        apart = plain and place.apart and (not softcap or has_softcap_apart(q.shape[-1], v.shape[-1]))
     elif apart and not ordered:
         raise InputError("contributions that are apart have an order: apart=True beside ordered=False")
     asked = Demand(ordered, debug, softcap=softcap, intervals=intervals, apart=apart)

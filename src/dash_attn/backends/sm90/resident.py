@@ -27,7 +27,7 @@ from ..cuda.upload import Upload
 from ..shapes import Shapes, tensor_shapes
 from .backward.config import CONTROL_WORDS, SEEN_WORDS, BackwardConfig
 from .places import Sizes, sizes_of
-from .tiles import has_apart, kernel_of, name_of, tiles_of
+from .tiles import kernel_of, name_of, tiles_of
 
 __all__ = ["OnDevice", "on_device"]
 
@@ -161,7 +161,7 @@ def _better_apart(plan: Plan, contributions: int) -> bool:
     """Whether keeping so many contributions apart is faster than waiting: where there are few items, or where
     more contributions queue for a dQ tile than workers have tasks meanwhile."""
     p, batch = plan.problem, plan.batch
-    if not has_apart(p.head_dim, p.head_dim_v) or not batch.task_count:
+    if not batch.task_count:
         return False
     size = 4 * contributions * p.tile_m * kernel_of(p.head_dim, p.head_dim_v).head_dim
     # "auto" has several rings per head under a full mask whose q tiles are no smaller than kv tiles.

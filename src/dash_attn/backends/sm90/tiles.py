@@ -17,9 +17,9 @@ __all__ = [
     "cached_kernel_of",
     "covers",
     "forward_kernel_of",
-    "has_apart",
     "has_intervals",
     "has_softcap",
+    "has_softcap_apart",
     "kernel_of",
     "name_of",
     "row_bytes_of",
@@ -225,13 +225,14 @@ def has_softcap(head_dim: int, head_dim_v: int) -> bool:
     return kernel_of(head_dim, head_dim_v)[:2] != (192, 128)
 
 
-def has_apart(head_dim: int, head_dim_v: int) -> bool:
-    """Whether the kernel for tensors of these head dims has variants that keep contributions to dQ apart.
+def has_softcap_apart(head_dim: int, head_dim_v: int) -> bool:
+    """Whether the kernel for tensors of these head dims has variants with a softcap that keep contributions
+    to dQ apart.
 
-    >>> has_apart(64, 40), has_apart(96, 96), has_apart(128, 104)
-    (True, False, True)
+    >>> has_softcap_apart(96, 96), has_softcap_apart(192, 128), has_softcap_apart(256, 256)
+    (True, False, False)
     """
-    return kernel_of(head_dim, head_dim_v)[:2] in ((64, 64), (128, 128))
+    return max(head_dim, head_dim_v) <= 128
 
 
 def name_of(head_dim: int, head_dim_v: int) -> str:

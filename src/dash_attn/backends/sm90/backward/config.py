@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
-from ..tiles import Registers, has_apart, row_bytes_of, tiles_of
+from ..tiles import Registers, has_softcap_apart, row_bytes_of, tiles_of
 
 SHARED_MEMORY_LIMIT = 232_448  # bytes one block may own on sm_90
 MMA_WARPGROUPS = 2
@@ -116,13 +116,14 @@ class BackwardConfig:
             raise ValueError(f"{self}: V has the head dim of K where the kernel is not tight")
         if self.softcap and self.tight:
             raise ValueError(f"{self}: no register is left for what a softcap multiplies dP by")
-        others = self.key_sums, self.softcap, self.intervals
         debugging = self.spin_limit, self.dump_contributions, self.trace
-        if self.apart and (not has_apart(self.head_dim, self.head_dim_v) or any(others + debugging)):
+        if self.apart and any((self.key_sums, self.intervals, *debugging)):
             raise ValueError(
-                f"{self}: contributions are apart at head dims 64 and 128, and not in segments, beside a "
-                "softcap or intervals of rows, or where a debugging variant is asked for"
+                f"{self}: contributions are not apart in segments, beside intervals of rows, or where a "
+                "debugging variant is asked for"
             )
+        if self.apart and self.softcap and not has_softcap_apart(self.head_dim, self.head_dim_v):
+            raise ValueError(f"{self}: no register is left for contributions apart beside a softcap")
         if self.intervals and (self.tight or self.split or self.softcap):
             raise ValueError(f"{self}: intervals of rows are for head dims up to 128, without a softcap")
         if self.intervals and (self.key_sums or self.dump_contributions):
@@ -160,6 +161,12 @@ class BackwardConfig:
     def apart(self) -> bool:
         """Whether each contribution has memory of its own, and nobody waits."""
         return self.accumulation is Accumulation.APART
+
+    @property
+    def tiles_before(self) -> int:
+        """q tiles per block of preprocessing. Two leave half of the SMs to a main kernel that begins early. With
+        256 columns they take more registers than a block has."""
+        return 2 if self.apart and not self.split else 1
 
     @property
     def delayed_dq(self) -> bool:

@@ -270,11 +270,11 @@ def place_apart(table, tile: Int32, ticket: Int32):
 
 
 @cute.jit
-def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int32, piece: Int32, half: Int32):
-    """Like `load_piece`, of half of the steps: the sum of a tile's `count` contributions in the order of
+def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int32, piece: Int32, part: Int32):
+    """Like `load_piece`, of a warp's part of the steps: the sum of a tile's `count` contributions in the order of
     their tickets. These are the bytes of the copy engine, which keeps subnormal numbers, too, when it adds to
     memory."""
-    some = config.dq_elements // 2048
+    some = config.dq_elements // 1024 // config.piece_warps
     total = cute.make_rmem_tensor((2, 2, some), Float32)
     total.fill(0.0)
     for begin in cutlass.range(0, count, config.apart, unroll=1):
@@ -283,7 +283,7 @@ def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int3
             found[i].fill(0.0)
             if begin + i < count:
                 place = place_apart(table, tile, begin + i)
-                found[i].store(load_place(config, dq_acc, place, piece, some, half * some).load())
+                found[i].store(load_place(config, dq_acc, place, piece, some, part * some).load())
         for i in cutlass.range_constexpr(config.apart):
             ticket = begin + i
             for n in cutlass.range_constexpr(cute.size(total)):

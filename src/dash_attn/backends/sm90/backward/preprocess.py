@@ -26,7 +26,7 @@ def lanes_of(columns: int) -> int:
 class Preprocess:
     """Row statistics (delta = -rowsum(O dO), the value dP starts from, and base-2 LSE), counters and queue.
 
-    One block per q tile and head, or per two of them where contributions are apart. Zeroes dQ where nobody
+    One block per q tile and head, or per two of them (`BackwardConfig.tiles_before`). Zeroes dQ where nobody
     contributes (`everywhere`: there is no such tile). Without order, zeroes fp32 dQ. Rows beyond the sequence
     and rows without visible keys get lse2 = +inf, so that P is exactly 0 there. Contributions that are apart
     need row statistics only.
@@ -34,7 +34,7 @@ class Preprocess:
 
     def __init__(self, config: BackwardConfig):
         self.config = config
-        self.tiles = 2 if config.apart else 1
+        self.tiles = config.tiles_before
 
     @cute.jit
     def __call__(self, tensors: Tensors, workspace: Workspace, launch: Launch, stream):
@@ -55,7 +55,7 @@ class Preprocess:
         cute.arch.griddepcontrol_launch_dependents()
         index, q_head, _ = cute.arch.block_idx()
         tidx = cute.arch.thread_idx()[0]
-        if const_expr(self.config.apart):
+        if const_expr(self.tiles > 1):
             index = index * self.tiles + tidx // THREADS
             if index < memory.table[HEADER.q_tile_total]:
                 self._tile(memory, everywhere, index, q_head, tidx % THREADS)

@@ -260,7 +260,7 @@ def reduce_role(config: cutlass.Constexpr, memory, shared, rings) -> None:
                     ready_at = ptx.nanoseconds()
                 source = shared.dq[None, rings.dq.stage(n_dq)].iterator
                 if const_expr(config.apart):
-                    put_apart(config, memory, source, tile, ticket)
+                    put_apart(config, memory, source, (tile, ticket), piece)
                 else:
                     add_contribution(config, memory.dq_acc, source, tile, expected, piece)
                 if const_expr(config.dump_contributions):
@@ -325,10 +325,12 @@ def add_contribution(
 
 
 @cute.jit
-def put_apart(config: cutlass.Constexpr, memory, source, tile: Int32, ticket: Int32) -> None:
-    """Start to store a contribution where `finish.sum_apart` looks for it."""
-    place = finish.place_apart(memory.table, tile, ticket)
-    ptx.bulk_store(source, memory.dq_acc.iterator + place * config.dq_elements, 4 * config.dq_elements)
+def put_apart(config: cutlass.Constexpr, memory, source, of, piece: cutlass.Constexpr[int]) -> None:
+    """Start to store a piece of a contribution, `of`: (dQ tile, ticket), where `finish.sum_apart` looks for
+    it."""
+    target = memory.dq_acc.iterator + finish.place_apart(memory.table, *of) * config.dq_elements
+    for here, there, size in parts_of(config, source, target, piece):
+        ptx.bulk_store(here, there, size)
 
 
 @cute.jit

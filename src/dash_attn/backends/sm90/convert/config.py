@@ -16,6 +16,10 @@ FEW, MANY, MANY_FROM = 4, 8, 16
 registers, so that fewer blocks fit beside the main kernel (docs/experiments/apart.md)."""
 
 
+MOST_STEPS = 5
+"""Of 8 columns that a warp adds contributions of."""
+
+
 @dataclass(frozen=True)
 class ConvertConfig:
     """One compiled variant.
@@ -51,9 +55,15 @@ class ConvertConfig:
 
     @property
     def threads(self) -> int:
-        """Per block. Where contributions are apart, tiles are few: more and smaller blocks share them. Two
-        warps then have half of the columns of a piece each."""
-        return 2 * 32 if self.apart else THREADS
+        """Per block. Where contributions are apart, tiles are few: more and smaller blocks share them."""
+        return 32 * self.piece_warps if self.apart else THREADS
+
+    @property
+    def piece_warps(self) -> int:
+        """Warps that share the columns of a piece whose contributions are added: each has some 8-column steps
+        of them, as many of which as it reads at a time fit its registers."""
+        steps = self.dq_elements // 1024
+        return next(warps for warps in (1, 2, 4) if steps % warps == 0 and steps // warps <= MOST_STEPS)
 
     @property
     def q_blocks(self) -> int:

@@ -37,7 +37,7 @@ class Convert:
 
     Where no contribution has waited, dQ = softmax scale * fp32 dQ in the output dtype: one block per q tile
     and head (`q_tiles` of a head). Contributions that are apart are added before, by a block per piece of a
-    tile, whose two warps share the columns. Where kv heads have several head groups, more blocks add the
+    tile, whose warps share the columns. Where kv heads have several head groups, more blocks add the
     groups' sums of dK and dV of a kv tile (`kv_tiles` of a head), in ascending order, and finish them (dV
     unscaled).
     """
@@ -71,9 +71,9 @@ class Convert:
                 # The table was there before the main kernel, which lets this one start at its own start.
                 count = finish.contributions(table, index // c.q_blocks)
                 cute.arch.griddepcontrol_wait()
-                piece, half = index % c.q_blocks, cute.arch.warp_idx()
-                values = finish.sum_apart(c, memory.dq_acc, table, tile, count, piece, half)
-                first = half * cute.size(values.shape[2])
+                piece, part = index % c.q_blocks, cute.arch.warp_idx()
+                values = finish.sum_apart(c, memory.dq_acc, table, tile, count, piece, part)
+                first = part * cute.size(values.shape[2])
                 finish.store_piece(c, values, mdQ, where, piece, scale, first)
             else:
                 piece = cute.arch.warp_idx()
