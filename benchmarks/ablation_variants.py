@@ -60,7 +60,8 @@ class AblatedForward(Forward):
     def __init__(self, problem: Problem, device: torch.device, variant: Variant) -> None:
         items = Forward(problem, device, blocks=1, config=variant.config).plan().items
         blocks = None if variant.persistent else items
-        super().__init__(problem, device, blocks=blocks, config=variant.config)
+        config = variant.config
+        super().__init__(problem, device, blocks=blocks, config=config, turns=config.in_turns)
         self._order = variant.order
 
     def plan(self) -> ForwardPlan:

@@ -23,6 +23,7 @@ __all__ = [
     "HEADS_IN_TURNS",
     "HEADS_TOGETHER",
     "HOP_TASKS",
+    "IN_TURNS_TILES",
     "ITEM_CYCLES",
     "L2_BYTES",
     "LAUNCH_CYCLES",
@@ -81,6 +82,10 @@ APART_ITEMS, APART_BYTES, APART_RINGS_BYTES = WORKERS, 12 * 2**20, 64 * 2**20
 APART_QUEUES, APART_QUEUES_BYTES = 2, 512 * 2**20
 """They are kept apart, too, where at least ``APART_QUEUES`` times as many of them go to one dQ tile as a
 worker, or an item, has tasks, and they take at most so many bytes: few rows behind many keys."""
+
+IN_TURNS_TILES = 8
+"""Warpgroups of a forward start their products in turns where an item, and a worker, has at most so many kv
+tiles (docs/experiments/forward.md)."""
 
 FORWARD_CYCLES = {64: (2190, 4000), 128: (2250, 5700)}
 """Of the forward kernel at a head dim: cycles of a kv tile of an item, and of what an item takes beside."""

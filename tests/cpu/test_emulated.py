@@ -183,7 +183,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_numbers_and_bytes(case: Case) -> None:
     """Errors are at most twice those of plain attention in the same dtype; nothing that matters is left
-    without an order; another interleaving, more blocks, and work that is done at once leave all bytes."""
+    without an order; another interleaving, more blocks, products in turns, and work that is done at once
+    leave all bytes."""
     with (
         emulated(blocks=4, seed=1, races=True),
         mock.patch.object(backend, "run_segment", wraps=run_segment) as cut,
@@ -191,7 +192,7 @@ def test_numbers_and_bytes(case: Case) -> None:
         found = case.run()
     assert (cut.call_count > 1) == ("q_segment" in dict(case.how))
     assert_near(case, found)
-    with emulated(blocks=6, seed=2, late=False):
+    with emulated(blocks=6, seed=2, late=False, turns=True):
         for name, x in case.run().items():
             assert_same_bytes(x, found[name], name)
 

@@ -16,7 +16,7 @@ from dash_attn.backends.sm90.backward import arguments as backward
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ForwardConfig
-from dash_attn.backends.sm90.forward.launch import why_no_scale
+from dash_attn.backends.sm90.forward.launch import Forward, _faster_in_turns, why_no_scale
 from dash_attn.backends.sm90.launch import _accumulator_order, check_tensors
 from dash_attn.backends.sm90.places import Buffer, Sizes, place_of, sizes_of
 from dash_attn.backends.sm90.resident import _place
@@ -207,3 +207,24 @@ def test_arguments_have_their_names_again(module: Any, cap: int) -> None:
     assert (list(found.tensors), tuple(found.places), len(found.cap)) == (passed, module.MATRICES, cap)
     with pytest.raises(AssertionError):
         module.named(config, range(len(flat) + 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "turns"),
+    [
+        ({"batch": 4, "heads": 8, "seqlen": 256}, True),
+        ({"batch": 4, "heads": 8, "seqlen": 256, "head_dim": 256}, False),  # no such kernel
+        ({"heads": 16, "seqlen": 1024, "head_dim": 64, "mask": Mask.full()}, True),
+        ({"batch": 2, "heads": 16, "seqlen": 1024, "mask": Mask.full()}, False),  # 16 per worker
+        ({"heads": 1, "seqlen_q": 100, "seqlen_k": 1024}, True),
+        ({"heads": 1, "seqlen_q": 100, "seqlen_k": 1025}, False),  # 9 tiles of an item
+        ({"batch": 64, "heads": 16, "seqlen": 128}, True),
+        ({"batch": 67, "heads": 16, "seqlen": 128}, False),
+    ],
+)
+def test_who_starts_products_in_turns(shape: dict[str, Any], turns: bool) -> None:
+    """A forward whose blocks have few kv tiles."""
+    problem = Problem.dense(**{"head_dim": 128, "mask": Mask.causal()} | shape)
+    made = Forward(problem, torch.device("cpu"), blocks=132)
+    assert not made.config.in_turns
+    assert _faster_in_turns(made.config, made.plan()) == turns

@@ -37,10 +37,18 @@ DEVICE = torch.device("cuda", 0)
 
 
 def run(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, blocks: int | None = None, **numbers: object
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: int | None = None,
+    turns: bool | None = None,
+    **numbers: object,
 ) -> tuple[Tensor, Tensor]:
     config = replace(forward_config(problem.head_dim, SHORT_DTYPES[problem.dtype]), **numbers)
-    return Forward(problem, DEVICE, blocks=blocks, config=config)(q, k, v, problem.head_dim**-0.5)
+    return Forward(problem, DEVICE, blocks=blocks, config=config, turns=turns)(
+        q, k, v, problem.head_dim**-0.5
+    )
 
 
 @pytest.mark.parametrize("number", range(PROBLEMS))
@@ -85,10 +93,10 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: in
     growth = torch.linspace(*rng.choice(((1, 1), (0.1, 9), (9, 0.1))), length, device=DEVICE)
     k = (k * growth[:, None, None]).bfloat16()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask, blocks: int | None = None):
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask = mask, **how: int | bool):
         sizes = ((q.shape[1], k.shape[1]),) * q.shape[0]
         problem = Problem(sizes, q.shape[2], k.shape[2], head_dim, mask)
-        return run(problem, q, k, v, blocks)
+        return run(problem, q, k, v, **how)
 
     out, lse = attend(q, k, v)
 
@@ -98,6 +106,8 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: in
         assert same_bytes(found[0], out[:, start:end, heads].contiguous()), f"out, {what}"
         assert same_bytes(found[1], lse[:, heads, start:end].contiguous()), f"lse, {what}"
 
+    for turns in (False, True):
+        check(attend(q, k, v, turns=turns), 0, length, f"products in turns: {turns}")
     start = rng.randrange(length)
     end = rng.randint(start + 1, length)
     check(attend(q[:, :end], k[:, :end], v[:, :end]), 0, end, "a prefix")

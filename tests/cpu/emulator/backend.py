@@ -12,11 +12,12 @@ from dash_attn.backends.sm90 import backend, launch, resident, segments
 from dash_attn.backends.sm90.cached import launch as cached
 from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.forward import launch as forward
+from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.places import Buffer
 from dash_attn.backends.sm90.sinks import launch as sinks
 from dash_attn.ops.policies import forget
 from dash_attn.problem import Problem
-from dash_attn.schedule import Plan
+from dash_attn.schedule import ForwardPlan, Plan
 from dash_attn.scores import PLAIN, Scores
 
 from .programs import Emulated
@@ -42,7 +43,12 @@ class _Buffer(Buffer):
 
 @contextmanager
 def emulated(
-    blocks: int = 2, seed: int = 0, late: bool = True, races: bool = False, apart: bool = False
+    blocks: int = 2,
+    seed: int = 0,
+    late: bool = True,
+    races: bool = False,
+    apart: bool = False,
+    turns: bool = False,
 ) -> Iterator[None]:
     """All functions with ``backend="sm90"`` take CPU tensors. Nothing is kept of calls before, nor for later
     ones: what a call has made would run again as it was made.
@@ -52,10 +58,14 @@ def emulated(
         seed: of the order in which warps run and copies end.
         late, races: see :class:`~emulator.machine.Machine`.
         apart: contributions to dQ are kept apart where there are kernels for that; else they wait.
+        turns: warpgroups of a forward start their products in turns where they may.
     """
 
     def better_apart(_plan: Plan, _contributions: int) -> bool:
         return apart
+
+    def faster_in_turns(config: ForwardConfig, _plan: ForwardPlan) -> bool:
+        return config.in_turns or (turns and config.may_take_turns)
 
     def program(config: Config) -> Emulated:
         return Emulated(config, seed, late, races)
@@ -87,7 +97,10 @@ def emulated(
         resident: {"Upload": _Upload, "_better_apart": better_apart},
         segments: {"program": program, "as_current": nothing},
         sinks: {"program": program, "as_current": nothing},
-        forward: {"program": program, "multiprocessors": count, "Upload": _Upload, **as_tensors},
+        forward: {
+            "program": program, "multiprocessors": count, "Upload": _Upload,
+            "_faster_in_turns": faster_in_turns, **as_tensors,
+        },
         cached: {
             "program": program, "multiprocessors": count, "constant": lambda words, _: torch.from_numpy(words)
         },

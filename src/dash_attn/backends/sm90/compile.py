@@ -135,7 +135,7 @@ def backward_variants() -> dict[str, BackwardConfig]:
 
 
 def forward_variants() -> dict[str, ForwardConfig]:
-    """Those of the forward: product, with a sink, debug, and with a softcap."""
+    """Those of the forward: product, with a sink, debug, in turns, with a softcap, and with intervals."""
     found = {}
     for (head_dim, head_dim_v, rest), dtype in product(FORWARD, SHORT_DTYPES.values()):
         name = _name("forward", head_dim, head_dim_v, dtype) + f"-rest{rest}" * (rest > 0)
@@ -143,6 +143,9 @@ def forward_variants() -> dict[str, ForwardConfig]:
         found[name] = base
         found[f"{name}-sink"] = replace(base, sink=True)
         found[f"{name}-trace"] = replace(base, trace=True)
+        if base.may_take_turns:
+            found[f"{name}-turns"] = replace(base, in_turns=True)
+            found[f"{name}-turns-sink"] = replace(base, in_turns=True, sink=True)
         if has_softcap(head_dim, head_dim_v):
             found[f"{name}-softcap"] = replace(base, softcap=True)
             found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)

@@ -164,8 +164,8 @@ class BackwardConfig:
 
     @property
     def tiles_before(self) -> int:
-        """q tiles per block of preprocessing. Two leave half of the SMs to a main kernel that begins early. With
-        256 columns they take more registers than a block has."""
+        """q tiles per block of preprocessing. Two leave half of the SMs to a main kernel that begins early.
+        With 256 columns they take more registers than a block has."""
         return 2 if self.apart and not self.split else 1
 
     @property

@@ -271,9 +271,9 @@ def place_apart(table, tile: Int32, ticket: Int32):
 
 @cute.jit
 def sum_apart(config: cutlass.Constexpr, dq_acc, table, tile: Int32, count: Int32, piece: Int32, part: Int32):
-    """Like `load_piece`, of a warp's part of the steps: the sum of a tile's `count` contributions in the order of
-    their tickets. These are the bytes of the copy engine, which keeps subnormal numbers, too, when it adds to
-    memory."""
+    """Like `load_piece`, of a warp's part of the steps: the sum of a tile's `count` contributions in the
+    order of their tickets. These are the bytes of the copy engine, which keeps subnormal numbers, too, when
+    it adds to memory."""
     some = config.dq_elements // 1024 // config.piece_warps
     total = cute.make_rmem_tensor((2, 2, some), Float32)
     total.fill(0.0)

@@ -26,7 +26,7 @@ class ForwardConfig:
             loaded when O of the item before has left.
         tile_n, segment, keep, room: the numerics, :mod:`dash_attn.schedule.forward`.
         in_turns: warpgroups start their products in turns, so that one's softmax runs beside the products of
-            the others. Without, they get out of step by themselves.
+            the others. Without, they get out of step by themselves, which takes some kv tiles.
         early: an item's first scores are started beside the end of the item before it.
         overlap: what a warpgroup's own products run beside: "nothing"; "products": scores of the next tile
             beside P V of this one; "softmax": both, and P V also beside the softmax of the next tile
@@ -92,6 +92,12 @@ class ForwardConfig:
     def with_intervals(self) -> ForwardConfig:
         """The same with intervals of rows."""
         return replace(self, intervals=True, early=False)
+
+    @property
+    def may_take_turns(self) -> bool:
+        """Whether a variant in turns is faster where a block has few kv tiles, and is compiled, too."""
+        others = self.softcap, self.intervals, self.trace, self.rest
+        return self.head_dim in (64, 96, 128) and not (self.in_turns or any(others))
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -163,7 +169,7 @@ def forward_config(head_dim: int, dtype: str, head_dim_v: int = 0, rest: int = 0
     if head_dims == (80, 80) and rest:
         return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, overlap="softmax", rest=rest)
     if head_dims == (80, 80):
-        return ForwardConfig(head_dim, dtype, kv_stages=3, overlap="softmax", q_registers=True)
+        return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, overlap="softmax", q_registers=True)
     if head_dims == (96, 96) and rest:
         return ForwardConfig(head_dim, dtype, kv_stages=3, in_turns=True, rest=rest)
     if head_dims == (96, 96):

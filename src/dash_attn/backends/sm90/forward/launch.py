@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ....errors import InputError, PlanMismatchError
+from ....machine import IN_TURNS_TILES, WORKERS
 from ....problem import Problem
 from ....schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 from ...base import RowIntervals
@@ -53,6 +55,14 @@ def numerics_of(problem: Problem) -> ForwardNumerics:
     return _numerics(problem, config_of(problem))
 
 
+def _faster_in_turns(config: ForwardConfig, plan: ForwardPlan) -> bool:
+    """Whether warpgroups better start their products in turns: with few kv tiles they stay in step."""
+    if not config.may_take_turns or plan.items > IN_TURNS_TILES * WORKERS:
+        return config.in_turns
+    longest, tiles = int(plan.kv_tiles.max(initial=0)), int(plan.kv_tiles.sum()) * plan.problem.heads
+    return longest <= IN_TURNS_TILES and tiles <= IN_TURNS_TILES * WORKERS
+
+
 def _numerics(problem: Problem, config: ForwardConfig) -> ForwardNumerics:
     numbers = config.tile_n, config.segment, config.keep, config.room
     return ForwardNumerics(problem.head_dim, problem.dtype, *numbers, head_dim_v=problem.head_dim_v)
@@ -68,6 +78,8 @@ class Forward:
         blocks: thread blocks to launch, by default one per SM. Blocks never wait for one another, so any
             number ends, and none changes a bit.
         config: another configuration than the problem's, for tests.
+        turns: whether warpgroups start their products in turns; None: where that is faster. It changes no
+            bit.
     """
 
     def __init__(
@@ -78,8 +90,10 @@ class Forward:
         keys: Keys | None = None,
         blocks: int | None = None,
         config: ForwardConfig | None = None,
+        turns: bool | None = None,
     ) -> None:
         self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
+        self._turns = turns
         self.config = config_of(problem) if config is None else config
         self._uploads: dict[int, Upload] = {}
         self._dtypes = (getattr(torch, problem.dtype),) * 3
@@ -104,7 +118,8 @@ class Forward:
         self._words = [32, *(max(n, 32) for n in (several * grid * config.state_words, partial))]
         # As in arguments.Launch, behind the scale.
         self._numbers = (len(plan.entries), plan.section, grid, *problem.mask.sides)
-        self._program = program(config)
+        turns = _faster_in_turns(config, plan) if self._turns is None else self._turns
+        self._program = program(config if turns == config.in_turns else replace(config, in_turns=turns))
         # As in fold.arguments.Launch, behind the addresses.
         self._of_fold = (self._words[-1], len(plan.entries), len(plan.folds))
         self._fold = program(fold_config(config)) if len(plan.folds) else None

@@ -16,6 +16,9 @@ from .item import Info
 CAREFUL = 16
 """Tiles; it changes no bit (docs/experiments/forward.md)."""
 
+BEYOND = 1e30
+"""The maximum of rows that do not exist. Any score is as good as -inf beside it."""
+
 CHAINS = [(half, e) for half in range(2) for e in range(2)]
 """Of sums and maxima: both rows of a thread, two each."""
 
@@ -114,7 +117,8 @@ class Softmax:
         sums, shifts = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
         largest = self._largest(t)
         for half in cutlass.range_constexpr(2):
-            t.maximum[half] = fma(largest[half], t.scale_log2, self._room(t, tile, half))
+            maximum = fma(largest[half], t.scale_log2, self._room(t, tile, half))
+            t.maximum[half] = self._if_it_exists(t, tile, half, maximum)
             shifts[half] = -finite(t.maximum[half])
         self._probabilities(t, shifts, sums, cute.recast_tensor(t.p, Int32))
         for half in cutlass.range_constexpr(2):
@@ -144,6 +148,13 @@ class Softmax:
         if rise:
             multiply_rows(t.acc_O, factors)
         t.careful[0] = cutlass.select_(rise, Int32(CAREFUL), t.careful[0] - 1)
+
+    def _if_it_exists(self, t, tile, half, maximum):
+        """A row's first maximum. If the row is behind its sequence, one so large that its sums are 0. Its
+        scores are 0, so its sums would look large, and its warp would look for maxima at every tile."""
+        words, _ = tile
+        exists = words[Info.row] + ROWS * t.group + self._row(t, half) < words[Info.seqlen_q]
+        return cutlass.select_(exists, maximum, Float32(BEYOND))
 
     def _room(self, t, tile, half) -> Float32:
         """What the first maximum of a row has more than its largest score: a maximum of few keys is low."""
