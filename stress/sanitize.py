@@ -428,7 +428,8 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, 
         if behind:
             k, v = (F.pad(x, (0, 0, 0, 0, 0, behind), value=torch.nan) for x in (k, v))
             keys = Keys(tuple(k.shape), None)
-        forward, trace = Forward(problem, q.device, keys=keys, blocks=blocks, config=config), None
+        how = {"keys": keys, "blocks": blocks, "config": config, "turns": config.in_turns}
+        forward, trace = Forward(problem, q.device, **how), None
         if config.trace:
             trace = empty_trace(forward.plan(), q.device)
         sink = torch.zeros(problem.heads, device=q.device) if config.sink else None

@@ -84,8 +84,8 @@ APART_QUEUES, APART_QUEUES_BYTES = 2, 512 * 2**20
 worker, or an item, has tasks, and they take at most so many bytes: few rows behind many keys."""
 
 IN_TURNS_TILES = 8
-"""Warpgroups of a forward start their products in turns where an item, and a worker, has at most so many kv
-tiles (docs/experiments/forward.md)."""
+"""Warpgroups of a forward start their products in turns where an item has at most so many kv tiles, and a
+worker in the mean of WORKERS (docs/experiments/forward.md)."""
 
 FORWARD_CYCLES = {64: (2190, 4000), 128: (2250, 5700)}
 """Of the forward kernel at a head dim: cycles of a kv tile of an item, and of what an item takes beside."""

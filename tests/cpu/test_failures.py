@@ -133,10 +133,10 @@ def test_out_of_memory_launches_nothing_and_the_next_call_works(
     assert (launches, allocator.allowed) == ([16], 0)
 
 
-def call(policy: Policy) -> tuple[Any, ...]:
-    """Arguments of a backward of 16 items, 8 kv tiles of 2 heads: a block for each."""
-    plan = build_plan(Problem.dense(seqlen=1024, heads=2, head_dim=64, mask=Mask.full()), policy)
-    q = torch.zeros(1, 1024, 2, 64, dtype=torch.bfloat16)
+def call(policy: Policy, head_dim: int = 64) -> tuple[Any, ...]:
+    """Arguments of a backward of 16 items, 8 kv tiles of 2 heads: a block for each. 256 columns: of 32."""
+    plan = build_plan(Problem.dense(seqlen=1024, heads=2, head_dim=head_dim, mask=Mask.full()), policy)
+    q = torch.zeros(1, 1024, 2, head_dim, dtype=torch.bfloat16)
     return (plan, Tensors(q, q, q, q, q, torch.zeros(1, 2, 1024)), 0.125)
 
 
@@ -159,10 +159,10 @@ def test_a_ring_gets_no_more_blocks_than_the_stream_has_sms(
     assert launches[4:] == [16, 16], "where nobody waits"
 
 
-def test_only_plain_calls_with_few_items_do_not_wait(
+def test_calls_with_few_items_do_not_wait_where_there_are_such_kernels(
     monkeypatch: pytest.MonkeyPatch, launches: list[int]
 ) -> None:
-    """The others have no such kernel, or are asked for another one."""
+    """Others have none, or are asked for another one."""
     asked: list[bool] = []
     kept = launch.program
 
@@ -175,14 +175,16 @@ def test_only_plain_calls_with_few_items_do_not_wait(
     monkeypatch.setattr(launch, "usable_multiprocessors", lambda device: 132)
     scale = 0.125
     rows = (torch.zeros(1, 1024, dtype=torch.int32),) * 2
-    ways: list[dict[str, Any]] = [
-        {}, {"apart": False}, {"workers": 16}, {"ordered": False}, {"debug": launch.Debug(bounded=True)},
-        {"rows": rows}, {"scores": Scores(scale, softcap=20.0)},
+    capped = {"scores": Scores(scale, softcap=20.0)}
+    ways: list[tuple[int, dict[str, Any], bool]] = [
+        (64, {}, True), (64, capped, True), (256, {}, True), (256, capped, False),
+        (64, {"apart": False}, False), (64, {"workers": 16}, False), (64, {"ordered": False}, False),
+        (64, {"rows": rows}, False), (64, {"debug": launch.Debug(bounded=True)}, False),
     ]  # fmt: skip
-    for way in ways:
-        plan, tensors, _ = call(Shift())  # a plan keeps the variants that it was launched with
+    for head_dim, way, apart in ways:
+        plan, tensors, _ = call(Shift(), head_dim)  # a plan keeps the variants that it was launched with
         launch.run_backward(plan, tensors, **{"scores": scale, "apart": None} | way)
-    assert asked == [True, *[False] * (len(ways) - 1)]
+        assert asked.pop() == apart
     with pytest.raises(InputError, match="apart=True beside ordered=False"):
         launch.run_backward(plan, tensors, scale, apart=True, ordered=False)
 

@@ -94,11 +94,19 @@ def test_it_does_so_where_v_has_fewer_columns_and_q_one_stage(name: str) -> None
     check(replace(forward_config(192, "bf16", 128), segment=256), name)
 
 
-@pytest.mark.parametrize("kv_stages", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    ("kv_stages", "in_turns"),
+    [
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (4, False),
+        pytest.param(4, True, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
-def test_it_does_so_where_the_next_item_starts_early(name: str, kv_stages: int) -> None:
+def test_it_does_so_where_the_next_item_starts_early(name: str, kv_stages: int, in_turns: bool) -> None:
     """Four stages is what users run at head dim 64, but for the length of a segment."""
-    config = replace(forward_config(64, "bf16"), segment=256, kv_stages=kv_stages)
+    base = forward_config(64, "bf16")
+    config = replace(base, segment=256, kv_stages=kv_stages, in_turns=in_turns)
     assert config.early
     check(config, name)
 

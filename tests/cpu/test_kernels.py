@@ -72,8 +72,7 @@ def test_compiles_without_spills(name: str) -> None:
 
 
 EXPERIMENTS = {
-    "in turns": {"in_turns": True}, "nothing": {"overlap": "nothing"}, "products": {"overlap": "products"},
-    "exp2": {"exp2_share": 2},
+    "nothing": {"overlap": "nothing"}, "products": {"overlap": "products"}, "exp2": {"exp2_share": 2},
 }  # fmt: skip
 
 

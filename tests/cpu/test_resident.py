@@ -13,6 +13,7 @@ from dash_attn.problem import Mask, Problem
 from dash_attn.schedule import build_plan, choose_policy
 
 SQUARE = {"tile_m": 64, "tile_n": 64}
+WIDE = {"head_dim": 192, "head_dim_v": 128, "tile_m": 64}
 
 
 def on_device(items: int, min_workers: int = 1, converting: float = 0.0) -> OnDevice:
@@ -55,6 +56,7 @@ def test_some_blocks_only_convert() -> None:
         ({"seqlen": 512, "heads": 32, "head_dim": 128, "tile_m": 64, "mask": Mask.full()}, False),
         ({"seqlen": 256, "batch": 4, "heads": 8, "head_dim": 96, "tile_m": 64}, True),
         ({"seqlen": 1024, "heads": 4, "head_dim": 256, "mask": Mask.full()} | SQUARE, True),
+        ({"seqlen": 1024, "heads": 4, "mask": Mask.full()} | WIDE, False),  # 24 MiB
         ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 16}, True),  # 64 contributions, 8 tasks per worker
         ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 66}, True),  # 32 tasks per worker
         ({"seqlen_q": 128, "seqlen_k": 8192, "heads": 67}, False),

@@ -83,7 +83,7 @@ def draw(rows: int, heads: int, head_dim: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("number", range(PROBLEMS))
 def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: int) -> None:
     rng = random.Random(number)
-    head_dim, kv_heads, group = rng.choice((64, 128)), rng.choice((1, 2)), rng.choice((1, 2, 4))
+    head_dim, kv_heads, group = rng.choice((64, 96, 128)), rng.choice((1, 2)), rng.choice((1, 2, 4))
     length = rng.choice((rng.randint(1, 700), rng.randint(700, 3000), rng.randint(7000, 17_500)))
     mask = rng.choice((Mask.causal(), *(Mask.window(rng.randint(0, most), 0) for most in (31, 9000))))
     heads = kv_heads * group

@@ -33,7 +33,7 @@ class FewSoftmax(CachedSoftmax):
             exists = t.tidx % 32 // 4 + APART * half < t.rows[0]
             sums[half] = cutlass.select_(exists, sums[half], Float32(0.0))
 
-    def _if_it_exists(self, t, tile, half, maximum):
+    def _first_maximum(self, t, tile, half, maximum):
         return maximum  # the sums of others are left out above
 
     @cute.jit

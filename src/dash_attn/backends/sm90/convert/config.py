@@ -17,7 +17,8 @@ registers, so that fewer blocks fit beside the main kernel (docs/experiments/apa
 
 
 MOST_STEPS = 5
-"""Of 8 columns that a warp adds contributions of."""
+"""Most steps of 8 columns per warp. It reads FEW or MANY contributions of them at a time, which registers must
+hold."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,12 @@ class ConvertConfig:
 
     @property
     def threads(self) -> int:
-        """Per block. Where contributions are apart, tiles are few: more and smaller blocks share them."""
+        """Per block. Where contributions are apart, more and smaller blocks share the tiles."""
         return 32 * self.piece_warps if self.apart else THREADS
 
     @property
     def piece_warps(self) -> int:
-        """Warps that share the columns of a piece whose contributions are added: each has some 8-column steps
-        of them, as many of which as it reads at a time fit its registers."""
+        """Warps that share the columns of a piece whose contributions are added."""
         steps = self.dq_elements // 1024
         return next(warps for warps in (1, 2, 4) if steps % warps == 0 and steps // warps <= MOST_STEPS)
 

@@ -95,7 +95,7 @@ class ForwardConfig:
 
     @property
     def may_take_turns(self) -> bool:
-        """Whether a variant in turns is faster where a block has few kv tiles, and is compiled, too."""
+        """Whether a variant in turns ships, too, which is faster where a block has few kv tiles."""
         others = self.softcap, self.intervals, self.trace, self.rest
         return self.head_dim in (64, 96, 128) and not (self.in_turns or any(others))
 

@@ -20,8 +20,8 @@ K, V = 0, 1
 
 
 def divided(number: Int32, by: Int32) -> tuple[Int32, Int32]:
-    """Quotient and rest of numbers that are not negative: the compiler does not know that, and takes half as
-    many instructions where it does."""
+    """Quotient and rest of numbers that are not negative. Unsigned, since the compiler then needs half as many
+    instructions."""
     quotient = Int32(Uint32(number) // Uint32(by))
     return quotient, number - quotient * by
 

@@ -118,7 +118,7 @@ class Softmax:
         largest = self._largest(t)
         for half in cutlass.range_constexpr(2):
             maximum = fma(largest[half], t.scale_log2, self._room(t, tile, half))
-            t.maximum[half] = self._if_it_exists(t, tile, half, maximum)
+            t.maximum[half] = self._first_maximum(t, tile, half, maximum)
             shifts[half] = -finite(t.maximum[half])
         self._probabilities(t, shifts, sums, cute.recast_tensor(t.p, Int32))
         for half in cutlass.range_constexpr(2):
@@ -149,7 +149,7 @@ class Softmax:
             multiply_rows(t.acc_O, factors)
         t.careful[0] = cutlass.select_(rise, Int32(CAREFUL), t.careful[0] - 1)
 
-    def _if_it_exists(self, t, tile, half, maximum):
+    def _first_maximum(self, t, tile, half, maximum):
         """A row's first maximum. If the row is behind its sequence, one so large that its sums are 0. Its
         scores are 0, so its sums would look large, and its warp would look for maxima at every tile."""
         words, _ = tile
