@@ -124,8 +124,6 @@ DENSE = (
     _square("tiny", 1, 512, 16, 16, 64),
     _square("tiny", 2, 384, 12, 12, 64, FULL),
     _square("tiny", 1, 1024, 8, 1, 128),
-    _square("tiny", 2, 257, 16, 16, 80, FULL),
-    _square("tiny", 4, 256, 8, 8, 96),
     _square("fp16", 2, 8192, 16, 16, 128, CAUSAL, "float16"),
     _square("fp16", 8, 2048, 32, 32, 64, FULL, "float16"),
     _square("fp16", 4, 4096, 16, 4, 128, CAUSAL, "float16"),

@@ -326,8 +326,8 @@ def add_contribution(
 
 @cute.jit
 def put_apart(config: cutlass.Constexpr, memory, source, place, piece: cutlass.Constexpr[int]) -> None:
-    """Start to store a piece of a contribution, `place`: (dQ tile, ticket), where `finish.sum_apart` looks for
-    it."""
+    """Start to store a piece of a contribution, `place`: (dQ tile, ticket), where `finish.sum_apart` looks
+    for it."""
     target = memory.dq_acc.iterator + finish.place_apart(memory.table, *place) * config.dq_elements
     for here, there, size in parts_of(config, source, target, piece):
         ptx.bulk_store(here, there, size)

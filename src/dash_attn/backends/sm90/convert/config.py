@@ -17,8 +17,7 @@ registers, so that fewer blocks fit beside the main kernel (docs/experiments/apa
 
 
 MOST_STEPS = 5
-"""Most steps of 8 columns per warp. It reads FEW or MANY contributions of them at a time, which registers must
-hold."""
+"""Most steps of 8 columns per warp: it reads FEW or MANY contributions of them at a time, into registers."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ K, V = 0, 1
 
 
 def divided(number: Int32, by: Int32) -> tuple[Int32, Int32]:
-    """Quotient and rest of numbers that are not negative. Unsigned, since the compiler then needs half as many
+    """Quotient and rest of numbers that are not negative. Unsigned: the compiler then needs half as many
     instructions."""
     quotient = Int32(Uint32(number) // Uint32(by))
     return quotient, number - quotient * by
