@@ -258,7 +258,7 @@ def packed_call(
     bounds_q, bounds_k = packing.cu_seqlens_q, packing.cu_seqlens_k
     longest_q, longest_k = longest
     lengths_q = lengths_k = packed_lengths("q", q, bounds_q, longest_q, check=check)
-    if bounds_k is not bounds_q or longest_k != longest_q or len(k) != len(q):
+    if bounds_k is not bounds_q or longest_k != longest_q or k.shape[0] != q.shape[0]:
         check = check and bounds_k is not bounds_q
         lengths_k = packed_lengths("k", k, bounds_k, longest_k, check=check)
     sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
