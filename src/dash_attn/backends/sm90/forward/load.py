@@ -132,7 +132,7 @@ class LoadRole:
         words = shared.item[None, rings.q.stage(n_item)]
         while words[Info.valid] == 1:
             kv_head, kv_first, kv_last = (
-                divided(words[Info.q_head], group)[0],
+                words[Info.q_head] // group,
                 words[Info.kv_first],
                 words[Info.kv_last],
             )
