@@ -288,7 +288,19 @@ def test_no_memory_is_no_difference_of_bytes(
         main(["doctor"])
 
 
-COMMANDS = ["demo", "plan", "simulate", "trace", "bounds", "figures", "kernels", "verify", "bench", "doctor"]
+COMMANDS = [
+    "demo",
+    "plan",
+    "simulate",
+    "trace",
+    "bounds",
+    "figures",
+    "precompile",
+    "kernels",
+    "verify",
+    "bench",
+    "doctor",
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -301,7 +313,7 @@ def test_help_has_an_example_that_runs(
     assert "--json" in text
     example = text.split("example:")[1].split()
     assert example[:2] == ["dash-attn", command]
-    if command not in ("demo", "trace", "figures", "kernels", "bench"):
+    if command not in ("demo", "trace", "figures", "precompile", "kernels", "bench"):
         monkeypatch.chdir(tmp_path)
         assert main(example[1:]) == 0
 

@@ -20,6 +20,7 @@ import pytest
 
 from dash_attn.backends.cuda import cache as module
 from dash_attn.backends.cuda.cache import KernelCache, _sources, cache_folder, why_unsafe
+from dash_attn.backends.sm90 import compile as compiler
 from dash_attn.backends.sm90.compile import MissingCompilerError, _uncollected, flavour
 from dash_attn.errors import CompilationError
 from dash_attn.tools import doctor
@@ -106,24 +107,40 @@ def test_other_settings_of_the_compiler_are_another_entry(
     assert len(run(folder)[0].loaded) == 1
 
 
-def test_the_compiler_of_a_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package has a compiler for each, and takes one by what the driver says."""
+@pytest.mark.parametrize(
+    ("driver", "builds", "named"),
+    [
+        (12_090, [12, 13], "CUDA 12"),
+        (14_000, [12, 13], "CUDA 13"),
+        (13_000, [], "CUDA 13"),
+        (None, [12, 13], "CUDA 13"),
+        (None, [], "no driver"),
+    ],
+)
+def test_the_build_of_the_compiler_is_named(
+    driver: int | None, builds: list[int], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package has several, and takes the newest that the driver can run."""
 
     def library(name: str) -> SimpleNamespace:
         def of_the_driver(version: Any) -> int:
-            version._obj.value = 12_090
+            version._obj.value = driver
             return 0
 
         assert name == "libcuda.so.1"
+        if driver is None:
+            raise OSError(f"{name}: cannot open shared object file")
         return SimpleNamespace(cuDriverGetVersion=of_the_driver)
 
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
     monkeypatch.setattr(ctypes, "CDLL", library)
-    assert flavour() == "CUDA 12"
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    assert flavour() == "no driver"
+    monkeypatch.setattr(compiler, "_builds", lambda: builds)
+    assert flavour() == named
+
+
+def test_the_installed_builds_are_those_of_the_compiler() -> None:
+    libs = pytest.importorskip("cutlass._mlir._mlir_libs")
+    found = {path.name.split(".")[1] for path in Path(libs.__file__).parent.glob("_cutlass_ir.cu*.so")}
+    assert found == {f"cu{build}" for build in compiler._builds()}
 
 
 def test_another_compiler_in_the_same_place_is_another_entry(

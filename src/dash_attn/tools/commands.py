@@ -1,4 +1,4 @@
-"""Commands that run something: demo, kernels, verify, bench and doctor.
+"""Commands that run something: demo, precompile, kernels, verify, bench and doctor.
 
 Heavy parts are imported by the command that needs them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DashError
+from ..problem import DTYPES
 from .flags import add_command, policy_name, shape_flags
 
 __all__ = ["add_demo", "add_running_commands"]
@@ -24,6 +26,7 @@ _KERNEL_LINE = "{variant:<30} {name:<12} {registers:>4} registers {stack:>4} sta
 
 def add_running_commands(subparsers: Any) -> None:
     """Add these commands to a parser, all but the demo."""
+    _add_precompile(subparsers)
     _add_kernels(subparsers)
     _add_verify(subparsers)
     _add_bench(subparsers)
@@ -50,6 +53,41 @@ def run_demo(args: argparse.Namespace) -> int:
     from .demo import main_demo
 
     return main_demo(args)
+
+
+def _add_precompile(subparsers: Any) -> None:
+    text = "compile what a model's calls can launch and keep it on disk, so that no call has to; needs no GPU"
+    command = add_command(subparsers, "precompile", run_precompile, text, "--head-dim 128 --dtype bfloat16")
+    group = command.add_argument_group("the calls (Hopper kernels)")
+    group.add_argument("--head-dim", type=int, default=128, help="default 128")
+    group.add_argument("--head-dim-v", type=int, help="head dim of V, if another than --head-dim")
+    group.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default bfloat16")
+    group.add_argument("--softcap", action="store_true", help="they have a softcap")
+    group.add_argument("--sink", action="store_true", help="they have a learnable sink")
+    group.add_argument("--intervals", action="store_true", help="they have row_starts and row_ends")
+    group.add_argument("--cache", action="store_true", help="there are calls over a cache of keys, too")
+    command.add_argument(
+        "--jobs", type=int, help="programs at a time, 1 GB each (default: as many as CPUs, up to 16)"
+    )
+
+
+def run_precompile(args: argparse.Namespace) -> int:
+    from .precompile import compiled, default_jobs, programs_for, require_cache
+
+    if args.jobs is not None and args.jobs < 1:
+        raise DashError(f"--jobs must be >= 1, got {args.jobs}")
+    programs = programs_for(args)
+    folder, begin, seconds = require_cache(), time.perf_counter(), {}
+    for name, taken in compiled(programs, args.jobs or default_jobs()):
+        seconds[name] = round(taken, 2)
+        if not args.json:
+            print(f"{name:<40} {taken:6.2f} s", flush=True)
+    whole = round(time.perf_counter() - begin, 2)
+    if args.json:
+        print(json.dumps({"folder": folder, "seconds": whole, "programs": seconds}))
+    else:
+        print(f"{len(programs)} programs are in {folder}: {whole:.1f} s")
+    return 0
 
 
 def _add_kernels(subparsers: Any) -> None:

@@ -43,7 +43,7 @@ from .softcap import cap_of, why_no_cap
 from .spread.launch import Spread, spreads
 from .tiles import HEAD_DIMS, SHORT_DTYPES, covers, has_intervals, has_softcap, kernel_of, name_of, tiles_of
 
-__all__ = ["BACKEND"]
+__all__ = ["BACKEND", "why_no_kernel"]
 
 COMPILER = {"cutlass": "nvidia-cutlass-dsl", "tvm_ffi": "apache-tvm-ffi"}
 """Modules that kernels are compiled and loaded with, and the packages that have them."""
@@ -210,6 +210,25 @@ def _why_no_compiler() -> str:
     return f"the sm90 backend needs {' and '.join(missing)}: pip install 'dash-attn[cuda]'"
 
 
+def why_no_kernel(problem: Problem, scores: Scores = PLAIN) -> str:
+    """Why there is no kernel for a problem, on whatever GPU; empty if there is one."""
+    if problem.dtype not in SHORT_DTYPES:
+        return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(SHORT_DTYPES)}"
+    if problem.heads > MOST_GRID:
+        return f"{problem.heads} q heads are not supported by sm90, at most {MOST_GRID}"
+    of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
+    if reason := _why_no_head_dim(problem) or of_scores:
+        return reason
+    head_dims = name_of(problem.head_dim, problem.head_dim_v)
+    if scores.softcap and not has_softcap(problem.head_dim, problem.head_dim_v):
+        return f"softcap {scores.softcap} is not supported by sm90 at head_dim {head_dims}"
+    if scores.row_intervals and not has_intervals(problem.head_dim, problem.head_dim_v):
+        return f"row_starts and row_ends are not supported by sm90 at head_dim {head_dims}"
+    if problem.q_starts is not None:
+        return f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"
+    return _why_no_compiler()
+
+
 class _SM90(Backend):
     name: ClassVar[str] = "sm90"
 
@@ -219,23 +238,7 @@ class _SM90(Backend):
         major, minor = _capability(device)
         if (major, minor) != (9, 0):
             return f"{device} is sm_{major}{minor}; the sm90 kernels are for Hopper"
-        if problem.dtype not in SHORT_DTYPES:
-            return f"dtype {problem.dtype} is not supported by sm90; supported: {', '.join(SHORT_DTYPES)}"
-        if problem.heads > MOST_GRID:
-            return f"{problem.heads} q heads are not supported by sm90, at most {MOST_GRID}"
-        of_scores = _why_no_scores(scores) or why_no_scale(scores.softmax_scale)
-        if reason := _why_no_head_dim(problem) or of_scores:
-            return reason
-        head_dims = name_of(problem.head_dim, problem.head_dim_v)
-        if scores.softcap and not has_softcap(problem.head_dim, problem.head_dim_v):
-            return f"softcap {scores.softcap} is not supported by sm90 at head_dim {head_dims}"
-        if scores.row_intervals and not has_intervals(problem.head_dim, problem.head_dim_v):
-            return f"row_starts and row_ends are not supported by sm90 at head_dim {head_dims}"
-        if problem.q_starts is not None:
-            return (
-                f"q_starts {problem.q_starts!r:.80} are not supported by sm90: rows are aligned bottom-right"
-            )
-        return _why_no_compiler()
+        return why_no_kernel(problem, scores)
 
     def tiles(self, head_dim: int, head_dim_v: int) -> tuple[int, int]:
         if max(head_dim, head_dim_v) not in HEAD_DIMS:

@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, distribution
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,14 +281,25 @@ def _compiler_or_error() -> Iterator[None]:
 
 
 def flavour() -> str:
-    """What decides which of the compilers that the package brings is in use: the CUDA version of the driver,
-    or its absence. Asked without the compiler, whose import takes longer than a program's."""
+    """Which of the builds of the compiler is in use: the newest of those installed that the driver can run,
+    or without a driver the newest. Asked without the compiler, whose import takes longer than a program's."""
     version = ctypes.c_int(0)
-    try:
+    with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return "no driver"
-    return f"CUDA {version.value // 1000}"
+    driver = version.value // 1000
+    usable = [build for build in _builds() if not driver or build <= driver]
+    return f"CUDA {max(usable, default=driver)}" if usable or driver else "no driver"
+
+
+@cache
+def _builds() -> list[int]:
+    """CUDA versions of the compiler's builds that are installed."""
+    found = []
+    for build in (12, 13):
+        with suppress(PackageNotFoundError):
+            distribution(f"nvidia-cutlass-dsl-libs-cu{build}")
+            found.append(build)
+    return found
 
 
 _PROGRAMS = KernelCache(_compile, _load, compiler=flavour, packed=_packed)
