@@ -141,7 +141,8 @@ class Soak:
             torch.cuda.empty_cache()
 
     def replay(self, i: int, **how: Any) -> None:
-        """One replay of one subject: launched, or every third time from its graph."""
+        """One replay of one subject: launched, or every third time from its graph. Of the launches about half
+        keep contributions apart, the others wait for tickets: the bytes are the same."""
         index = i % len(self.subjects)
         subject = self.subjects[index]
         if not how and i // len(self.subjects) % 3 == 2:
@@ -150,6 +151,7 @@ class Soak:
                 subject.graph.replay()
             return
         stream = self.random.randrange(2)
+        how = how or {"apart": self.random.random() < 0.5}
         with torch.cuda.stream(self.streams[stream]):
             subject.see(launch(subject.plan, subject.case, **how), stream)
 
