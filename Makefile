@@ -35,7 +35,7 @@ check: .venv/ready ## style and types
 quick: .venv/ready ## the tests that catch most mistakes, in less than a minute on 2 cores
 	$(PYTEST) $(QUICK)
 
-test: .venv/ready ## all tests but slow ones, in about 8 minutes on 2 cores
+test: .venv/ready ## all tests but slow ones, in about 5 minutes on 2 cores
 	$(PYTEST) -m "not slow"
 
 test-slow: .venv/ready ## slow tests only: model checking, PTX on the CPU, every kernel variant

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from emulator import backend as emulator
 
 from dash_attn.backends.base import SegmentTargets, Tensors
 from dash_attn.backends.cuda.upload import loadable
-from dash_attn.backends.sm90 import backend, segments
+from dash_attn.backends.sm90 import backend, launch, segments
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward import arguments as backward
 from dash_attn.backends.sm90.backward.config import BackwardConfig
@@ -228,3 +230,29 @@ def test_who_starts_products_in_turns(shape: dict[str, Any], turns: bool) -> Non
     made = Forward(problem, torch.device("cpu"), blocks=132)
     assert not made.config.in_turns
     assert _faster_in_turns(made.config, made.plan()) == turns
+
+
+def test_without_memory_for_contributions_apart_they_wait() -> None:
+    """Once for each plan; whoever asks for it is told."""
+    tried: list[bool] = []
+
+    class Workspace(launch.Workspace):
+        def __init__(self, variant: launch.Variant, *rest: Any, **how: Any) -> None:
+            tried.append(variant.config.apart)
+            if variant.config.apart:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            super().__init__(variant, *rest, **how)
+
+    q, dout = (
+        torch.zeros(1, 100, 1, 64, dtype=torch.bfloat16),
+        torch.zeros(1, 100, 1, 64, dtype=torch.bfloat16),
+    )
+    given = Tensors(dout, q, q, q, q, torch.zeros(1, 1, 100))
+    plan = build_plan(Problem.dense(seqlen=100, head_dim=64), "spt")
+    nothing = mock.patch.object(emulator, "Emulated")
+    with nothing, emulator.emulated(apart=True), mock.patch.object(launch, "Workspace", Workspace):
+        for _ in range(2):
+            launch.run_backward(plan, given, 0.125, apart=None)
+        assert tried == [True, False, False]
+        with pytest.raises(torch.OutOfMemoryError):
+            launch.run_backward(plan, given, 0.125, apart=True)

@@ -87,6 +87,7 @@ def test_interpreted_from_end_to_end(part: str) -> None:
 
 
 @with_triton
+@pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     run_file("triton_compiled.py", "-m", "not slow", TRITON_CACHE_DIR=str(tmp_path))
 

@@ -185,3 +185,21 @@ def test_many_items_wait_but_for_few_rows(seqlen_q: int, apart: bool) -> None:
     assert len(plan.items) > APART_ITEMS
     launch(plan, case, apart=None)
     assert asked_of(plan) == {apart}
+
+
+def test_without_memory_for_it_they_wait() -> None:
+    """200 MiB of contributions, where 160 are left, of which gradients take 100."""
+    problem = dense(FULL, batch=1, seqlen_q=250, seqlen_k=51_200, heads=8, kv_heads=8, head_dim=64)
+    plan, case = auto_plan(problem), any_case(problem)
+    expected = launch(plan, case)
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_reserved() + 160 * 2**20
+    torch.cuda.set_per_process_memory_fraction(left / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            launch(plan, case, apart=True)
+        for _ in range(2):
+            assert not differing(launch(plan, case, apart=None), expected)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert not on_device(plan, torch.device("cuda", 0)).apart

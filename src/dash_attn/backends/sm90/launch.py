@@ -125,7 +125,8 @@ def run_backward(
         rows: which rows see each key, as in the forward.
         ordered: False adds as contributions come, by atomics: the negative control.
         apart: contributions to dQ are kept apart, and added behind the main kernel in the same order, so with
-            the same bits. None, which users get: where that is faster. By default they wait.
+            the same bits. None, which users get: where that is faster, and as long as there is memory for
+            it. By default they wait.
         workers: thread blocks to launch, at most one per SM, all of which get items. By default as many as
             are of use; a few of them may only convert dQ.
         debug: see :class:`Debug`.
@@ -146,14 +147,20 @@ def run_backward(
     place = on_device(plan, q.device)
     check_tensors(place, plan, given)
     softcap, intervals = scores.softcap > 0, rows is not None
-    if apart is None:
+    if may_wait := apart is None:
         plain = ordered and debug is NO_DEBUG and workers is None and not intervals
         apart = plain and place.apart and (not softcap or has_softcap_apart(q.shape[-1], v.shape[-1]))
     elif apart and not ordered:
         raise InputError("contributions that are apart have an order: apart=True beside ordered=False")
     asked = Demand(ordered, debug, softcap=softcap, intervals=intervals, apart=apart)
     variant = place.variants.get(asked) or variant_of(place, plan, asked)
-    work = Workspace(variant, place, q.device, rows=rows)
+    try:
+        work = Workspace(variant, place, q.device, rows=rows)
+    except torch.OutOfMemoryError:
+        if not (apart and may_wait):
+            raise
+        place.apart = False
+        return run_backward(plan, tensors, scores, sink=sink, sink_sums=sink_sums)
     grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
     launch(plan, (variant, place, work), given, grads, scores, workers)
     if sink is not None:

@@ -32,7 +32,7 @@ from .tiles import kernel_of, name_of, tiles_of
 __all__ = ["OnDevice", "on_device"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class OnDevice:
     """A plan on one device. It does not keep the plan alive: the plan keeps it.
 
@@ -47,7 +47,8 @@ class OnDevice:
         complete_tiles: dQ tiles of all heads that get contributions.
         items, min_workers: of the plan.
         converting: share of the work that is converting dQ tiles.
-        apart: contributions to dQ better have memory of their own than wait for one another.
+        apart: contributions to dQ better have memory of their own than wait for one another. No longer once
+            there was none.
         variants: what was made of it for the kernel variants that ran, by what was asked.
     """
 
