@@ -319,7 +319,7 @@ def _table(
         check_int32("page_table", pages, q.device, (batch, "any"))
         if cache.shape[1] not in PAGE_SIZES:
             sizes = ", ".join(map(str, PAGE_SIZES))
-            raise InputError(f"pages must have {sizes} tokens, got k_cache of shape {tuple(cache.shape)}")
+            raise InputError(f"pages must have {sizes} tokens, got pages of shape {tuple(cache.shape[1:])}")
         return pages
     if places is not None:
         check_int32("cache_batch_idx", places, q.device, (batch,))

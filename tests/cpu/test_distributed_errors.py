@@ -96,6 +96,8 @@ def _refused(rank: int) -> None:
                 call()
     with pytest.raises(InputError, match="cu_seqlens must be a torch.Tensor, got None"):
         attention_varlen(x[0], x[0], x[0], None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="ends at 128, .* have 64 rows in dimension 1, which dim says"):
+        shard(x, cu_seqlens=torch.tensor([0, 128], dtype=torch.int32))
     for dim in (3, -4, 1.0, None):
         for function in (shard, unshard):
             with pytest.raises(InputError, match=f"dim must be one of the 3 dimensions of x, got {dim}"):

@@ -331,6 +331,16 @@ def head_dims_of(ran: mock.Mock, direction: str) -> set[int]:
 
 
 @slow
+def test_a_sink_that_takes_all_weight_has_a_gradient_of_0() -> None:
+    q = torch.randn(1, 70, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for large in (1.1e11, 7.7e15):
+        sink = torch.tensor([0.5, large, -large]).requires_grad_()
+        with emulated():
+            flash_attn_func(q, q, q, learnable_sink=sink, backend="sm90").sum().backward()
+        assert [float(x) != 0 for x in sink.grad] == [True, False, False]
+
+
+@slow
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_sums_that_nothing_orders_are_found(head_dim: int) -> None:
     """The negative control: without tickets blocks add to dQ as they come."""

@@ -438,3 +438,14 @@ def test_masks_a_policy_does_not_cover():
     ends = cu(0, 300)
     with pytest.raises(UnsupportedMaskError, match="shift needs a mask that .* causal of 300 x 300"):
         flash_attn_varlen_func(q, k, v, ends, ends, causal=True, policy="shift")
+
+
+def test_sparse_lengths_and_sinks_are_refused_whatever_calls_came_before() -> None:
+    x, ends, sink = torch.randn(70, 2, 8), torch.tensor([0, 9, 70], dtype=torch.int32), torch.zeros(2)
+    for bounds, sinks, name in (
+        (ends.to_sparse(), sink, "cu_seqlens_q"),
+        (ends, sink.to_sparse(), "learnable_sink"),
+    ):
+        flash_attn_varlen_func(x, x, x, ends, ends, learnable_sink=sink)
+        with pytest.raises(InputError, match=f"{name} must be a dense tensor"):
+            flash_attn_varlen_func(x, x, x, bounds, bounds, learnable_sink=sinks)

@@ -100,11 +100,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "page": (
         {"k_cache": PAGES, "v_cache": PAGES, "page_table": TABLE + 2, "cache_seqlens": USED},
-        r"page_table has 5 at \(0, 0\), k_cache has 4",
+        r"page_table has 5 at \(0, 0\), there are 4 pages",
     ),
     "page size": (
         {"page_table": TABLE, "k_cache": CACHE[:, :24], "v_cache": CACHE[:, :24]},
-        "pages must have 16, 32, 64, 128, 256 tokens, got k_cache of shape",
+        "pages must have 16, 32, 64, 128, 256 tokens, got pages of shape",
     ),
     "table": (
         {"k_cache": PAGES, "v_cache": PAGES, "page_table": TABLE[0]},

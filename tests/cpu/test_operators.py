@@ -12,7 +12,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
-from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.api import apply_plan
 from dash_attn.backends.base import NO_AUX, AuxTensors
 from dash_attn.errors import InputError
@@ -353,10 +353,14 @@ def test_second_derivatives_are_errors(of):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # PyTorch's own jvp does it
 def test_forward_derivatives_are_errors():
     q, k, v = (x.detach() for x in inputs())
+    out = flash_attn_func(q, k, v)
     with pytest.raises(RuntimeError, match="attention has no forward derivative"):
         torch.func.jvp(lambda q: flash_attn_func(q, k, v), (q,), (q,))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="attention has no forward derivative"):
-        flash_attn_func(forward_ad.make_dual(q, q), k, v)
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match="attention has no forward derivative"):
+            flash_attn_func(forward_ad.make_dual(q, q), k, v)
+        assert_same_bytes(flash_attn_func(q, k, v), out)  # nothing of it is asked here
+        flash_attn_with_kvcache(q, k, v)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")

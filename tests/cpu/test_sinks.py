@@ -182,6 +182,23 @@ def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_t
     assert not same_bytes(-row_by_row, found)
 
 
+LARGE = [1.1e11, 2.3e11, 7.7e15, 2.3e18, 3.7e19, 1e30]
+"""At some of these lse is rounded to less than the sink, by more than an exponent can be."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sink_that_takes_all_weight_has_a_gradient_of_0(dtype: torch.dtype) -> None:
+    q, k, v, sink = drawn(dtype=dtype, heads=(len(LARGE), 1, 1))
+    sink = torch.tensor(LARGE, dtype=dtype).requires_grad_()
+    out = with_sink(q, k, v, sink, causal=True)
+    assert not out.any()
+    for grad in torch.autograd.grad(out, (q, k, v, sink), torch.ones_like(out)):
+        assert not grad.any()
+    nothing = torch.full_like(sink, torch.nan).requires_grad_()
+    out = with_sink(q, k, v, nothing, causal=True)
+    assert torch.autograd.grad(out, nothing, torch.ones_like(out))[0].isnan().all()
+
+
 def test_rows_that_see_no_key() -> None:
     q, k, v, sink = drawn(dtype=torch.float32)
     out, lse = with_sink(q, k[:, :150], v[:, :150], sink, causal=True, return_lse=True)

@@ -77,6 +77,16 @@ def test_sinks(mask: Mask, head_dim: int, dtype: str) -> None:
         assert_same_bytes(got, found[name], name)
 
 
+def test_a_sink_that_takes_all_weight_has_a_gradient_of_0() -> None:
+    problem = problem_of(*SHORT[:1], mask=Mask.causal(), head_dim=16, dtype="float32")
+    plan = build_plan(problem, Descending())
+    for large in (1.1e11, 2.3e11, 7.7e15, 2.3e18):
+        aux = AuxTensors(torch.tensor([0.5, large]))
+        found = run(plan, packed_tensors(problem), Scores(SCALE, sink=True), aux)["dsink"]
+        assert found[0] != 0
+        assert found[1] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.name)
 @pytest.mark.parametrize(("head_dim", "dtype", "by_batch"), [(16, "float32", False), (64, "float16", True)])

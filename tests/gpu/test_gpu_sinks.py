@@ -152,6 +152,16 @@ def test_rows_without_keys_and_no_rows() -> None:
     assert_same_bytes(none, sink.float()[None, :, None].expand(2, 4, 300).contiguous())
 
 
+@pytest.mark.parametrize("backend", ["sm90", "triton"])
+def test_a_sink_that_takes_all_weight_has_a_gradient_of_0(backend: str) -> None:
+    tensors, dout = drawn(300, 300, 64)
+    for large in (1.1e11, 2.3e11, 7.7e15, 2.3e18):
+        tensors[3] = torch.tensor([0.5, large, -large, large], device="cuda").requires_grad_()
+        *others, dsink = run(tensors, dout, causal=True, backend=backend)
+        assert [float(x) != 0 for x in dsink] == [True, False, False, False], dsink
+        assert all(x.isfinite().all() for x in (*others, dsink))
+
+
 def trained(implementation: str, steps: int = 3) -> tuple[list[float], list[Tensor]]:
     """Losses and weights of a gpt-oss-like model, whose heads have 64 values."""
     import transformers

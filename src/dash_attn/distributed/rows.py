@@ -21,8 +21,10 @@ from .windows import window_of
 __all__ = ["lengths_of", "positions", "shard", "unshard"]
 
 
-def lengths_of(total: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
+def lengths_of(total: int, cu_seqlens: Tensor | None, dim: int | None = None) -> tuple[int, ...]:
     """The lengths of packed sequences; without ``cu_seqlens`` one of ``total`` rows.
+
+    ``dim``: the dimension that has them, where a caller chose it.
 
     Raises:
         InputError: ``cu_seqlens`` is no (sequences + 1,) int32, or the sequences have not ``total`` rows.
@@ -37,7 +39,8 @@ def lengths_of(total: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:
         return ()
     found = host_lengths("cu_seqlens", cu_seqlens)
     if found.total != total:
-        raise InputError(f"cu_seqlens ends at {found.total}, all ranks together have {total} rows")
+        where = "" if dim is None else f" in dimension {dim}, which dim says"
+        raise InputError(f"cu_seqlens ends at {found.total}, all ranks together have {total} rows{where}")
     return found.seqlens
 
 
@@ -58,7 +61,7 @@ def shard(
     Args:
         x: with all rows in dimension ``dim``, the same on all ranks.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
-        dim: the dimension of rows.
+        dim: the dimension of rows: 0 for packed tensors, (total, heads, head_dim).
         layout: "zigzag" or "contiguous".
         cu_seqlens: (sequences + 1,) int32, of packed rows: every sequence is spread evenly.
 
@@ -70,7 +73,7 @@ def shard(
     """
     team = team_of(group)
     dim = _dim_of(x, dim)
-    spread = Layout(lengths_of(x.shape[dim], cu_seqlens), team.size, layout)
+    spread = Layout(lengths_of(x.shape[dim], cu_seqlens, dim), team.size, layout)
     return x.index_select(dim, _index(spread, team.rank, x.device))
 
 
@@ -102,7 +105,7 @@ def unshard(
         dim = _dim_of(x, dim)
         if torch.is_grad_enabled() and x.requires_grad:
             raise InputError("unshard carries no gradient: give it x.detach()")
-        spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens), team.size, layout)
+        spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens, dim), team.size, layout)
         window_of(team, x.device)  # it must not be of another one
         mine = x.detach().movedim(dim, 0).contiguous()
     others = tuple(x.shape[:dim] + x.shape[dim + 1 :])

@@ -12,8 +12,8 @@ Nothing happens on import. There are two ways in:
     That layer needs ``need_weights=False``. Dropout drops what :func:`dash_attn.attention` drops. The masks
     that run are ``is_causal`` for equal lengths, PyTorch's ``causal_lower_right``, and tensors that show each
     key to one interval of rows (:mod:`.interval_masks`): causal ones, windows, padding, documents, prefixes,
-    trees. The backward is ours wherever and whenever it runs. What runs a forward again in the backward, as
-    activation checkpointing does, calls SDPA again: let such a backward run inside too. Inside
+    trees. The backward is ours wherever and whenever it runs, with PyTorch's checkpoints, too. Checkpoints
+    of others call SDPA again in the backward: let such a backward run inside. Inside
     ``dash_attn.distributed.context`` the tensors are the rows of this rank; attention runs over the group.
 :func:`activate`, :func:`restore`
     Replace PyTorch's flash backend only, as ``torch.nn.attention.activate_flash_attention_impl("DASH")``
@@ -44,6 +44,7 @@ from ..errors import InputError, UnavailableError
 from ..ops.results import out_alone
 from ..ops.spread import Spread, current_spread, spread_by, told
 from .aten import in_layout_of, override, upper_left
+from .checkpointing import Wrapping
 from .interval_masks import Intervals, Sizes, intervals_of
 from .kernels import Band
 from .spread_rows import INSIDE, refuse_inside
@@ -90,7 +91,7 @@ def enabled() -> Iterator[None]:
 
     Other threads are left alone, but while a block is open anywhere, ``nn.TransformerEncoder`` and its layers
     take no fused inference path. (``torch.backends.mha`` is set back at the end.) A call's backward is ours
-    after the block as well.
+    after the block as well, and so is what ``torch.utils.checkpoint`` runs again.
 
     Raises:
         InputError: from a call inside that is not supported; the message names the argument and its value.
@@ -104,32 +105,52 @@ def enabled() -> Iterator[None]:
     """
     if _HIDES_ITS_CALL:
         raise UnavailableError(f"torch {torch.__version__}: nn.MultiheadAttention hides its SDPA call")
-    with _FUSED_PATHS, _Mode():
+    with _BLOCKS, _Mode():
         yield
 
 
-class _FusedPaths:
-    """Off while a block is open in any thread. In eager code a mode keeps modules from them; torch.compile
-    does not ask it, neither before it chooses them nor when it calls them."""
+def _inside(function: Any) -> Any:
+    """The function inside of a block like this one; in a thread without one the function itself."""
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    found = next((mode for mode in reversed(modes) if isinstance(mode, _Mode)), None)
+    if found is None:
+        return function
+    spread = current_spread() or found.spread
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        with _BLOCKS, _Mode(spread):
+            return function(*args, **kwargs)
+
+    return again
+
+
+class _Blocks:
+    """While a block is open in any thread, what PyTorch's checkpoints run again runs inside, wherever the
+    backward is called, and fused paths are off: in eager code a mode keeps modules from them, but
+    torch.compile does not ask it, neither before it chooses them nor when it calls them.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._open, self._before = threading.Lock(), 0, True
+        self._lock, self._open, self._fused = threading.Lock(), 0, True
+        self._checkpoints = Wrapping(_inside)
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._open:
-                self._before = torch.backends.mha.get_fastpath_enabled()
+                self._fused = torch.backends.mha.get_fastpath_enabled()
                 torch.backends.mha.set_fastpath_enabled(False)
+                self._checkpoints.begin()
             self._open += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._open -= 1
             if not self._open:
-                torch.backends.mha.set_fastpath_enabled(self._before)
+                self._checkpoints.end()
+                torch.backends.mha.set_fastpath_enabled(self._fused)
 
 
-_FUSED_PATHS = _FusedPaths()
+_BLOCKS = _Blocks()
 
 
 class _Mode(TorchFunctionMode):
@@ -142,7 +163,7 @@ class _Mode(TorchFunctionMode):
 
     def __init__(self, spread: Spread | None = None) -> None:
         super().__init__()
-        self._spread = spread
+        self.spread = spread
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -153,12 +174,12 @@ class _Mode(TorchFunctionMode):
             return _outside(func, args, kwargs)
         kwargs = kwargs or {}
         if func in _BACKWARDS:
-            with _Mode(current_spread() or self._spread):  # a checkpoint's recomputation is inside too
+            with _Mode(current_spread() or self.spread):  # a checkpoint's recomputation is inside too
                 return _BACKWARDS[func](*args, **kwargs)
         if func in _OURS:
-            if self._spread is None or current_spread() is not None:
+            if self.spread is None or current_spread() is not None:
                 return _OURS[func](*args, **kwargs)
-            with spread_by(self._spread):
+            with spread_by(self.spread):
                 return _OURS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -332,7 +353,7 @@ _BODIES = (checkpoint, *_regions())
 these."""
 
 _FUSED = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
-"""What nn.MultiheadAttention and nn.TransformerEncoderLayer call on fused paths (:class:`_FusedPaths`).
+"""What nn.MultiheadAttention and nn.TransformerEncoderLayer call on fused paths (:class:`_Blocks`).
 Direct calls are refused."""
 
 

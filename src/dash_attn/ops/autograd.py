@@ -156,9 +156,13 @@ def refuse_transforms(what: str) -> None:
 
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a derivative of what is made of these is wanted."""
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 and any(map(_is_dual, tensors)):
         return True  # the functions below have no forward derivative and say so
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _is_dual(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, aux: AuxTensors) -> tuple[Tensor, Tensor]:

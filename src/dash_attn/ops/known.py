@@ -68,8 +68,8 @@ def _key(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any])
         key = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             q.layout, k.layout, v.layout, asked, *map(type, asked), *map(type, window or ()),
-            *[(x.shape, x.dtype, x.device, x.requires_grad) if isinstance(x, Tensor) else (type(x), x)
-              for x in packing],
+            *[(x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor)
+              else (type(x), x) for x in packing],
         )  # fmt: skip
         hash(key)
     except (TypeError, RuntimeError):  # of what has no hash, and of nested tensors, which have no shape

@@ -38,7 +38,8 @@ def sink_gradient(
         products = tensors.dout[rows].to(sink.dtype) * tensors.out[rows].to(sink.dtype)
         delta = products.contiguous().sum(2).T  # strides decide in which order PyTorch adds
         lse = tensors.lse[:, rows]
-        parts = (sink[:, None] - lse).exp_() * delta
+        # Where a sink is large, lse is rounded by more than the exponent of a float holds.
+        parts = (sink[:, None] - lse).clamp_(max=1.0).exp_() * delta
         parts.masked_fill_(lse == -torch.inf, 0.0)  # no key, and a sink of -inf
         for tile in _tiles(parts):
             total.add_(tile)

@@ -130,6 +130,8 @@ def constant(words: NDArray[np.int32], device: torch.device) -> Tensor | None:
 
 def loadable(x: Tensor) -> Tensor:
     """x itself if the copy engine can read it: last dimension contiguous, rows and base 16-byte aligned."""
+    if x.is_neg():
+        x = x.resolve_neg()
     # Strides of extents of 1 may be anything, also where the tensor counts as contiguous.
     if x.is_contiguous() and 1 not in x.shape and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0:
         return x

@@ -34,6 +34,8 @@ def values_of(x: Tensor | None, unread: Tensor) -> Tensor:
 
 def aligned(x: Tensor) -> Tensor:
     """x itself if its rows are contiguous, with strides in UNITs and a base of 16 bytes; otherwise a copy."""
+    if x.is_neg():
+        x = x.resolve_neg()
     strides = [stride for stride, size in zip(x.stride()[:-1], x.shape) if size > 1]
     near = x.shape[-3] == 1 or x.stride(-3) < MOST_STRIDE
     plain = near and x.stride(-1) == 1 and all(s % UNIT == 0 and s >= 0 for s in strides)

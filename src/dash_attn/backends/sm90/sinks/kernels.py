@@ -79,8 +79,10 @@ class SinkParts:
         """What a row adds; the delta that is kept is negative."""
         value = Float32(0.0)
         if row < rows:
-            p = cute.math.exp2(sink2 - arguments.lse2[base + row], fastmath=True)
-            value = p * arguments.delta[base + row]
+            exponent = sink2 - arguments.lse2[base + row]
+            if exponent > 1.0:  # lse of a large sink is rounded by more than the exponent of a float holds
+                exponent = Float32(1.0)
+            value = cute.math.exp2(exponent, fastmath=True) * arguments.delta[base + row]
         return value
 
 
