@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import cycle, product
+from itertools import accumulate, cycle, product
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from dash_attn.distributed import attention, attention_varlen, passes, positions
 from dash_attn.distributed import autograd as shared_autograd
 from dash_attn.distributed.shared import Shared
 from dash_attn.errors import InputError
+from dash_attn.ops import calls
 from dash_attn.problem import Mask
 from dash_attn.schedule.sharing import Cut, Layout, Rows, deal, routes, teams_of
 from dash_attn.scores import Origin
@@ -340,6 +341,23 @@ def _of_inference(rank: int) -> None:
 
 def test_tensors_made_in_inference_mode_may_stand_beside_a_training_call() -> None:
     spawn(_of_inference, 2)
+
+
+def _many_lengths(rank: int) -> None:
+    """More shapes in a batch than calls are kept: a second call makes none anew."""
+    lengths = range(4, 284, 4)
+    x = torch.randn(sum(lengths) // 2, 2, 8).requires_grad_()
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    for mode in ("gather", "ring"):
+        made = []
+        for _ in range(2):
+            attention_varlen(x, x, x, ends, causal=True, mode=mode).sum().backward()  # type: ignore[union-attr]
+            made.append(calls._shaped.cache_info().misses)
+        assert made[0] == made[1]
+
+
+def test_many_lengths_are_planned_once() -> None:
+    spawn(_many_lengths, 2)
 
 
 def _alone(rank: int) -> None:

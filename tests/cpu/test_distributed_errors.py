@@ -19,7 +19,16 @@ import torch
 import torch.distributed as dist
 
 from dash_attn.backends.base import backend_named
-from dash_attn.distributed import attention, attention_varlen, notes, passes, positions, shard, unshard
+from dash_attn.distributed import (
+    attention,
+    attention_varlen,
+    functional,
+    notes,
+    passes,
+    positions,
+    shard,
+    unshard,
+)
 from dash_attn.distributed.agreement import agree, telling
 from dash_attn.distributed.team import team_of
 from dash_attn.errors import CommunicationError, InputError, UnsupportedMaskError
@@ -44,6 +53,22 @@ def _second_derivatives(rank: int) -> None:
         out = attention(q, k, v, mode=mode)
         with pytest.raises(RuntimeError, match=r"no rule for torch\.vmap"):
             torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)  # type: ignore[union-attr]
+
+
+def _fails_on_the_way(rank: int) -> None:
+    """What a rank meets behind its checks, such as no memory, is told to those who wait for it."""
+    x, group = torch.zeros(1, 64, 4, 32), _short()
+    attention(x, x, x, group=group)
+    fails = mock.patch.object(functional, "completed", side_effect=MemoryError("none is left"))
+    with fails if rank else nullcontext():
+        expected = "none is left" if rank else "rank 1 of 2 .*none is left"
+        with pytest.raises(MemoryError if rank else CommunicationError, match=expected):
+            attention(x, x, x, group=group)
+    dist.barrier()
+
+
+def test_an_error_on_the_way_to_an_exchange_is_told() -> None:
+    spawn(_fails_on_the_way, 2)
 
 
 @pytest.mark.slow

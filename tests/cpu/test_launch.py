@@ -232,25 +232,30 @@ def test_who_starts_products_in_turns(shape: dict[str, Any], turns: bool) -> Non
     assert _faster_in_turns(made.config, made.plan()) == turns
 
 
-def test_without_memory_for_contributions_apart_they_wait() -> None:
+@pytest.mark.parametrize("of", ["the workspace", "what comes behind it"])
+def test_without_memory_for_contributions_apart_they_wait(of: str) -> None:
     """Once for each plan; whoever asks for it is told."""
     tried: list[bool] = []
 
     class Workspace(launch.Workspace):
         def __init__(self, variant: launch.Variant, *rest: Any, **how: Any) -> None:
             tried.append(variant.config.apart)
-            if variant.config.apart:
+            if variant.config.apart and of == "the workspace":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(variant, *rest, **how)
 
-    q, dout = (
-        torch.zeros(1, 100, 1, 64, dtype=torch.bfloat16),
-        torch.zeros(1, 100, 1, 64, dtype=torch.bfloat16),
-    )
-    given = Tensors(dout, q, q, q, q, torch.zeros(1, 1, 100))
+    def copied(x: torch.Tensor) -> torch.Tensor:
+        if tried[-1] and of != "the workspace":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return x
+
+    q = torch.zeros(1, 100, 1, 64, dtype=torch.bfloat16)
+    given = Tensors(q, q, q, q, q, torch.zeros(1, 1, 100))
     plan = build_plan(Problem.dense(seqlen=100, head_dim=64), "spt")
     nothing = mock.patch.object(emulator, "Emulated")
-    with nothing, emulator.emulated(apart=True), mock.patch.object(launch, "Workspace", Workspace):
+    patched = mock.patch.multiple(launch, Workspace=Workspace, loadable=copied)
+    uncaptured = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
+    with nothing, emulator.emulated(apart=True), patched, uncaptured:
         for _ in range(2):
             launch.run_backward(plan, given, 0.125, apart=None)
         assert tried == [True, False, False]

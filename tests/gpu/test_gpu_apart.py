@@ -187,13 +187,14 @@ def test_many_items_wait_but_for_few_rows(seqlen_q: int, apart: bool) -> None:
     assert asked_of(plan) == {apart}
 
 
-def test_without_memory_for_it_they_wait() -> None:
-    """200 MiB of contributions, where 160 are left, of which gradients take 100."""
+@pytest.mark.parametrize("mebibytes", [160, 270])
+def test_without_memory_for_it_they_wait(mebibytes: int) -> None:
+    """200 MiB of contributions and 100 of gradients, where so many are left."""
     problem = dense(FULL, batch=1, seqlen_q=250, seqlen_k=51_200, heads=8, kv_heads=8, head_dim=64)
     plan, case = auto_plan(problem), any_case(problem)
     expected = launch(plan, case)
     torch.cuda.empty_cache()
-    left = torch.cuda.memory_reserved() + 160 * 2**20
+    left = torch.cuda.memory_reserved() + mebibytes * 2**20
     torch.cuda.set_per_process_memory_fraction(left / torch.cuda.get_device_properties(0).total_memory)
     try:
         with pytest.raises(torch.OutOfMemoryError):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
-from dash_attn.distributed import attention, opening, shard, transport, windows
+from dash_attn.distributed import attention, attention_varlen, functional, opening, shard, transport, windows
+from dash_attn.ops import calls
 from dash_attn.testing import assert_same_bytes
 from sharing_cases import Case, compared
 from spawned import RankError, spawn
@@ -116,6 +118,81 @@ def _turns(rank: int) -> None:
 
 def test_turns_streams_and_graphs() -> None:
     spawn(_turns, 2, backend="nccl")
+
+
+def _ends(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def _places_outlive(rank: int) -> None:
+    """Sequences so many that rows are found by indices. These stay where they are while a graph, or another
+    stream, may read them, although calls of other lengths have pushed the call out of its cache."""
+
+    def drawn(lengths: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator("cuda").manual_seed(len(lengths))
+        x = torch.randn(sum(lengths), 4, 64, generator=generator, device="cuda", dtype=torch.bfloat16)
+        return shard(x, dim=0, cu_seqlens=_ends(lengths))
+
+    def called(x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        out = attention_varlen(leaf, leaf, leaf, _ends(lengths), causal=True)
+        assert isinstance(out, Tensor)
+        return [out, *torch.autograd.grad(out, [leaf], out.detach())]
+
+    def forgotten() -> list[Tensor]:
+        """The call pushed out, and what memory is free taken: index 0 exists, so nothing would be noticed."""
+        for rows in range(4, 280, 4):
+            called(drawn((rows,)), (rows,))
+        torch.cuda.synchronize()
+        sizes = (2048, 4096, 6144, 8192, 12288, 16384)
+        return [torch.zeros(n, dtype=torch.int64, device="cuda") for n in sizes for _ in range(100)]
+
+    lengths = (512,) * 8
+    x = drawn(lengths)
+    wanted = called(x, lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = called(x, lengths)
+    taken = forgotten()
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(made, wanted):
+        assert_same_bytes(a, b)
+    del taken
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    with torch.cuda.stream(streams[0]):
+        called(x, lengths)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(streams[1]):
+        torch.cuda._sleep(2_000_000_000)
+        found = called(x, lengths)
+    functional._shared.cache_clear()
+    with torch.cuda.stream(streams[0]):
+        taken = [torch.zeros(n, dtype=torch.int64, device="cuda") for n in (4096, 12288) for _ in range(200)]
+    torch.cuda.synchronize()
+    assert len(taken) == 400
+    for a, b in zip(found, wanted):
+        assert_same_bytes(a, b)
+
+
+def test_places_of_rows_outlive_graphs_and_streams() -> None:
+    spawn(_places_outlive, 2, backend="nccl")
+
+
+def _many_lengths(rank: int) -> None:
+    """More shapes in a batch than calls are kept: a second call plans nothing anew."""
+    lengths = tuple(range(4, 284, 4))
+    x = torch.randn(sum(lengths) // 2, 4, 64, device="cuda", dtype=torch.bfloat16)
+    for mode in ("gather", "ring"):
+        attention_varlen(x, x, x, _ends(lengths), causal=True, mode=mode)
+        before = calls._shaped.cache_info().misses
+        attention_varlen(x, x, x, _ends(lengths), causal=True, mode=mode)
+        assert calls._shaped.cache_info().misses == before
+
+
+def test_many_lengths_are_planned_once() -> None:
+    spawn(_many_lengths, 2, backend="nccl")
 
 
 def _other_order(rank: int) -> None:  # error 710 is that of an assertion

@@ -215,8 +215,9 @@ def _run(
     if shared.through_windows:
         with exchanging(team):
             open_window(team, q.device)
+    with exchanging(team):
+        aux = completed(aux, spec.dropout_p, q)
     meeting = Meeting(team, step, q.device)
-    aux = completed(aux, spec.dropout_p, q)
     if aux.dropout_seed is not None:
         meeting.end()
         with exchanging(team):

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..backends.cuda.upload import Upload
 from ..backends.sums import accumulator
 from ..ops.calls import Call, shaped_call
 from ..ops.segments import CutSequence
@@ -94,6 +95,7 @@ class Shared:
     def __init__(self, given: Given, spec: AttentionSpec, team: Team, device: torch.device) -> None:
         self.given, self.spec, self.team, self.device = given, spec, team, device
         self.scores, self.group = spec.scores, given.heads // given.kv_heads
+        self._calls: dict[tuple[int, int, int], Call] = {}
         self.layout = Layout(given.lengths, team.size, given.layout)
         one = self.dense_call(1, 1, 1)
         self.backend = one.backend.name
@@ -155,13 +157,13 @@ class Shared:
         return self.given.head_ranks == 1 and in_place(self.layout, self.work)
 
     @cached_property
-    def _home_ways(self) -> list[_Way]:
+    def _home_ways(self) -> _Ways:
         """Of the keys of sequences that their worker has whole."""
         return self._ways(self.keys, lambda rank, rows: rows.sequence in self.complete[rank])
 
     def _ways(
         self, blocks: Sequence[Sequence[Rows]], wanted: Callable[[int, Rows], bool] | None = None
-    ) -> list[_Way]:
+    ) -> _Ways:
         """Ways of the rows of these blocks, or of those that are wanted, from and to this rank."""
         found: list[_Way] = []
         indices: list[IntArray] = []
@@ -176,12 +178,18 @@ class Shared:
                 indices += [route.local, route.at]
             for local, at in runs if len(runs) <= MOST_RUNS else []:
                 found.append(_Way(*route[:2], at.stop - at.start, local, at))
-        if many:
-            sizes = [len(index) for index in indices]
-            there = torch.split(torch.from_numpy(np.concatenate(indices)).to(self.device), sizes)
-            for number, route in enumerate(many):
-                found.append(_Way(*route[:2], len(route.at), *there[2 * number : 2 * number + 2]))
-        return sorted(found, key=lambda way: (way.owner, way.worker))
+        there, upload = self._there(indices)
+        for number, route in enumerate(many):
+            found.append(_Way(*route[:2], len(route.at), *there[2 * number : 2 * number + 2]))
+        return _Ways(sorted(found, key=lambda way: (way.owner, way.worker)), upload)
+
+    def _there(self, indices: Sequence[IntArray]) -> tuple[list[Tensor], Upload | None]:
+        """Indices on the device."""
+        if self.device.type != "cuda" or not indices:
+            return [torch.from_numpy(index).to(self.device) for index in indices], None
+        words = [np.ascontiguousarray(index, np.int64).view(np.int32) for index in indices]
+        upload = Upload("where the rows of a shared call lie", words, self.device)
+        return [x.view(torch.int64) for x in upload.arrays], upload
 
     def _kept(
         self, blocks: Sequence[Rows], route: Route, wanted: Callable[[int, Rows], bool]
@@ -236,8 +244,11 @@ class Shared:
 
     def dense_call(self, seqlen_q: int, seqlen_k: int, kv_heads: int) -> Call:
         """Of rows that are the last ones of so many keys, or see all of them."""
-        lengths = ((seqlen_q, seqlen_k),) * self.given.batch
-        return shaped_call(lengths, self._sizes(kv_heads), self.given.dtype, self.device, False, self.spec)
+        key = seqlen_q, seqlen_k, kv_heads
+        if key not in self._calls:
+            rest = self._sizes(kv_heads), self.given.dtype, self.device, False, self.spec
+            self._calls[key] = shaped_call((key[:2],) * self.given.batch, *rest)
+        return self._calls[key]
 
     def whole_call(self, kv_heads: int) -> Call:
         """Of all rows of all sequences."""
@@ -284,7 +295,7 @@ class Shared:
         heads = self.q_heads()
         first, last = heads[self.team.rank]
         flat = x.new_empty((x.shape[0], _total(self.rows), last - first, x.shape[3]))
-        return flat, [Leg(x, flat, self._q_ways, heads, True)]
+        return flat, [Leg(x, flat, self._q_ways.use(), heads, True)]
 
     def home(self, like: Tensor) -> Tensor:
         """Room for the rows that lie on this rank, with all heads, of a tensor like out or like lse."""
@@ -294,7 +305,7 @@ class Shared:
 
     def rows_out(self, flat: Tensor, x: Tensor, step: int | None = None) -> Leg:
         """Rows like out, or of lse, to where they lie in x; of all heads, or those of a step."""
-        return Leg(x, flat, self._q_ways, self.q_heads(step), False)
+        return Leg(x, flat, self._q_ways.use(), self.q_heads(step), False)
 
     def begin_keys(
         self,
@@ -311,7 +322,7 @@ class Shared:
         flat, legs = [], list(beside)
         for x in (k, v):
             flat.append(x.new_empty((x.shape[0], _total(mine), last - first, x.shape[3])))
-            legs.append(Leg(x, flat[-1], self._k_ways, heads, True))
+            legs.append(Leg(x, flat[-1], self._k_ways.use(), heads, True))
         return self.move(legs, meeting), flat[0], flat[1]
 
     def rows_of_keys(self, *tensors: Tensor) -> list[Tensor]:
@@ -320,13 +331,13 @@ class Shared:
         flat, legs = [], []
         for x in tensors:
             flat.append(x.new_empty((x.shape[0], 1, _total(mine))))
-            legs.append(Leg(x[:, None], flat[-1], self._k_ways, everywhere, True))
+            legs.append(Leg(x[:, None], flat[-1], self._k_ways.use(), everywhere, True))
         finish(self.move(legs))
         return [x[:, 0] for x in flat]
 
     def keys_out(self, flat: Tensor, x: Tensor, step: int) -> Leg:
         """Rows like k, of sequences that their worker has whole, to where they lie in x."""
-        return Leg(x, flat, self._home_ways, self.of_step(step), False)
+        return Leg(x, flat, self._home_ways.use(), self.of_step(step), False)
 
 
 def finish(moving: Moving | None) -> None:
@@ -352,6 +363,19 @@ class _Way(NamedTuple):
             for x in (self.local, self.at)
         )
         return self._replace(size=last - first, local=local, at=at)
+
+
+class _Ways(NamedTuple):
+    """Ways, and their indices on a GPU, if they have some."""
+
+    ways: list[_Way]
+    upload: Upload | None
+
+    def use(self) -> list[_Way]:
+        """The ways, for work that is next on the current stream."""
+        if self.upload is not None:
+            self.upload.use()
+        return self.ways
 
 
 class Leg(NamedTuple):

@@ -193,7 +193,7 @@ def _sink_of(scores: Scores, aux: AuxTensors) -> Tensor | None:
         raise InputError(reason)
     if aux is NO_AUX or aux.learnable_sink is None:
         return None
-    return aux.learnable_sink.detach().float().contiguous()
+    return aux.learnable_sink.detach().resolve_neg().float().contiguous()
 
 
 @cache

@@ -153,16 +153,16 @@ def run_backward(
     elif apart and not ordered:
         raise InputError("contributions that are apart have an order: apart=True beside ordered=False")
     asked = Demand(ordered, debug, softcap=softcap, intervals=intervals, apart=apart)
-    variant = place.variants.get(asked) or variant_of(place, plan, asked)
+    made = None
     try:
-        work = Workspace(variant, place, q.device, rows=rows)
-    except torch.OutOfMemoryError:
-        if not (apart and may_wait):
+        made = _launched(plan, place, given, scores, asked, rows, workers)
+    except torch.OutOfMemoryError:  # before anything was launched
+        if not (apart and may_wait) or torch.cuda.is_current_stream_capturing():
             raise
+    if made is None:  # what was allocated is free again
+        made = _launched(plan, place, given, scores, asked._replace(apart=False), rows, workers)
         place.apart = False
-        return run_backward(plan, tensors, scores, sink=sink, sink_sums=sink_sums)
-    grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-    launch(plan, (variant, place, work), given, grads, scores, workers)
+    work, grads = made
     if sink is not None:
         statistics = work.statistics(len(plan.problem.sequences))
         if sink_sums is None:
@@ -170,6 +170,24 @@ def run_backward(
         else:
             add_to_sink_sums(sink_sums, statistics, sink)
     return Result(*grads) if debug is NO_DEBUG else work.result(grads, debug)
+
+
+def _launched(
+    plan: Plan,
+    place: OnDevice,
+    given: Tensors,
+    scores: Scores,
+    asked: Demand,
+    rows: RowIntervals | None,
+    workers: int | None,
+) -> tuple[Workspace, Gradients]:
+    """The kernels launched, but for those of a sink."""
+    variant = place.variants.get(asked) or variant_of(place, plan, asked)
+    work = Workspace(variant, place, given.q.device, rows=rows)
+    like = given.q, given.k, given.v
+    grads = Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like))
+    launch(plan, (variant, place, work), given, grads, scores, workers)
+    return work, grads
 
 
 Made = tuple["Variant", OnDevice, "Workspace"]

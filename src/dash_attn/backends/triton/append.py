@@ -42,6 +42,7 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     The last dimension of the caches has stride 1; new tokens may have any strides.
     """
     for where, what in zip(cache, new):
+        what = what.resolve_neg()
         what = what if what.stride(-1) == 1 else what.contiguous()
         pages, size, heads, head_dim = where.shape
         batch, rows = what.shape[:2]

@@ -29,7 +29,7 @@ def values_of(x: Tensor | None, unread: Tensor) -> Tensor:
     """
     if x is None:
         return unread
-    return at_16_bytes(x.detach().to(torch.float32).contiguous())
+    return at_16_bytes(x.detach().resolve_neg().to(torch.float32).contiguous())
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class Cached(PreparedCached):
     def _sink(self, aux: AuxTensors) -> Tensor:
         """(heads,) fp32; -inf where there is no sink."""
         if aux.learnable_sink is not None:
-            return aux.learnable_sink.detach().float().contiguous()
+            return aux.learnable_sink.detach().resolve_neg().float().contiguous()
         kept = constant(self._no_sink, self.device)
         if kept is None:
             return torch.full((self.problem.heads,), -torch.inf, device=self.device)
