@@ -142,7 +142,8 @@ def flash_attn_varlen_func(
         k, v: (total_k, kv_heads, head_dim); kv_heads divides heads; v may have another head_dim. With
             ``seqused_k`` and without ``cu_seqlens_k``: (batch, seqlen_k_max, kv_heads, head_dim).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, on the tensors' device or on the CPU: 0, then the
-            end of every sequence. Sequences may be empty. With ``seqused_k``, a sequence's keys begin at its
+            end of every sequence. Sequences may be empty. In compiled code one on the CPU may not be
+            written to before the backward. With ``seqused_k``, a sequence's keys begin at its
             ``cu_seqlens_k``, and those that are not used lie between them and the next sequence's.
         max_seqlen_q, max_seqlen_k: not needed; an integer that is less than the longest sequence (of used
             keys) is an error. With ``page_table`` only where the lengths are on the CPU.

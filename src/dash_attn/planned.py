@@ -98,7 +98,8 @@ def _apply(
         raise InputError(f"plan must be a dash_attn.schedule.Plan, got {short(plan)}")
     if plan.verdict is None:
         raise InputError(
-            "the plan is not proven, for copies and unpickled plans are not: dash_attn.schedule.prove(plan)"
+            "the plan is not proven, for copies and unpickled plans are not: "
+            "plan = dash_attn.schedule.prove(plan)"
         )
     if how.disorder is not None and not isinstance(how.disorder, random.Random):
         raise InputError(f"disorder must be None or a random.Random, got {short(how.disorder)}")
