@@ -54,7 +54,7 @@ def require_cache() -> str:
 
 def default_jobs() -> int:
     """How many programs are compiled at the same time if nobody says it."""
-    return min(os.cpu_count() or 1, _MOST_JOBS)
+    return min(len(os.sched_getaffinity(0)), _MOST_JOBS)
 
 
 def compiled(programs: dict[str, Config], jobs: int) -> Iterator[tuple[str, float]]:

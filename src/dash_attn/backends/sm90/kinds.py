@@ -40,16 +40,12 @@ def programs_of(problem: Problem, scores: Scores, *, cached: bool = False) -> di
 
 def _of_training(problem: Problem, scores: Scores) -> Iterator[Config]:
     kernel, dtype = kernel_of(problem.head_dim, problem.head_dim_v), SHORT_DTYPES[problem.dtype]
-    softcap, padded = scores.softcap > 0, kernel.padded or scores.row_intervals
+    padded = kernel.padded or scores.row_intervals
+    kind = (*kernel[:2], dtype, padded, scores.softcap > 0, scores.row_intervals)
     for backward in backward_variants().values():
-        mine = (backward.head_dim, backward.head_dim_v, backward.padded) == (*kernel[:2], padded)
-        alike = (backward.dtype, backward.softcap, backward.intervals) == (
-            dtype,
-            softcap,
-            scores.row_intervals,
-        )
+        sizes, rest = (backward.head_dim, backward.head_dim_v), (backward.softcap, backward.intervals)
         debug = backward.spin_limit or backward.dump_contributions or backward.trace
-        if mine and alike and backward.ordered and not debug:
+        if (*sizes, backward.dtype, backward.padded, *rest) == kind and backward.ordered and not debug:
             yield backward
             yield from (convert_config(backward, tickets) for tickets in (1, MANY_FROM))
             if backward.key_sums:
