@@ -145,6 +145,22 @@ def test_a_checkpoint_runs_again_as_it_ran_wherever_the_backward_is(reentrant):
         assert_same_bytes(a, b)
 
 
+def test_a_composable_checkpoint_runs_again_as_it_ran():
+    module = pytest.importorskip("torch.distributed._composable")
+    tensors = leaves()
+
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    attend = Attend()
+    module.checkpoint(attend)
+    with sdpa.enabled():
+        out = attend(*tensors)
+    for a, b in zip(run(lambda *_: out, tensors), run(ours, tensors, causal=True), strict=True):
+        assert_same_bytes(a, b)
+
+
 def test_of_two_contexts_of_ranks_the_inner_one_counts(monkeypatch):
     """A backward takes the one around it to another thread; what is run again there may open its own."""
     seen, outer, inner = [], object(), object()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import checkpoint as module
+from torch.utils.checkpoint import CheckpointFunction
 
 __all__ = ["Wrapping"]
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
+_USERS = "torch.utils.checkpoint", "torch.distributed._composable.checkpoint_activation"
+"""Modules that look it up under this name when a checkpoint is made. A PyTorch of another version may have
+others."""
 
 
 class Wrapping:
     """While it is on, checkpoints that are made run a wrapped function again, whenever that may be.
 
-    ``checkpoint`` looks up what does the work when it is called: with ``use_reentrant=True``
-    ``CheckpointFunction.forward``, otherwise a generator, which a PyTorch of another version may not have.
+    With ``use_reentrant=True`` ``CheckpointFunction.forward`` does the work, otherwise a generator.
 
     Args:
         wrap: makes the function that is run again, of the one that a checkpoint is given.
@@ -24,22 +27,27 @@ class Wrapping:
 
     def __init__(self, wrap: Callable[[Any], Any]) -> None:
         self._wrap = wrap
-        self._before: tuple[Any, Any] = (None, None)
+        self._before: list[tuple[Any, str, Any]] = []
 
     def begin(self) -> None:
         """Checkpoints are wrapped from now on."""
-        reentrant: Any = module.CheckpointFunction
-        forward, generator, wrap = reentrant.forward, getattr(module, _GENERATOR, None), self._wrap
-        self._before = forward, generator
-        reentrant.forward = staticmethod(lambda ctx, function, *rest: forward(ctx, wrap(function), *rest))
-        if generator is not None:
-            wrapped = lambda function, *rest, **more: generator(wrap(function), *rest, **more)  # noqa: E731
-            setattr(module, _GENERATOR, wrapped)
+        forward: Any = CheckpointFunction.forward
+        wrap = self._wrap
+        again = staticmethod(lambda ctx, function, *rest: forward(ctx, wrap(function), *rest))
+        self._put(CheckpointFunction, "forward", again, staticmethod(forward))
+        for module in filter(None, map(sys.modules.get, _USERS)):
+            if generator := getattr(module, _GENERATOR, None):
+                self._put(module, _GENERATOR, _wrapped(generator, wrap), generator)
+
+    def _put(self, where: Any, name: str, value: Any, before: Any) -> None:
+        setattr(where, name, value)
+        self._before.append((where, name, before))
 
     def end(self) -> None:
         """Checkpoints are what they were."""
-        reentrant: Any = module.CheckpointFunction
-        forward, generator = self._before
-        reentrant.forward = staticmethod(forward)
-        if generator is not None:
-            setattr(module, _GENERATOR, generator)
+        while self._before:
+            setattr(*self._before.pop())
+
+
+def _wrapped(generator: Any, wrap: Callable[[Any], Any]) -> Any:
+    return lambda function, *rest, **more: generator(wrap(function), *rest, **more)
