@@ -55,22 +55,6 @@ def _second_derivatives(rank: int) -> None:
             torch.autograd.grad(out, q, torch.ones(3, *out.shape), is_grads_batched=True)  # type: ignore[union-attr]
 
 
-def _fails_on_the_way(rank: int) -> None:
-    """What a rank meets behind its checks, such as no memory, is told to those who wait for it."""
-    x, group = torch.zeros(1, 64, 4, 32), _short()
-    attention(x, x, x, group=group)
-    fails = mock.patch.object(functional, "completed", side_effect=MemoryError("none is left"))
-    with fails if rank else nullcontext():
-        expected = "none is left" if rank else "rank 1 of 2 .*none is left"
-        with pytest.raises(MemoryError if rank else CommunicationError, match=expected):
-            attention(x, x, x, group=group)
-    dist.barrier()
-
-
-def test_an_error_on_the_way_to_an_exchange_is_told() -> None:
-    spawn(_fails_on_the_way, 2)
-
-
 @pytest.mark.slow
 def test_a_second_derivative_is_an_error() -> None:
     spawn(_second_derivatives, 2)
@@ -218,6 +202,22 @@ def _refused_later(rank: int) -> None:
 
 def test_a_rank_that_refuses_a_known_call_says_why_at_once() -> None:
     spawn(_refused_later, 2)
+
+
+def _fails_on_the_way(rank: int) -> None:
+    """What a rank meets behind its checks, such as no memory, is told to those who wait for it."""
+    x, group = torch.zeros(1, 64, 4, 32), _short()
+    attention(x, x, x, group=group)
+    fails = mock.patch.object(functional, "completed", side_effect=MemoryError("none is left"))
+    with fails if rank else nullcontext():
+        expected = "none is left" if rank else "rank 1 of 2 .*none is left"
+        with pytest.raises(MemoryError if rank else CommunicationError, match=expected):
+            attention(x, x, x, group=group)
+    dist.barrier()
+
+
+def test_an_error_on_the_way_to_an_exchange_is_told() -> None:
+    spawn(_fails_on_the_way, 2)
 
 
 def _refused_before(rank: int) -> None:

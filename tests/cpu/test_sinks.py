@@ -183,7 +183,7 @@ def test_the_gradient_of_a_sink_is_that_of_each_sequence_added_in_the_order_of_t
 
 
 LARGE = [1.1e11, 2.3e11, 7.7e15, 2.3e18, 3.7e19, 1e30]
-"""At some of these lse is rounded to less than the sink, by more than an exponent can be."""
+"""At some of these lse is rounded to so much less than the sink that exp would overflow."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -63,9 +63,8 @@ def check_tokens(
     for at, (row, columns) in enumerate(zip(table.tolist(), used)):
         for column in columns:
             if not 0 <= row[column] < pages:
-                where, there = (
-                    (at, f"k_cache has {pages}") if contiguous else ((at, column), f"there are {pages} pages")
-                )
+                where = at if contiguous else (at, column)
+                there = f"k_cache has {pages}" if contiguous else f"there are {pages} pages"
                 raise InputError(f"{what} has {row[column]} at {where}, {there}")
     if more:
         written = [range(length // size, columns.stop) for length, columns in zip(found, used)]

@@ -38,7 +38,7 @@ def sink_gradient(
         products = tensors.dout[rows].to(sink.dtype) * tensors.out[rows].to(sink.dtype)
         delta = products.contiguous().sum(2).T  # strides decide in which order PyTorch adds
         lse = tensors.lse[:, rows]
-        # Where a sink is large, lse is rounded by more than the exponent of a float holds.
+        # Of a large sink lse may be rounded to so much less that exp would overflow.
         parts = (sink[:, None] - lse).clamp_(max=1.0).exp_() * delta
         parts.masked_fill_(lse == -torch.inf, 0.0)  # no key, and a sink of -inf
         for tile in _tiles(parts):

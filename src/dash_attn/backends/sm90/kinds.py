@@ -57,8 +57,8 @@ def _of_training(problem: Problem, scores: Scores) -> Iterator[Config]:
         if mine and _suits(forward, scores) and not forward.trace:
             yield forward
             yield fold_config(forward)
-    if scores.sink:
-        yield from map(SinkConfig, STEPS)
+    if scores.sink:  # with intervals there are no segments, and so no sums of several launches
+        yield from map(SinkConfig, [""] if scores.row_intervals else STEPS)
 
 
 def _suits(forward: ForwardConfig, scores: Scores) -> bool:

@@ -99,7 +99,7 @@ def sink_kernel(
         there = rows < seqlen_q
         natural = tl.load(lse + first + rows, mask=there, other=float("inf"))
         exponent = (score - natural) * LOG2E
-        # Where a sink is large, lse is rounded by more than the exponent of a float holds.
+        # Of a large sink lse may be rounded to so much less that exp would overflow.
         exponent = tl.where(exponent > 1.0, 1.0, exponent)
         p = tl.where(natural == float("-inf"), 0.0, tl.exp2(exponent))
         total += tl.sum(p * tl.load(place + rows * 2, mask=there, other=0.0), 0)

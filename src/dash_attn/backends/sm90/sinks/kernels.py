@@ -80,7 +80,7 @@ class SinkParts:
         value = Float32(0.0)
         if row < rows:
             exponent = sink2 - arguments.lse2[base + row]
-            if exponent > 1.0:  # lse of a large sink is rounded by more than the exponent of a float holds
+            if exponent > 1.0:  # of a large sink lse may be rounded to so much less that exp2 would overflow
                 exponent = Float32(1.0)
             value = cute.math.exp2(exponent, fastmath=True) * arguments.delta[base + row]
         return value
