@@ -57,12 +57,18 @@ _NEED_TORCH = (
 )
 
 
+_MODULES = ("distributed", "errors", "integrations", "testing")
+"""What a user may name without having imported it."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _NEED_TORCH:
         found = globals()[name] = getattr(import_module(".api", __name__), name)  # asked for once
         return found
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted((*__all__, *_MODULES))

@@ -21,7 +21,6 @@ from .cache_arguments import (
 from .dispatch import QKV, backend_of_nothing, find_call, is_empty
 from .errors import DashError, InputError
 from .ops.cached import cached_call
-from .ops.calls import Call
 from .schedule import Numerics, Plan, Schedule
 from .values import Window, check_flag, check_flash_options, kind_of, short
 
@@ -192,25 +191,42 @@ def plan_for(
     v: Tensor,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     *,
     causal: bool = False,
     window: Window = None,
     window_size: Window = None,
     softmax_scale: float | None = None,
     policy: str | Numerics | Schedule = "auto",
+    deterministic: bool = True,
+    return_lse: bool = False,
     backend: str = "auto",
     q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
+    **flash_options: Any,
 ) -> Plan:
-    """The backward's plan that these arguments lead to, of a packed batch where ``cu_seqlens`` are given.
+    """The backward's plan of a call with these arguments. Nothing runs, and no value of q, k and v is read.
 
     It is that of the mask, whatever ``row_starts`` and ``row_ends`` hide. They, ``softmax_scale`` and
     ``softcap`` may lead to another backend.
+
+    Args:
+        q, k, v: as in :func:`dash_attn.attention`; packed, as in :func:`dash_attn.flash_attn_varlen_func`,
+            where ``cu_seqlens`` are given.
+        window, window_size: two names of one argument.
+        flash_options: as in :func:`dash_attn.flash_attn_func`.
+
+    All others are those of these functions, so that the arguments of a call can be passed on.
+
+    Returns:
+        The proven plan. Its ``policy`` can be named in a call, its ``fingerprint`` names its numerics.
 
     Raises:
         InputError, UnsupportedMaskError: as :func:`dash_attn.attention`; also for sequences longer than
@@ -221,15 +237,19 @@ def plan_for(
     >>> plan_for(q, q, q, causal=True)
     Plan(spt, 8 items, 20 tasks)
     """
-    window = _one_window(window, window_size)
+    check_flag("return_lse", return_lse)
+    check_flash_options("plan_for", flash_options)
     asked = Asked(
-        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
-        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
+        causal=causal, window=_one_window(window, window_size), softmax_scale=softmax_scale, policy=policy,
+        deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
+        q_segment=q_segment,
     )  # fmt: skip
     aux = aux_of(
-        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, row_starts=row_starts, row_ends=row_ends
-    )
-    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    call = find_call(check_call(q, k, v, lengths.packing(), asked, aux))
     if call.parts:
         raise InputError(
             f"the backward is cut into segments of {call.spec.rows_per_segment} rows of q, each with a plan: "
@@ -242,8 +262,7 @@ class Fingerprints(NamedTuple):
     """What names the numerics of a call: two runs with the same three round in the same places.
 
     Attributes:
-        forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``), or the name
-            and version of the library whose kernel it is.
+        forward: of out and lse: SHA-256 of the numerics (``dash_attn.schedule.ForwardNumerics``).
         backward: of the gradients: SHA-256 of the plan's numerics (``Plan.fingerprint``), or of those of all
             segments of long sequences. With "triton" both are hashed once more, with the version of its
             kernels (``TRITON_VERSION``), and with a softcap on "sm90" with that of its tanh
@@ -262,25 +281,35 @@ def fingerprints(
     v: Tensor,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
     *,
     causal: bool = False,
     window: Window = None,
     window_size: Window = None,
     softmax_scale: float | None = None,
     policy: str | Numerics | Schedule = "auto",
+    deterministic: bool = True,
+    return_lse: bool = False,
     backend: str = "auto",
     q_segment: int | None = None,
     softcap: float = 0.0,
     learnable_sink: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
+    **flash_options: Any,
 ) -> Fingerprints:
-    """The numerics that these arguments lead to: log them, and a later run can tell whether it sums alike.
+    """What names the numerics of a call with these arguments. Nothing runs. Log it: then a later run can tell
+    whether it sums alike.
 
-    Arguments and errors are those of :func:`plan_for`, but that sequences longer than ``q_segment`` have
+    Args and errors are those of :func:`plan_for`, but that sequences longer than ``q_segment`` have
     fingerprints, too.
+
+    Returns:
+        The forward's, the backward's, and the backend: :class:`Fingerprints`.
 
     >>> import torch
     >>> q = torch.zeros(1, 512, 2, 64)
@@ -288,25 +317,22 @@ def fingerprints(
     >>> len(names.forward), len(names.backward), names.backend
     (64, 64, 'cpu')
     """
-    window = _one_window(window, window_size)
+    check_flag("return_lse", return_lse)
+    check_flash_options("fingerprints", flash_options)
     asked = Asked(
-        causal=causal, window=window, softmax_scale=softmax_scale, policy=policy, backend=backend,
-        softcap=softcap, dropout_p=dropout_p, q_segment=q_segment,
+        causal=causal, window=_one_window(window, window_size), softmax_scale=softmax_scale, policy=policy,
+        deterministic=deterministic, backend=backend, softcap=softcap, dropout_p=dropout_p,
+        q_segment=q_segment,
     )  # fmt: skip
     aux = aux_of(
-        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, row_starts=row_starts, row_ends=row_ends
-    )
-    call = _call_of((q, k, v), (cu_seqlens_q, cu_seqlens_k), aux, asked)
+        q, learnable_sink=learnable_sink, alibi_slopes=alibi_slopes, dropout_p=dropout_p,
+        dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
+    )  # fmt: skip
+    lengths = _Lengths(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
+    call = find_call(check_call(q, k, v, lengths.packing(), asked, aux))
     both = call.prepared.forward_fingerprint, call.fingerprint
     forward, backward = (call.backend.with_scores(x, call.scores) for x in both)
     return Fingerprints(forward, backward, call.backend.name)
-
-
-def _call_of(
-    qkv: QKV, cu_seqlens: tuple[Tensor | None, Tensor | None], aux: AuxTensors, asked: Asked
-) -> Call:
-    """The call that these arguments lead to, checked and not run."""
-    return find_call(check_call(*qkv, _Lengths(*cu_seqlens).packing(), asked, aux))
 
 
 def _one_window(window: Window, window_size: Window) -> Window:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import math
 import re
 from dataclasses import dataclass
@@ -247,6 +248,32 @@ def test_unequal_lengths(seqlen_q, seqlen_k, dtype):
     bound = 12 * torch.finfo(dtype).eps
     for got, wanted in zip(results, exact):
         assert (got - wanted).abs().max() <= bound * max(float(wanted.abs().max()), 1.0)
+
+
+@pytest.mark.parametrize("of", ["flash_attn_func", "flash_attn_varlen_func", "attention"])
+def test_the_arguments_of_a_call_can_be_passed_on(of):
+    """To what says which plan and which numerics the call has."""
+    call, options = getattr(dash_attn, of), {"causal": True, "dropout_p": 0.5, "dropout_seed": 3}
+    q, k, v, _ = tensors(2, 10)
+    if of == "flash_attn_varlen_func":
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+        ends = torch.tensor([0, 10, 20], dtype=torch.int32)
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 10, "max_seqlen_k": 10}
+    kinds = inspect.signature(call).parameters.values()
+    plain = {x.name: x.default for x in kinds if x.kind is x.KEYWORD_ONLY}
+    options = plain | options | {"deterministic": False, "return_lse": True} | {"q_segment": 128}
+    if of == "attention":
+        del options["deterministic"]
+    else:
+        options["num_splits"] = 1
+    unknown = {"seqused_k", "page_table"}  # they have no backward
+    call(q, k, v, **options)
+    options = {name: value for name, value in options.items() if name not in unknown}
+    assert plan_for(q, k, v, **options).fingerprint == fingerprints(q, k, v, **options).backward
+    assert is_supported(q, k, v, **options)
+    for function in (plan_for, fingerprints):
+        with pytest.raises(TypeError, match=f"^{function.__name__}.* unexpected keyword argument 'nonsense'"):
+            function(q, k, v, nonsense=1)
 
 
 def test_a_packed_batch_without_a_sequence_has_no_plan():

@@ -154,8 +154,16 @@ def test_pure_parts_name_no_heavy_library(folder: str) -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(dash_attn.__all__) == dir(dash_attn)
-    for name in dash_attn.__all__:
+    modules = {"distributed", "errors", "integrations", "testing"}
+    assert modules | set(dash_attn.__all__) == set(dir(dash_attn))
+    for name in dir(dash_attn):
         assert getattr(dash_attn, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = dash_attn.nonsense
+
+
+def test_modules_need_no_import_of_their_own() -> None:
+    names = "distributed.attention", "errors.InputError", "testing.same_bytes", "integrations"
+    for name in names:
+        done = subprocess.run([sys.executable, "-c", f"import dash_attn; dash_attn.{name}"], check=False)
+        assert not done.returncode, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -15,6 +16,9 @@ __all__ = ["KnownCalls"]
 T = TypeVar("T")
 
 _MOST = 256
+
+_NO_KEY = (TypeError, RuntimeError)
+"""Of what has no hash, and of nested tensors, which have no shape."""
 
 
 class _Asked(Protocol):
@@ -38,18 +42,22 @@ class KnownCalls(Generic[T]):
 
     def find(self, q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any] = ()) -> T | None:
         """What was added for a call of plain tensors like these; None under autocast."""
-        key = _key(q, k, v, asked, packing)
-        return None if key is None else self._calls.get(key)
+        try:
+            key = _key(q, k, v, asked, packing)
+            return None if key is None else self._calls.get(key)
+        except _NO_KEY:
+            return None
 
     def add(
         self, made: T, q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any] = ()
     ) -> None:
         """Remember what was made of an accepted call."""
-        key = _key(q, k, v, asked, packing)
-        if key is not None:
-            if len(self._calls) >= _MOST:
-                self._calls.clear()
-            self._calls[key] = made
+        with suppress(*_NO_KEY):
+            key = _key(q, k, v, asked, packing)
+            if key is not None:
+                if len(self._calls) >= _MOST:
+                    self._calls.clear()
+                self._calls[key] = made
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any]) -> object:
@@ -60,18 +68,14 @@ def _key(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, packing: Iterable[Any])
     window, policy = asked.window, asked.policy
     if type(policy) is not str or (window is not None and type(window) is not tuple):
         return None
-    if q.is_nested or k.is_nested or v.is_nested or q.device.type not in ("cuda", "cpu"):
+    device = q.device
+    if q.is_nested or k.is_nested or v.is_nested or (kind := device.type) not in ("cuda", "cpu"):
         return None
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.is_autocast_enabled(kind):
         return None
-    try:
-        key = (
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.layout, k.layout, v.layout, asked, *map(type, asked), *map(type, window or ()),
-            *[(x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor)
-              else (type(x), x) for x in packing],
-        )  # fmt: skip
-        hash(key)
-    except (TypeError, RuntimeError):  # of what has no hash, and of nested tensors, which have no shape
-        return None
-    return key
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
+        q.layout, k.layout, v.layout, asked, *map(type, asked), *map(type, window or ()),
+        *[(x.shape, x.dtype, x.device, x.layout, x.requires_grad) if isinstance(x, Tensor)
+          else (type(x), x) for x in packing],
+    )  # fmt: skip

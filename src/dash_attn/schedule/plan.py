@@ -276,11 +276,12 @@ class Plan:
 
     Attributes:
         problem: the problem it solves.
-        policy: name and parameters of the policy that made it, for people.
+        policy: name and parameters of the policy that made it; calls and :func:`.build_plan` take it as
+            ``policy``.
         patterns: the :class:`HeadPattern` of each distinct shape of a sequence (``Problem.shapes``).
             Read-only.
         items: (items, 3) int32, rows (sequence, head group, kv_tile) in the order workers claim them. Head
-            groups count over all kv heads: with n a kv head, kv head i has groups i * n .. i * n + n - 1.
+            groups count over all kv heads: with n per kv head, kv head i has groups i * n .. i * n + n - 1.
             Read-only.
         verdict: what the verifier computed, None before it ran; a copy starts without one.
     """

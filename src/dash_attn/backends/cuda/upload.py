@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -132,11 +133,14 @@ def loadable(x: Tensor) -> Tensor:
     """x itself if the copy engine can read it: last dimension contiguous, rows and base 16-byte aligned."""
     if x.is_neg():
         x = x.resolve_neg()
-    # Strides of extents of 1 may be anything, also where the tensor counts as contiguous.
-    if x.is_contiguous() and 1 not in x.shape and x.shape[-1] % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
-    *strides, last = x.stride()
-    unit = 16 // x.element_size()
-    if last == 1 and x.data_ptr() % 16 == 0 and all(s % unit == 0 and s > 0 for s in strides):
+    if x.data_ptr() % 16 == 0 and _are_loadable(x.stride(), x.element_size()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(1024)
+def _are_loadable(strides: tuple[int, ...], element_size: int) -> bool:
+    """Whether rows with such strides begin at multiples of 16 bytes, if the first one does."""
+    *others, last = strides
+    unit = 16 // element_size
+    return last == 1 and all(s % unit == 0 and s > 0 for s in others)

@@ -60,8 +60,7 @@ _SUMS = slice(arguments.PARTS.index("dq_acc"), arguments.PARTS.index("group_sums
 """The parts of a buffer that `convert.arguments.Parts` names."""
 
 
-@dataclass(frozen=True)
-class Debug:
+class Debug(NamedTuple):
     """What a debugging run does besides its work. Each is a kernel variant of its own.
 
     Attributes:
@@ -270,12 +269,15 @@ def variant_of(place: OnDevice, plan: Plan, asked: Demand) -> Variant:
 
 def check_tensors(place: OnDevice, plan: Plan, given: Tensors) -> None:
     """The plan's shapes and dtype, and one device: kernels take them from the plan table and from q."""
-    shapes, device = place.shapes.get(given.q.ndim, Shapes()).of_tensors, given.q.device
-    dtypes = (*[place.dtype] * 5, torch.float32)
-    found = tuple([x.shape for x in given]), tuple([x.dtype for x in given])
-    if found == (shapes, dtypes) and {x.device for x in given} == {device}:
+    dout, q, k, v, out, lse = given
+    shapes, device = place.shapes.get(q.dim(), Shapes().of_tensors), q.device
+    if (
+        (dout.shape, q.shape, k.shape, v.shape, out.shape, lse.shape) == shapes
+        and (dout.dtype, q.dtype, k.dtype, v.dtype, out.dtype, lse.dtype) == place.dtypes
+        and dout.device == device == k.device == v.device == out.device == lse.device
+    ):
         return
-    for name, x, shape, dtype in zip(Tensors._fields, given, shapes, dtypes):
+    for name, x, shape, dtype in zip(Tensors._fields, given, shapes, place.dtypes):
         if x.shape != shape or x.dtype != dtype:
             raise PlanMismatchError(
                 f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}; {plan} is for "

@@ -8,6 +8,7 @@ Whoever passes an address keeps the tensor until the launch is on its stream.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -66,10 +67,8 @@ class Buffer:
     def __init__(self, words: Sequence[int], device: torch.device) -> None:
         self._words = words
         self.whole = torch.empty(sum(words), dtype=torch.float32, device=device)
-        self.addresses, address = [], self.whole.data_ptr()
-        for n in words:
-            self.addresses.append(address)
-            address += 4 * n
+        sizes = [4 * n for n in words[:-1]]
+        self.addresses = [*accumulate(sizes, initial=self.whole.data_ptr())]
 
     def part(self, index: int) -> Tensor:
         """One of the parts as a tensor."""
@@ -83,11 +82,10 @@ def place_of(x: Tensor) -> tuple[int, int, int, int]:
     >>> place_of(torch.zeros(2, 3, 4, 8))[1:], place_of(torch.zeros(3, 4, 8))[1:]
     ((96, 32, 8), (0, 32, 8))
     """
-    if x.dim() == 3:
-        row, head, _ = x.stride()
-        return x.data_ptr(), 0, row, head
-    batch, row, head, _ = x.stride()
-    return x.data_ptr(), batch, row, head
+    strides = x.stride()
+    if len(strides) == 3:
+        return x.data_ptr(), 0, strides[0], strides[1]
+    return x.data_ptr(), strides[0], strides[1], strides[2]
 
 
 def address_of(x: Tensor) -> int:

@@ -24,7 +24,7 @@ from ...machine import (
 from ...schedule.plan import Plan
 from ...schedule.table import shared_sums, to_table
 from ..cuda.upload import Upload
-from ..shapes import Shapes, tensor_shapes
+from ..shapes import tensor_shapes
 from .backward.config import CONTROL_WORDS, SEEN_WORDS, BackwardConfig
 from .places import Sizes, sizes_of
 from .tiles import kernel_of, name_of, tiles_of
@@ -38,8 +38,9 @@ class OnDevice:
 
     Attributes:
         upload: the plan table, int32.
-        shapes: shapes of the tensors by rank; none of rank 4 where sequences are not equally long.
-        dtype: of the tensors.
+        shapes: of the tensors (:class:`~dash_attn.backends.base.Tensors`) by rank; none of rank 4 where
+            sequences are not equally long.
+        dtypes: of the tensors.
         heads: q heads.
         q_tiles, kv_tiles: tiles of one head, over all sequences.
         tickets: most contributions that a dQ tile can get, at least 1.
@@ -53,8 +54,8 @@ class OnDevice:
     """
 
     upload: Upload | None
-    shapes: dict[int, Shapes]
-    dtype: torch.dtype
+    shapes: dict[int, tuple[tuple[int, ...], ...]]
+    dtypes: tuple[torch.dtype, ...]
     heads: int
     q_tiles: int
     kv_tiles: int
@@ -143,8 +144,8 @@ def _place(plan: Plan, upload: Upload | None) -> OnDevice:
     q_tiles, tickets = int(batch.q_tiles.sum()), max(1, int(batch.kv_tiles.max()))
     return OnDevice(
         upload,
-        tensor_shapes(p),
-        getattr(torch, p.dtype),
+        {rank: shapes.of_tensors for rank, shapes in tensor_shapes(p).items()},
+        (*[getattr(torch, p.dtype)] * 5, torch.float32),
         p.heads,
         q_tiles,
         int(batch.kv_tiles.sum()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from ...cuda.upload import Upload, loadable
 from ...shapes import Keys
 from ..compile import program
 from ..fold.config import fold_config
-from ..places import Buffer, address_of, place_of, sizes_of
+from ..places import Buffer, Sizes, address_of, place_of, sizes_of
 from ..softcap import Cap
 from ..tiles import SHORT_DTYPES, forward_kernel_of
 from .arguments import BOUNDS_WORDS
@@ -68,6 +69,14 @@ def _numerics(problem: Problem, config: ForwardConfig) -> ForwardNumerics:
     return ForwardNumerics(problem.head_dim, problem.dtype, *numbers, head_dim_v=problem.head_dim_v)
 
 
+class _Ready(NamedTuple):
+    """What stays the same from call to call: the table on the device, extents, and the shape of lse."""
+
+    upload: Upload
+    extents: Sizes
+    lse: tuple[int, ...]
+
+
 class Forward:
     """The forward of a problem on a device. What a batch needs there is uploaded by the first call.
 
@@ -95,7 +104,7 @@ class Forward:
         self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
         self._turns = turns
         self.config = config_of(problem) if config is None else config
-        self._uploads: dict[int, Upload] = {}
+        self._ready: dict[tuple[int, int], _Ready] = {}  # by the step of keys, and the rank of q
         self._dtypes = (getattr(torch, problem.dtype),) * 3
 
     def plan(self) -> ForwardPlan:
@@ -106,7 +115,7 @@ class Forward:
     def _available(self) -> int:
         return multiprocessors(self._device) if self._blocks is None else self._blocks
 
-    def _prepare(self, step: int) -> Upload:
+    def _prepare(self, step: int, rank: int, extents: Sizes) -> _Ready:
         problem, config, plan, available = self._problem, self.config, self.plan(), self._available()
         starts = None if self._keys is None else self._keys.starts
         table = forward_table(plan, [i * step for i in range(len(problem.sequences))] if step else starts)
@@ -123,7 +132,7 @@ class Forward:
         # As in fold.arguments.Launch, behind the addresses.
         self._of_fold = (self._words[-1], len(plan.entries), len(plan.folds))
         self._fold = program(fold_config(config)) if len(plan.folds) else None
-        return self._uploads.setdefault(step, upload)
+        return _Ready(upload, extents, (extents.batch, extents.heads, extents.rows)[4 - rank :])
 
     def __call__(
         self,
@@ -164,11 +173,10 @@ class Forward:
             k, v = (x.unsqueeze(0) if x.dim() == 3 else x for x in (k, v))
             if k.shape[0] > 1:
                 k, v, step = _as_packed(k, v)
-        upload = self._uploads.get(step) or self._prepare(step)
-        extents = sizes_of(q, k, v)
-        shape = (extents.batch, extents.heads, extents.rows)[4 - q.dim() :]
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-        buffer, (table,) = Buffer(self._words, q.device), upload.use()
+        key, device = (step, q.dim()), q.device
+        ready = self._ready.get(key) or self._ready.setdefault(key, self._prepare(*key, sizes_of(q, k, v)))
+        lse = torch.empty(ready.lse, dtype=torch.float32, device=device)
+        buffer, (table,), extents = Buffer(self._words, device), ready.upload.use(), ready.extents
         sinks, of_out, of_lse = () if sink is None else (sink,), place_of(out), address_of(lse)
         traces = () if trace is None else (trace.view(-1),)
         self._program(
