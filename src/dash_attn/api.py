@@ -68,8 +68,9 @@ def attention(
         window: (left, right) columns around that diagonal, -1 or None: unbounded. With ``causal`` the
             right side is 0, as in FlashAttention.
         softmax_scale: default ``head_dim ** -0.5``; "sm90" takes positive ones only.
-        policy: "auto", a policy's name, or a Policy. It decides in which order gradients are summed:
-            another policy may give other bytes, all of them equally accurate.
+        policy: "auto", the name of a policy, what ``str`` makes of one ("descending + lpt"), or one itself
+            (:mod:`dash_attn.schedule`). It decides in which order gradients are summed: another policy may
+            give other bytes, all of them equally accurate.
         return_lse: return the log-sum-exp too. It carries no gradient.
         backend: "auto", "cpu", "sm90" (Hopper) or "triton". "auto" is "cpu" for CPU tensors. On a GPU it is
             "sm90" where that covers the call, else "triton". Another backend gives other bytes.

@@ -12,6 +12,7 @@ __all__ = [
     "FingerprintError",
     "HandOverError",
     "InputError",
+    "MissingCompilerError",
     "PlacementError",
     "PlanError",
     "PlanMismatchError",
@@ -35,6 +36,10 @@ class ProblemError(DashError, ValueError):
 
 class InputError(DashError, ValueError):
     """An argument, or a parameter of a policy or placement, cannot be used; the message names its value."""
+
+
+class MissingCompilerError(DashError, ImportError):
+    """The compiler of the Hopper kernels is not installed."""
 
 
 class UnavailableError(DashError, RuntimeError):

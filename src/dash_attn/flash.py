@@ -154,7 +154,7 @@ def flash_attn_varlen_func(
             then end before q does: rows behind are not written. On the CPU it must end where q ends.
         row_starts, row_ends: (total_k,) int32, as in :func:`dash_attn.attention`; rows count from the first
             one of their sequence. Not with ``seqused_k``.
-        softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, softcap,
+        softmax_scale, causal, window_size, deterministic, return_lse, policy, backend, q_segment, softcap,
             learnable_sink, alibi_slopes, dropout_p, dropout_seed, flash_options: as in
             :func:`flash_attn_func`; lse is (heads, total_q), for dense q (batch, heads, seqlen_q).
 

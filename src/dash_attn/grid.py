@@ -41,8 +41,15 @@ LONGEST = 2**30
 class Mask:
     """A band mask: ``left`` and ``right`` columns around the (bottom-right aligned) diagonal.
 
-    ``None`` leaves a side unbounded, and so does ``LONGEST``, for no sequence is longer. Build one with
-    :meth:`full`, :meth:`causal` or :meth:`window`.
+    Row i sees the columns j with ``i + shift - left <= j <= i + shift + right``, shift = seqlen_k - seqlen_q.
+    Build one with :meth:`full`, :meth:`causal` or :meth:`window`.
+
+    Args:
+        left, right: columns, from 0 on. None, or 2^30 and more, leaves a side unbounded: no sequence is
+            longer.
+
+    Raises:
+        ProblemError: a side is negative or no integer.
 
     >>> Mask.causal().name, Mask.window(128, 0).name, Mask.window(2**31 - 1, 0).name
     ('causal', 'window(128,0)', 'causal')

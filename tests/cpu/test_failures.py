@@ -18,13 +18,14 @@ from dash_attn.backends.sm90 import backend, launch, resident
 from dash_attn.backends.sm90 import compile as compiling
 from dash_attn.backends.sm90.backend import BACKEND
 from dash_attn.backends.sm90.backward.config import BackwardConfig
-from dash_attn.backends.sm90.compile import Config, MissingCompilerError
+from dash_attn.backends.sm90.compile import Config
 from dash_attn.backends.sm90.compile import program as compiled
 from dash_attn.errors import (
     CompilationError,
     DashError,
     HandOverError,
     InputError,
+    MissingCompilerError,
     TooFewWorkersError,
 )
 from dash_attn.problem import Mask, Problem

@@ -21,8 +21,8 @@ import pytest
 from dash_attn.backends.cuda import cache as module
 from dash_attn.backends.cuda.cache import KernelCache, _sources, cache_folder, why_unsafe
 from dash_attn.backends.sm90 import compile as compiler
-from dash_attn.backends.sm90.compile import MissingCompilerError, _uncollected, flavour
-from dash_attn.errors import CompilationError
+from dash_attn.backends.sm90.compile import _uncollected, flavour
+from dash_attn.errors import CompilationError, MissingCompilerError
 from dash_attn.tools import doctor
 
 SOURCES = Path(__file__).parents[2] / "src"

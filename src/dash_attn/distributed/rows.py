@@ -59,7 +59,7 @@ def shard(
     """The rows of x that lie on this rank.
 
     Args:
-        x: with all rows in dimension ``dim``, the same on all ranks.
+        x: of any dtype, with all rows in dimension ``dim``, the same on all ranks.
         group: a process group, a DeviceMesh of one dimension, or None for all processes.
         dim: the dimension of rows: 0 for packed tensors, (total, heads, head_dim).
         layout: "zigzag" or "contiguous".
@@ -95,6 +95,9 @@ def unshard(
     Args:
         x: rows of this rank in dimension ``dim``.
         group, dim, layout, cu_seqlens: as for :func:`shard`; ``cu_seqlens`` is that of all rows.
+
+    Returns:
+        A tensor of x's dtype with N times its rows, in their order, on every rank.
 
     Raises:
         InputError: a gradient is wanted; or as :func:`shard`.

@@ -148,7 +148,8 @@ def transport(group: Any = None) -> str:
 
     Returns:
         "windows": memory that GPUs of one host write to. Or "collectives: ..." (NCCL, gloo), with the reason.
-        Before the first such call on GPUs the reason is that there was none.
+        Before the first such call on GPUs the reason is that there was none; tensors on the CPU never use
+        windows.
 
     Raises:
         InputError: there is no such group.

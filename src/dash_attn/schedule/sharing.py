@@ -33,7 +33,10 @@ __all__ = [
 ]
 
 LAYOUTS = ("zigzag", "contiguous")
+"""How rows lie on ranks: :class:`Layout`."""
+
 MODES = ("auto", "ulysses", "gather", "ring", "ulysses+gather", "ulysses+ring")
+"""How ranks share a call: docs/distributed.md. "auto" chooses one of the others by heads and sizes."""
 
 
 class Teams(NamedTuple):

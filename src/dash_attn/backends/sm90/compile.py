@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import DashError
+from ...errors import MissingCompilerError
 from ..cuda.cache import KernelCache
 from ..cuda.linking import is_shared, link
 from .add_sums.config import AddSumsConfig
@@ -45,7 +45,6 @@ __all__ = [
     "ARCH",
     "CompilerOutput",
     "Config",
-    "MissingCompilerError",
     "backward_variants",
     "cached_variants",
     "compiler_output",
@@ -75,10 +74,6 @@ class CompilerOutput(NamedTuple):
 
     ptx: str
     cubin: bytes
-
-
-class MissingCompilerError(DashError, ImportError):
-    """The kernel compiler is not installed."""
 
 
 def variants() -> dict[str, Config]:
