@@ -199,15 +199,16 @@ def spec_of(q: Tensor, asked: Asked, aux: AuxTensors) -> AttentionSpec:
     """What is asked besides the tensors, checked."""
     left, right = sides_of(check_flag("causal", asked.causal), asked.window)
     ordered = check_flag("deterministic", asked.deterministic)
+    scale = scale_of(asked.softmax_scale, q.shape[-1])
     return AttentionSpec(
-        softmax_scale=scale_of(asked.softmax_scale, q.shape[-1]),
+        softmax_scale=scale,
         left=left,
         right=right,
         policy=policy_key(asked.policy),
         ordered=ordered,
         backend=check_backend(asked.backend),
         q_segment=check_q_segment(asked.q_segment),
-        softcap=check_softcap(asked.softcap),
+        softcap=check_softcap(asked.softcap, scale),
         dropout_p=check_dropout(asked.dropout_p),
         **given_by(aux),
     )

@@ -74,14 +74,14 @@ def apply_plan(
         dropout_seed=dropout_seed, row_starts=row_starts, row_ends=row_ends,
     )  # fmt: skip
     how = _How(
-        softmax_scale=softmax_scale, softcap=check_softcap(softcap), dropout_p=p,
+        softmax_scale=softmax_scale, softcap=softcap, dropout_p=p,
         backend=check_backend(backend), disorder=disorder,
     )  # fmt: skip
     return run(plan, (q, k, v), aux, how)
 
 
 class _How(NamedTuple):
-    """What is asked besides the tensors: softcap, dropout and backend are checked."""
+    """What is asked besides the tensors: dropout and backend are checked."""
 
     softmax_scale: float | None
     softcap: float
@@ -107,7 +107,8 @@ def _apply(
     packed = q.ndim == 3
     check_aux(aux, q, len(plan.problem.sequences))
     check_rows(aux, k, None)
-    scores = Scores(scale, how.softcap, dropout_p=how.dropout_p, **given_by(aux))
+    softcap = check_softcap(how.softcap, scale)
+    scores = Scores(scale, softcap, dropout_p=how.dropout_p, **given_by(aux))
     chosen = first_that_covers(
         how.backend, q.device, lambda x: x.why_not(plan.problem, q.device, packed, scores)
     )

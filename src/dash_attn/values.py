@@ -37,7 +37,7 @@ _LARGEST_SCALE = _FLOAT32_MAX * math.log(2.0) * (1 - 1e-6)
 """Times the logarithm of e to base 2 it is a finite float32."""
 
 LARGEST_SOFTCAP = 1e30
-"""Its inverse is the least: float32 holds what is made of both."""
+"""Its inverse is the least."""
 
 Window = Sequence[int | None] | None
 """(left, right) columns around the diagonal; -1 or None leaves a side unbounded."""
@@ -98,12 +98,15 @@ def check_q_segment(value: object) -> int:
     return rows
 
 
-def check_softcap(value: object) -> float:
+def check_softcap(value: object, scale: float) -> float:
+    """A softcap; scores are multiplied by ``scale / softcap``, which float32 must hold."""
     cap = _finite(value)
     if cap and not 1 / LARGEST_SOFTCAP <= cap <= LARGEST_SOFTCAP:
         raise InputError(
             f"softcap must be 0 or in {1 / LARGEST_SOFTCAP:g} .. {LARGEST_SOFTCAP:g}, got {value!r:.40}"
         )
+    if cap and abs(scale) / cap > _FLOAT32_MAX:
+        raise InputError(f"softmax_scale / softcap must be finite in float32, got {scale!r} / {cap!r}")
     return cap + 0.0  # 0 for -0
 
 

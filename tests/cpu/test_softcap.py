@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -108,3 +109,19 @@ def test_what_is_no_softcap_is_named(wrong: object) -> None:
     with pytest.raises(InputError) as raised:
         attention(*tensors, softcap=wrong)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(3.5e8, 1e-30), (1e30, 1e-10), (-1e30, 1e-10)])
+def test_a_quotient_that_float32_does_not_hold_is_named(scale: float, softcap: float) -> None:
+    """It would be infinite, and scores of 0 not a number."""
+    tensors = [x.detach() for x in drawn(rows=40, dtype=torch.float32)]
+    tensors[0][:, 0] = 0
+    message = f"softmax_scale / softcap must be finite in float32, got {scale!r} / {softcap!r}"
+    how = {"softmax_scale": scale, "softcap": softcap}
+    assert is_supported(*tensors, **how).reason == message
+    plan = plan_for(*tensors)
+    for function in (attention, partial(apply_plan, plan)):
+        with pytest.raises(InputError) as raised:
+            function(*tensors, **how)
+        assert str(raised.value) == message
+    assert attention(*tensors, softmax_scale=scale / 2e20, softcap=softcap).isfinite().all()

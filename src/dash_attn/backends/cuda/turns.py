@@ -34,7 +34,7 @@ class in_turn:
     """Launch on the current stream of the current device, behind the last launch of this kind in the process.
 
     A launch that is captured in a CUDA graph takes no turns: graphs with rings must not be replayed side by
-    side on streams of different priorities.
+    side, or beside calls with rings, on streams of different priorities.
     """
 
     def __init__(self, device: torch.device) -> None:
