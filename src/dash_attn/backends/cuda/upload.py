@@ -78,6 +78,7 @@ def _copied(
 ) -> tuple[Tensor, list[Tensor], int, torch.cuda.Event]:
     """One buffer on the device, the arrays in it, the stream that copies them, and when it is done."""
     sizes = [size for x in arrays for size in (len(x), -len(x) % _LINE)]
+    sizes[-1] = 0  # nothing stands behind the last one
     staging = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
     words, start = staging.numpy(), 0
     for x, size, padding in zip(arrays, sizes[::2], sizes[1::2]):
@@ -86,7 +87,8 @@ def _copied(
     whole = staging.to(device, non_blocking=True)
     stream, ready = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     ready.record(stream)
-    return whole, list(whole.split_with_sizes(sizes)[::2]), stream.cuda_stream, ready
+    parts = list(whole.split_with_sizes(sizes)[::2]) if len(arrays) > 1 else [whole]
+    return whole, parts, stream.cuda_stream, ready
 
 
 def _finish_while_capturing(event: torch.cuda.Event) -> None:
