@@ -343,5 +343,9 @@ def _lengths(q: Tensor, given: object, room: int, more: int | None) -> tuple[Ten
         raise InputError(f"cache_seqlens must be None, an integer or a tensor, got {short(given)}")
     if not 0 <= given <= room:
         raise InputError(f"cache_seqlens is {given}, a sequence has room for 0 to {room} keys")
+    if more and given + more > room:
+        raise InputError(
+            f"cache_seqlens is {given}, with {more} new ones; a sequence has room for {room} keys"
+        )
     known = torch.full((q.shape[0],), int(given), dtype=torch.int32, device="cpu")
     return torch.full_like(known, int(given), device=q.device), known

@@ -48,7 +48,8 @@ def flash_attn_with_kvcache(
 
     On a GPU nothing here waits for the device, and the launches depend on shapes alone: the sizes of cache
     and table, not on lengths. So a CUDA graph may capture the call, and lengths, pages and tokens may change
-    from replay to replay. What is on the CPU is checked; page numbers only where lengths are there, too. What
+    from replay to replay. What is on the CPU is checked; page numbers only where lengths are there, too.
+    Compiled code with tensors on a GPU looks at no values of others on the CPU either. What
     cannot be seen is clamped: a length to the room that a sequence has, a page number to pages that exist. A
     token for which there is no room is not written. Nothing is copied where
     tensors begin at multiples of 16 bytes, strides of the last dimension are 1, and all others are multiples
@@ -81,8 +82,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         InputError: an argument cannot be used or honoured; the message names it and its value. Also where a
-            tensor needs a gradient. Nothing is appended then. (Compiled code does not see that caches share
-            memory, and finds only when it runs, behind the append, that no backend covers a call.)
+            tensor needs a gradient. Nothing is appended then. (Compiled code does not see that caches, q or a
+            sink share memory. Only when it runs, behind the append, it finds that no backend covers a call,
+            and on the CPU that a page which is only read does not exist.)
 
     >>> import torch
     >>> from dash_attn import flash_attn_func
@@ -114,6 +116,7 @@ def run_cached(checked: CheckedCache) -> tuple[Tensor, Tensor]:
     if call_directly(q, k, v, aux):
         call = cached_call(tensors, spec, longest_q)
         if new is not None and before is not None:
+            call.load()
             append((k, v), new, before, table)
         return call.forward(tensors, aux)
     if new is not None:

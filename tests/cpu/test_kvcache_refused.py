@@ -21,8 +21,9 @@ from dash_attn import (
     is_supported,
 )
 from dash_attn.backends.base import backend_named
+from dash_attn.backends.cpu.cached import Cached
 from dash_attn.cache_arguments import _lengths
-from dash_attn.errors import InputError
+from dash_attn.errors import InputError, MissingCompilerError
 from dash_attn.ops.cached import _call
 from dash_attn.ops.cached_values import check_tokens
 from dash_attn.ops.operators import APPEND
@@ -164,7 +165,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a number with new ones": (
         {"k": NEW, "v": NEW, "cache_seqlens": 30},
-        "cache_seqlens has 30 at 0 and 3 new ones, but sequence 0 has room for 32 keys",
+        "cache_seqlens is 30, with 3 new ones; a sequence has room for 32 keys",
     ),
     "a page twice": (
         {"k": NEW, "v": NEW, "cache_seqlens": int32(14, 5), "page_table": int32(3, 1, 1, 2).view(2, 2),
@@ -314,6 +315,59 @@ def test_nothing_is_appended_for_a_call_that_raises(wrong: dict[str, Any], wrap:
     assert APPEND not in seen
 
 
+COMPILED: dict[str, tuple[dict[str, Any], str]] = {
+    "a number": ({"cache_seqlens": 30}, "cache_seqlens is 30, with 3 new ones; a sequence has room for 32"),
+    "a place twice": (
+        {"cache_seqlens": USED, "cache_batch_idx": int32(1, 1)},
+        "sequences 0 and 1 would both write to page 1",
+    ),
+    "a page twice": (
+        {"cache_seqlens": int32(14, 5), "page_table": int32(3, 1, 1, 2).view(2, 2)},
+        "sequences 0 and 1 would both write to page 1",
+    ),
+    "lengths": ({"cache_seqlens": int32(3, 30)}, "cache_seqlens has 30 at 1: no room for 3 new ones"),
+}
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_code_finds_before_it_writes_what_cannot_be_written(case: str) -> None:
+    options, message = COMPILED[case]
+    caches = [(PAGES if "page_table" in options else CACHE).clone() for _ in range(2)]
+    before = [x.clone() for x in caches]
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager")
+    with pytest.raises(Exception, match=message):
+        compiled(Q, *caches, NEW, NEW, **options)
+    assert all(map(torch.equal, caches, before))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seqused_k": int32(33, 2)}, "sequence 0 would have 33 keys, there is room for 0 to 32"),
+        ({"seqused_k": int32(3, -1)}, "sequence 1 would have -1 keys"),
+        ({"cu_seqlens_q": int32(0, 7, 6)}, r"cu_seqlens_q must begin at 0, .* end at 6, got \[0, 7, 6\]"),
+        ({"cu_seqlens_q": int32(0, 3, 5)}, r"cu_seqlens_q must begin at 0, .* end at 6, got \[0, 3, 5\]"),
+    ],
+)
+def test_compiled_code_names_lengths_that_are_out_of_range(changed: dict[str, Any], message: str) -> None:
+    given = {"cu_seqlens_q": int32(0, 3, 6), "seqused_k": USED, "page_table": TABLE} | changed
+    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    with pytest.raises(InputError, match=message):
+        compiled(Q.flatten(0, 1), PAGES, PAGES, **given)
+
+
+def test_a_kernel_that_cannot_be_had_is_found_before_the_append(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise MissingCompilerError("no compiler")
+
+    monkeypatch.setattr(Cached, "load", load)
+    caches = CACHE.clone(), CACHE.clone()
+    with pytest.raises(MissingCompilerError):
+        flash_attn_with_kvcache(Q, *caches, NEW, NEW, cache_seqlens=USED)
+    assert all(torch.equal(x, CACHE) for x in caches)
+
+
 def test_only_q_may_be_under_a_transform() -> None:
     call = partial(flash_attn_with_kvcache, Q, CACHE, CACHE, cache_seqlens=USED)
     both = torch.stack([USED, USED])
@@ -347,11 +401,13 @@ def test_what_the_host_knows_is_checked_wherever_lengths_are() -> None:
     """A number for all sequences; places of sequences beside lengths on another device."""
     q, elsewhere = Q.to("meta"), torch.empty(2, dtype=torch.int32, device="meta")
     all_keys: Any = {"rows": 3, "left": -1}
-    before, known = _lengths(q, 30, 32, 3)
+    before, known = _lengths(q, 29, 32, 3)
     assert before.device.type == "meta"
-    assert known.tolist() == [30, 30]
-    with pytest.raises(InputError, match="cache_seqlens has 30 at 0 and 3 new ones"):
-        check_tokens("cache_seqlens", known, 3, elsewhere[:, None], CACHE, contiguous=True, **all_keys)
+    assert known.tolist() == [29, 29]
+    with pytest.raises(InputError, match="cache_seqlens is 30, with 3 new ones"):
+        _lengths(q, 30, 32, 3)
+    with pytest.raises(InputError, match="cache_seqlens has 29 at 0 and 4 new ones"):
+        check_tokens("cache_seqlens", known, 4, elsewhere[:, None], CACHE, contiguous=True, **all_keys)
     for places, more, message in (
         (int32(0, 7), 0, "cache_batch_idx has 7 at 1, k_cache has 2"),
         (int32(-1, 0), 0, "cache_batch_idx has -1 at 0, k_cache has 2"),

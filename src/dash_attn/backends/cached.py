@@ -117,6 +117,9 @@ class PreparedCached(ABC):
     def fingerprint(self) -> str:
         """That of the forward in training: :attr:`.base.Prepared.forward_fingerprint`."""
 
+    def load(self, scores: Scores) -> None:  # noqa: B027 - for backends that may fail here
+        """Find what a forward needs: what is missing is an error before anything is written to a cache."""
+
     @abstractmethod
     def forward(
         self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX

@@ -44,6 +44,11 @@ class CachedCall:
         self.backend = _first(spec.backend, problem, device, self.scores)
         self.prepared: PreparedCached = self.backend.prepare_cached(problem, device)
 
+    def load(self) -> None:
+        """Find what :meth:`forward` needs, or fail."""
+        with as_current(self.device):
+            self.prepared.load(self.scores)
+
     def forward(self, tensors: CachedTensors, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
         with as_current(self.device):

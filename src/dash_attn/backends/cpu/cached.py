@@ -37,11 +37,7 @@ class Cached(PreparedCached):
         if not p.batch:
             lse = q.new_zeros(lse_shape(q), dtype=accumulator(q.dtype))
             return q.new_zeros((*q.shape[:-1], p.head_dim_v)), lse
-        lengths = tensors.lengths.tolist()
-        if tensors.cu_seqlens_q is None:
-            of_q = [p.seqlen_q] * p.batch
-        else:
-            of_q = tensors.cu_seqlens_q.diff().tolist()
+        lengths, of_q = _checked_lengths(p, tensors)
         sizes = (p.heads, p.kv_heads, p.head_dim, Mask.of_sides(*p.sides), p.dtype)
         problem = Problem(tuple(zip(of_q, lengths)), *sizes, head_dim_v=p.head_dim_v)
         first = [first_key(n, rows, p.sides[0]) for n, rows in zip(lengths, of_q)]
@@ -51,6 +47,22 @@ class Cached(PreparedCached):
             return out, lse
         lse = lse.view(p.heads, p.batch, p.seqlen_q).transpose(0, 1).contiguous()
         return out.view(*q.shape[:-1], p.head_dim_v), lse
+
+
+def _checked_lengths(p: CachedProblem, tensors: CachedTensors) -> tuple[list[int], list[int]]:
+    """Keys and rows of every sequence; compiled code is checked here only."""
+    lengths, bounds = tensors.lengths.tolist(), tensors.cu_seqlens_q
+    for at, length in enumerate(lengths):
+        if not 0 <= length <= p.keys:
+            raise InputError(f"sequence {at} would have {length} keys, there is room for 0 to {p.keys}")
+    if bounds is None:
+        return lengths, [p.seqlen_q] * p.batch
+    ends, of_q = bounds.tolist(), bounds.diff().tolist()
+    if ends[0] != 0 or ends[-1] != p.total_q or min(of_q) < 0:
+        raise InputError(
+            f"cu_seqlens_q must begin at 0, not decrease, and end at {p.total_q}, got {ends!r:.60}"
+        )
+    return lengths, of_q
 
 
 def _gathered(pages: Tensor, table: Tensor, lengths: list[int], first: list[int]) -> Tensor:
@@ -81,12 +93,16 @@ def append(cache: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], at: Tensor,
     if not torch.is_inference_mode_enabled() and any(x.is_inference() for x in cache):
         raise InputError("k_cache or v_cache was made in inference mode, and can be written to only there")
     size, rows = cache[0].shape[1], new[0].shape[1]
-    places = []
+    places, taken = [], dict[int, int]()
     for sequence, first in enumerate(at.tolist()):
         if not 0 <= first <= size * table.shape[1] - rows:
             raise InputError(f"cache_seqlens has {first} at {sequence}: no room for {rows} new ones")
         tokens = torch.arange(first, first + rows, device="cpu")
-        places.append((_pages(table[sequence, tokens // size], cache[0]), tokens % size))
+        place = _pages(table[sequence, tokens // size], cache[0]), tokens % size
+        for page in set(place[0].tolist()):
+            if (other := taken.setdefault(page, sequence)) != sequence:
+                raise InputError(f"sequences {other} and {sequence} would both write to page {page}")
+        places.append(place)
     for sequence, place in enumerate(places):
         for where, what in zip(cache, new):
             where[place] = what[sequence].clone()  # it may lie where it is written

@@ -115,6 +115,9 @@ class Cached(PreparedCached):
         """-inf for every head, as words."""
         return np.full(self.problem.heads, -np.inf, np.float32).view(np.int32)
 
+    def load(self, scores: Scores) -> None:
+        self._program(scores.softcap > 0)
+
     def forward(
         self, tensors: CachedTensors, scores: Scores, aux: AuxTensors = NO_AUX
     ) -> tuple[Tensor, Tensor]:
