@@ -75,13 +75,17 @@ class Problem:
             object.__setattr__(self, "head_dim_v", self.head_dim)
         if not isinstance(self.mask, Mask):
             raise ProblemError(f"mask must be a Mask, such as Mask.causal(), got {self.mask!r}")
+        for name in ("head_dim", "head_dim_v"):
+            object.__setattr__(self, name, _integer(name, getattr(self, name), least=1))
         if not self.tile_m and not self.tile_n:
             tile_m, tile_n = default_tiles(self.head_dim, self.head_dim_v)
             object.__setattr__(self, "tile_m", tile_m)
             object.__setattr__(self, "tile_n", tile_n)
+        if not isinstance(self.sequences, (tuple, list)):
+            raise ProblemError(f"sequences must be pairs (seqlen_q, seqlen_k), got {self.sequences!r:.80}")
         if not self.sequences:
             raise ProblemError("a problem needs at least one sequence, got none")
-        for name in ("heads", "kv_heads", "head_dim", "head_dim_v", "tile_m", "tile_n"):
+        for name in ("heads", "kv_heads", "tile_m", "tile_n"):
             object.__setattr__(self, name, _integer(name, getattr(self, name), least=1))
         if self.heads % self.kv_heads:
             raise ProblemError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from cli_cases import Run, as_json
 
 from dash_attn.model import closed_form
+from dash_attn.model.output import check_writable
 from dash_attn.problem import Mask
 from dash_attn.schedule import POLICIES
 from dash_attn.tools import limits
@@ -155,7 +157,7 @@ def test_doctor(capsys: Run) -> None:
         ("bounds --tiles 5000", "25,000,000 tasks to simulate, the limit is 20,000,000"),
         ("plan --tiles 5000 --save plan.svg", "25,000,000 tasks to simulate, the limit is 20,000,000"),
         ("plan --tiles 3000000 --window 0 0 --heads 2", "6,000,000 q tiles of all heads, the limit is"),
-        ("plan --tiles 1 --batch 2000000000", "2,000,000,000 heads of all sequences, the limit is 4,194,304"),
+        ("plan --tiles 1 --batch 2000000000", "2,000,000,000 heads of all sequences, the limit is 2,097,152"),
         ("simulate --tiles 4 --workers 2000000", "2,000,000 workers, the limit is 1,048,576"),
     ],
 )
@@ -353,6 +355,25 @@ def test_targets_are_checked_before_the_work(
     assert main([*line.split(), str(tmp_path / "a.svg")]) == 2
     assert "pip install 'dash-attn[plots]'" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder.svg"]
+
+
+def test_a_link_is_as_good_as_the_file_that_it_leads_to(capsys: Run, tmp_path: Path) -> None:
+    inside, outside = tmp_path / "inside.svg", tmp_path / "outside.svg"
+    inside.symlink_to(tmp_path / "new.svg")
+    outside.symlink_to(tmp_path / "missing" / "new.svg")
+    assert main(["plan", "--tiles", "2", "--save", str(inside)]) == 0
+    assert (tmp_path / "new.svg").stat().st_size
+    assert main(["plan", "--tiles", "2", "--save", str(outside)]) == 2
+    assert f"cannot write {outside}: No such file" in capsys.readouterr().err
+    assert main(["kernels", "--hashes", "--save", str(tmp_path / "missing" / "hashes.json")]) == 2
+    assert str(tmp_path / "missing" / "hashes.json") in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    check_writable(tmp_path / "pipe")
+
+
+def test_many_tiles_are_announced(capsys: Run) -> None:
+    assert main(["plan", "--tiles", "70000", "--window", "0", "0"]) == 0
+    assert "planning 70,000 q tiles and 70,000 kv tiles ..." in capsys.readouterr().err
 
 
 def test_folders_of_pictures_are_checked_before_the_work(

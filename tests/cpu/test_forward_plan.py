@@ -81,6 +81,12 @@ def test_broken_plans_are_named(
 
 def test_more_broken_plans() -> None:
     whole = plan((1, 1000), (5, 30))
+    with pytest.raises(PlacementError, match="entry 1 goes through 9 kv tiles, it sees "):
+        prove_forward(
+            replace(whole, kv_tiles=np.where(np.arange(len(whole.entries)) == 1, 9, whole.kv_tiles))
+        )
+    with pytest.raises(PlacementError, match="entries, and kv tiles of "):
+        prove_forward(replace(whole, kv_tiles=whole.kv_tiles[:-1]))
     with pytest.raises(PlacementError, match="3 heads are no whole number of sections of 2"):
         prove_forward(replace(plan((1, 10), heads=3), section=2))
     with pytest.raises(CoverageError, match="q tile 0 of sequence 1 has no item"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from cli_cases import as_json
 from emulator import backend as emulator
 
 import dash_attn
+from dash_attn.backends.cuda.cache import NOT_KEPT
 from dash_attn.backends.sm90.backend import why_no_kernel
 from dash_attn.backends.sm90.compile import Config, variants
 from dash_attn.backends.sm90.kinds import programs_of
@@ -150,6 +154,30 @@ def test_the_command_keeps_what_it_compiles(
     assert main(["precompile", "--jobs", "2"]) == 0
     assert "1 programs are in" in capsys.readouterr().out
     assert [x.stat().st_mtime_ns for x in folder.iterdir()] == [written]
+
+
+def test_a_program_that_is_not_kept_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: the one that compiles cannot be told to fail."""
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(precompile, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    for message in NOT_KEPT:
+        monkeypatch.setattr(
+            precompile, "program", lambda _, said=message: warnings.warn(f"{said}: full", RuntimeWarning, 1)
+        )
+        assert main(["precompile"]) == 2
+        assert f"dash-attn precompile: {message}: full" in capsys.readouterr().err
+
+
+def test_a_process_that_is_killed_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DASH_ATTN_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.setattr(precompile, "_seconds", os._exit)
+    monkeypatch.setattr(precompile, "programs_for", lambda _: {"a": 1, "b": 1})
+    assert main(["precompile", "--jobs", "2"]) == 2
+    assert "one of 2 processes that compiled was killed, which happens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

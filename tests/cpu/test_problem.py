@@ -117,3 +117,20 @@ def test_bad_sequences(pair: object) -> None:
 def test_no_sequences() -> None:
     with pytest.raises(ProblemError, match="at least one sequence"):
         Problem.varlen([], heads=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": "512"}, "head_dim must be an integer >= 1, got '512'"),
+        ({"head_dim": None}, "head_dim must be an integer >= 1, got None"),
+        ({"head_dim_v": 2.0}, "head_dim_v must be an integer >= 1, got 2.0"),
+        ({"sequences": np.array([[8, 8]])}, r"sequences must be pairs \(seqlen_q, seqlen_k\), got array"),
+        ({"sequences": 5}, r"sequences must be pairs \(seqlen_q, seqlen_k\), got 5"),
+    ],
+)
+def test_what_is_no_problem_is_named(change: dict[str, object], message: str) -> None:
+    """Also where tiles follow from head dims."""
+    given = {"sequences": ((8, 8),), "heads": 1, "kv_heads": 1, "head_dim": 8} | change
+    with pytest.raises(ProblemError, match=message):
+        Problem(**given)  # type: ignore[arg-type]

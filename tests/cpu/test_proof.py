@@ -33,6 +33,7 @@ from dash_attn.schedule import (
     HeadPattern,
     Plan,
     Run,
+    Schedule,
     Shift,
     build_plan,
     check_workers,
@@ -287,3 +288,23 @@ def test_what_a_pattern_was_made_of_can_be_written_and_the_pattern_cannot() -> N
         assert array.base is None
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
+
+
+def test_a_fingerprint_does_not_know_where_integers_came_from() -> None:
+    plan = full_plan()
+    pattern = plan.pattern(0)
+    for ones in (np.int64(1), np.int8(1)):
+        same = HeadPattern(pattern.grid, pattern.offsets, pattern.runs, ones, ones)  # type: ignore[arg-type]
+        assert (
+            Plan(plan.problem, "x", {plan.problem.shapes[0]: same}, plan.items).fingerprint
+            == plan.fingerprint
+        )
+    for wrong in (True, 1.0, "1", 0, -1):
+        for how in ({"head_groups": wrong}, {"passes": wrong}):
+            with pytest.raises(CoverageError, match=f"of a pattern must be an integer >= 1, got {wrong!r}"):
+                HeadPattern(pattern.grid, pattern.offsets, pattern.runs, **how)  # type: ignore[arg-type]
+
+
+def test_a_name_that_is_no_string_is_no_schedule() -> None:
+    with pytest.raises(ScheduleNameError, match="a schedule's name must be a string, got 5"):
+        Schedule.parse(5)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import plans
 
-from dash_attn.errors import CostError, TooFewWorkersError
+from dash_attn.errors import CostError, ProblemError, TooFewWorkersError
 from dash_attn.machine import L2_BYTES
 from dash_attn.model import H200, H200_WORKERS, Costs, Timeline, closed_form, lower_bounds, simulate
 from dash_attn.problem import Mask, Problem
@@ -288,9 +288,9 @@ def test_slack_hides_the_hand_over() -> None:
 
 
 @pytest.mark.parametrize("name", ["compute", "reduce", "latency", "launch", "dq_buffers"])
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "512", None])
 def test_bad_costs_are_named(name: str, value: float) -> None:
-    with pytest.raises(CostError, match=f"{name} must be finite and >= 0, got {value}"):
+    with pytest.raises(CostError, match=f"{name} must be finite and >= 0, got {value!r}"):
         Costs(**{name: value})  # type: ignore[arg-type]
 
 
@@ -303,8 +303,26 @@ def test_half_a_buffer() -> None:
         Costs(reduce=1e308)
 
 
+def test_buffers_are_integers_whatever_they_came_from() -> None:
+    plan = build_plan(Problem.dense(seqlen=512, head_dim=64), Shift())
+    costs = Costs(2, 1, dq_buffers=np.float64(2))  # type: ignore[arg-type]
+    assert simulate(plan, costs, 4).makespan == simulate(plan, Costs(2, 1, dq_buffers=2), 4).makespan
+
+
+@pytest.mark.parametrize("groups", [-1, 0, 3])
+def test_head_groups_that_there_cannot_be_have_no_bounds(groups: int) -> None:
+    problem = Problem.dense(seqlen=512, heads=4, kv_heads=2)
+    with pytest.raises(ProblemError, match=rf"head_groups must be in 1\.\.2 \(.*\), got {groups}"):
+        lower_bounds(problem, Costs(), 4, groups)
+
+
 def test_worker_counts() -> None:
     plan = build_plan(Problem.dense(seqlen=512, head_dim=64), Shift())
+    for wrong in (float("nan"), float("inf"), None, "4", 0.5):
+        with pytest.raises(CostError, match=f"workers must be an integer >= 1, got {wrong!r}"):
+            simulate(plan, Costs(), wrong)  # type: ignore[arg-type]
+    with pytest.raises(CostError, match="1,099,511,627,776 workers, the limit is 1,048,576"):
+        lower_bounds(Problem.dense(seqlen=128), Costs(), 2**40)
     with pytest.raises(CostError, match="workers must be an integer >= 1, got 0"):
         simulate(plan, Costs(), 0)
     with pytest.raises(TooFewWorkersError, match="needs 4 resident workers"):

@@ -21,7 +21,7 @@ from dash_attn.schedule import (
     from_table,
     to_table,
 )
-from dash_attn.schedule.layout import ITEM
+from dash_attn.schedule.layout import HEADER, ITEM, SEQUENCE
 from dash_attn.schedule.table import _pack_runs
 from dash_attn.schedule.tickets import MAX_HOLD, MAX_STEP
 
@@ -151,6 +151,29 @@ def test_two_tickets_swapped_in_the_table() -> None:
 def test_damaged_tables(word: int, value: int, message: str) -> None:
     plan, table = good()
     table[word] = value
+    with pytest.raises(TableError, match=message):
+        read_back(plan, table)
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "message"),
+    [
+        (HEADER.heads, 2**30, "items have .* q heads in all, 6 kv tiles with 1073741824 q heads have"),
+        (HEADER.tile_m, 1, "the table has 6 q tiles, its sequences have 700"),
+        (HEADER.tile_n, 1, "q heads in all, 700 kv tiles with 4 q heads have 2800"),
+        ("seqlen_q", 2**30, "the table has 6 q tiles, its sequences have 8388608"),
+        ("seqlen_k", 2**30, "items have .* kv tiles with 4 q heads have"),
+    ],
+)
+def test_damage_makes_no_large_arrays(
+    monkeypatch: pytest.MonkeyPatch, word: int | str, value: int, message: str
+) -> None:
+    """It is found before there is a problem, of which grids would be made."""
+    plan, table = good()
+    if isinstance(word, str):
+        word = int(table[HEADER.sequence_offset]) + getattr(SEQUENCE, word)
+    table[word] = value
+    monkeypatch.setattr("dash_attn.schedule.table.Problem", lambda *_, **__: pytest.fail("made"))
     with pytest.raises(TableError, match=message):
         read_back(plan, table)
 

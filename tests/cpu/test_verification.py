@@ -179,6 +179,24 @@ def test_the_command(capsys, tmp_path):
     assert {check["name"]: check["status"] for check in shape["checks"]}["CUDA graph"] == "skipped"
 
 
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ({"kv_heads": 2}, "heads (3) must be a multiple of kv_heads (2)"),
+        ({"policy": "foo"}, "unknown policy 'foo'"),
+        ({"policy": "shift", "causal": True}, "shift needs a mask"),
+        ({"backend": "sm90"}, "the sm90 backend does not run on cpu"),
+    ],
+)
+def test_all_shapes_are_looked_at_before_one_is_verified(capsys, tmp_path, monkeypatch, second, message):
+    monkeypatch.setattr(checks, "random_inputs", lambda *_: pytest.fail("it began"))
+    like = {"seqlen": 300, "heads": 3, "head_dim": 8}
+    path = tmp_path / "shapes.json"
+    path.write_text(json.dumps([like, like | second]))
+    assert main(["verify", "--device", "cpu", "--shapes", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_failure_ends_with_one(capsys, monkeypatch):
     monkeypatch.setitem(checks.CHECKS, "accuracy", lambda subject: checks._compare("it", *subject.first[:2]))
     broken(monkeypatch, lambda call, results: nudged(results) if call == 2 else results)

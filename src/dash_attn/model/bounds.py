@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 
+from ..errors import ProblemError
 from ..problem import Mask, Problem
 from ..schedule.head_groups import default_head_groups, most_heads
 from ..schedule.numerics import Descending
@@ -45,12 +46,17 @@ def lower_bounds(
 
     Raises:
         CostError: ``workers`` is not a positive integer.
+        ProblemError: more head groups than q heads per kv head, or less than one.
 
     >>> from dash_attn.problem import Mask
     >>> lower_bounds(Problem.dense(heads=2, seqlen=512, head_dim=64, mask=Mask.causal()), Costs(2, 1), 4)
     {'work': 15.0, 'item': 12.0, 'summation': 6.0}
     """
     require_workers(workers)
+    if head_groups is not None and not 1 <= head_groups <= problem.group:
+        raise ProblemError(
+            f"head_groups must be in 1..{problem.group} (q heads per kv head), got {head_groups!r}"
+        )
     tasks = launches = item = summation = 0.0
     for shape, count in Counter(problem.shapes).items():
         grid = problem.tile_grids[shape]

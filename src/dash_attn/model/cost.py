@@ -6,21 +6,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from ..errors import CostError
 from ..machine import TASK_CYCLES
 from ..machine import WORKERS as H200_WORKERS
 
-__all__ = ["H200", "H200_WORKERS", "Costs", "require_costs", "require_workers"]
+__all__ = ["H200", "H200_WORKERS", "MOST_WORKERS", "Costs", "require_costs", "require_workers"]
 
 MOST = 1e15
 """Cycles: six days of a GPU. Sums of these stay finite."""
 MOST_BUFFERS = 1024
+MOST_WORKERS = 2**20
 
 
 def require_costs(costs: Mapping[str, float]) -> None:
     """Raise CostError unless all of these, by name, are finite, not negative, and at most ``MOST``."""
     for name, value in costs.items():
-        if not math.isfinite(value) or value < 0:
+        if not isinstance(value, (int, float, np.number)) or not math.isfinite(value) or value < 0:
             raise CostError(f"{name} must be finite and >= 0, got {value!r}")
         if value > MOST:
             raise CostError(f"{name} must be at most {MOST:g}, got {value!r}")
@@ -55,6 +58,7 @@ class Costs:
             raise CostError(f"dq_buffers must be an integer, got {self.dq_buffers!r}")
         if self.dq_buffers > MOST_BUFFERS:
             raise CostError(f"dq_buffers must be at most {MOST_BUFFERS}, got {self.dq_buffers!r}")
+        object.__setattr__(self, "dq_buffers", int(self.dq_buffers))
 
     @property
     def per_task(self) -> float:
@@ -69,6 +73,11 @@ acquire and release, of which the reduction is one part; about one task to start
 
 
 def require_workers(workers: int) -> None:
-    """Raise CostError unless ``workers`` is a positive integer."""
-    if workers != int(workers) or workers < 1:
+    """Raise CostError unless ``workers`` is a positive integer, and no more than a simulation can hold."""
+    whole = (
+        isinstance(workers, (int, float, np.number)) and math.isfinite(workers) and workers == int(workers)
+    )
+    if not whole or workers < 1:
         raise CostError(f"workers must be an integer >= 1, got {workers!r}")
+    if workers > MOST_WORKERS:
+        raise CostError(f"too large: {int(workers):,} workers, the limit is {MOST_WORKERS:,}")

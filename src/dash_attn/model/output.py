@@ -73,9 +73,18 @@ def require_writable(path: str | Path) -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError unless a file can be written. One that exists keeps its bytes; none is made."""
-    with path.open("ab") if path.exists() else tempfile.TemporaryFile(dir=path.parent):
-        pass
+    """Raise OSError unless a file can be written. One that exists keeps its bytes; none is made.
+
+    A pipe is not looked at: nobody may read from it yet.
+    """
+    real = path.resolve()  # a link may lead to a file that is not there
+    if real.is_fifo():
+        return
+    try:
+        with real.open("ab") if real.exists() else tempfile.TemporaryFile(dir=real.parent):
+            pass
+    except OSError as error:
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def prepare_folder(folder: str | Path, names: Sequence[str]) -> Path:

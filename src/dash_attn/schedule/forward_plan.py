@@ -146,8 +146,8 @@ def prove_forward(plan: ForwardPlan) -> None:
 
     Raises:
         CoverageError: a q tile, or a segment of one, has no item or several.
-        PlacementError: a place is taken twice or by nobody, folds miss one or take it in another order, or
-            heads are no whole number of sections.
+        PlacementError: a place is taken twice or by nobody, folds miss one or take it in another order, heads
+            are no whole number of sections, or an entry has another number of kv tiles than it sees.
     """
     if plan.section < 1 or plan.problem.heads % plan.section:
         raise PlacementError(f"{plan.problem.heads} heads are no whole number of sections of {plan.section}")
@@ -184,6 +184,11 @@ def prove_forward(plan: ForwardPlan) -> None:
         taken += places
     if sorted(taken) != list(range(plan.places)):
         raise PlacementError(f"{len(taken)} segments are left at {plan.places} places")
+    if len(plan.kv_tiles) != len(plan.entries):
+        raise PlacementError(f"{len(plan.entries)} entries, and kv tiles of {len(plan.kv_tiles)}")
+    for at, (entry, said) in enumerate(zip(plan.entries.tolist(), plan.kv_tiles.tolist())):
+        if said != (seen := _kv_tiles_seen(plan, *entry[:3])):
+            raise PlacementError(f"entry {at} goes through {said} kv tiles, it sees {seen}")
 
 
 def _pairs(array: IntArray) -> set[tuple[int, int]]:
@@ -191,15 +196,26 @@ def _pairs(array: IntArray) -> set[tuple[int, int]]:
 
 
 def _segments_seen(plan: ForwardPlan, sequence: int, tile: int) -> list[int]:
-    """The segments that any row of a q tile of a sequence sees, from the columns of each row."""
+    """The segments that any row of a q tile of a sequence sees."""
+    seen, segment = _columns_seen(plan, sequence, tile), plan.numerics.segment
+    return list(range(seen.start // segment, -(-seen.stop // segment))) if seen else []
+
+
+def _kv_tiles_seen(plan: ForwardPlan, sequence: int, tile: int, part: int) -> int:
+    """How many kv tiles any row of a q tile of a sequence sees, in one segment (-1: in all)."""
+    seen, size, segment = _columns_seen(plan, sequence, tile), plan.numerics.tile, plan.numerics.segment
+    if part >= 0:
+        seen = range(max(seen.start, part * segment), min(seen.stop, (part + 1) * segment))
+    return -(-seen.stop // size) - seen.start // size if seen else 0
+
+
+def _columns_seen(plan: ForwardPlan, sequence: int, tile: int) -> range:
+    """From the first column that any row of a q tile sees to the last one, from the columns of each row."""
     grid = plan.problem.grid(sequence)
     rows = np.arange(tile * plan.tile_m, min((tile + 1) * plan.tile_m, grid.seqlen_q))
     first, last = grid.columns(rows)
     some = first <= last
-    if not some.any():
-        return []
-    segment = plan.numerics.segment
-    return list(range(int(first[some].min()) // segment, int(last[some].max()) // segment + 1))
+    return range(int(first[some].min()), int(last[some].max()) + 1) if some.any() else range(0)
 
 
 def _q_tiles(problem: Problem, tile_m: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:

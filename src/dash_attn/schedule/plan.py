@@ -61,6 +61,13 @@ def _integers(what: str, given: Any, columns: int, dtype: type, error: type[Plan
     return own
 
 
+def _positive(name: str, value: object) -> int:
+    """As a Python int: a fingerprint is made of how it prints."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise CoverageError(f"{name} of a pattern must be an integer >= 1, got {value!r}")
+    return int(value)
+
+
 class Run(NamedTuple):
     """``count`` tasks of one kv tile whose q tiles and tickets are affine.
 
@@ -138,6 +145,8 @@ class HeadPattern:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_tiled", {})
+        for name in ("head_groups", "passes"):
+            object.__setattr__(self, name, _positive(name, getattr(self, name)))
         # Copies that nobody else can write: a proof must stay true.
         for name, columns in (("offsets", 0), ("runs", 6)):
             given = _integers(f"{name} of a pattern", getattr(self, name), columns, np.int64, CoverageError)
@@ -242,7 +251,9 @@ class Verdict:
     """What the verifier established about a plan.
 
     Attributes:
-        min_workers: smallest number of resident workers under which the plan cannot deadlock.
+        min_workers: with so many resident workers the plan cannot deadlock, with one less it can. (Where
+            items take their q heads one after the other, and head groups have unequal numbers of heads, less
+            may be enough: all groups are taken for the largest one.)
         tasks: number of tasks proven to run once each, over all sequences and q heads.
         needs: (items,) int64, the place in the list of the last item that each item depends on; its own if it
             depends on no later one.

@@ -58,6 +58,8 @@ class Schedule(NamedTuple):
             ScheduleNameError: there is none.
             InputError: a parameter is out of range.
         """
+        if not isinstance(name, str):
+            raise ScheduleNameError(f"a schedule's name must be a string, got {name!r:.80}")
         if name == "auto":
             raise ScheduleNameError("auto is no schedule: choose_policy(problem) says which one it takes")
         policy, plus, placement = name.partition(" + ")

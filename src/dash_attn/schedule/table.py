@@ -223,6 +223,7 @@ def from_table(
     mask = Mask.of_sides(head.window_left, head.window_right)
     pairs = tuple((q, k) for q, k in sequences[:, [SEQUENCE.seqlen_q, SEQUENCE.seqlen_k]].tolist())
     sizes = head.heads, head.kv_heads, head_dim, mask, dtype, head.tile_m, head.tile_n
+    _check_sizes(head, items, sequences)
     problem = Problem(pairs, *sizes, head_dim_v=head_dim if head_dim_v is None else head_dim_v)
     patterns = _patterns(problem, items, _unpack_runs(packed), sequences)
     plan = Plan(problem, "table", patterns, _items(problem, items, patterns))
@@ -232,6 +233,25 @@ def from_table(
     if not np.array_equal(to_table(plan), words):
         raise TableError("the table contradicts itself: it is not the table of the plan it holds")
     return plan
+
+
+def _check_sizes(head: HeaderRecord, items: NDArray[np.int64], sequences: NDArray[np.int64]) -> None:
+    """Lengths, tiles and heads must be those of the items and of the maps, so that a damaged word makes no
+    array of another size."""
+    if min(head.tile_m, head.tile_n, head.heads, head.kv_heads) < 1:
+        return  # the problem says which one
+    q_tiles, kv_tiles = (
+        int(np.sum(-(-sequences[:, length] // tile)))
+        for length, tile in ((SEQUENCE.seqlen_q, head.tile_m), (SEQUENCE.seqlen_k, head.tile_n))
+    )
+    if q_tiles != head.q_tile_total:
+        raise TableError(f"the table has {head.q_tile_total} q tiles, its sequences have {q_tiles}")
+    heads = int(items[:, ITEM.q_head_count].sum())
+    if heads != kv_tiles * head.heads:
+        raise TableError(
+            f"items have {heads} q heads in all, {kv_tiles} kv tiles with {head.heads} q heads have "
+            f"{kv_tiles * head.heads}"
+        )
 
 
 def _unpack_runs(packed: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -150,13 +150,15 @@ def _add_verify(subparsers: Any) -> None:
 
 def run_verify(args: argparse.Namespace) -> int:
     from .shapes import chosen_device, chosen_shapes
-    from .verify import Settings, verify_shape
+    from .verify import Settings, require_supported, verify_shape
 
     device = chosen_device(args.device)
     replays = args.replays if args.replays is not None else 100 if device == "cuda" else 3
     settings = Settings(device, replays)
     shapes = chosen_shapes(vars(args), device)
     say = _silent if args.json else partial(print, flush=True)
+    for shape in shapes:  # all of them, before any is verified
+        require_supported(shape, settings)
     reports = [verify_shape(shape, settings, say) for shape in shapes]
     passed = all(report.passed for report in reports)
     if args.json:

@@ -14,7 +14,7 @@ from ..model.output import require_writable
 from ..problem import Problem, default_tiles
 from ..schedule import ForwardPlan, build_forward_plan, prove_forward
 from .flags import emit, problem_of
-from .limits import announce, require_workers_at_most
+from .limits import announce
 
 __all__ = ["require_gpu", "run_forward_plan", "run_forward_simulation", "run_forward_trace"]
 
@@ -105,7 +105,6 @@ def _plan_of(args: argparse.Namespace, workers: int) -> ForwardPlan:
     if args.save:
         require_writable(args.save)
     require_workers(workers)
-    require_workers_at_most(workers)
     problem = problem_of(args)
     plan = build_forward_plan(problem, _rows(problem), workers)
     if args.save:

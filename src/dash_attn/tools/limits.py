@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from ..errors import ProblemError
+from ..model.cost import MOST_WORKERS
 from ..model.render import plan_workers
 from ..problem import Problem
 from ..schedule import Plan
@@ -18,12 +19,11 @@ __all__ = [
     "require_batch",
     "require_plannable",
     "require_simulable",
-    "require_workers_at_most",
     "why_no_simulation",
 ]
 
-MOST_TILES = 2**22
-"""q tiles, and kv tiles, of all heads and sequences: each kv tile is an item of a plan."""
+MOST_TILES = 2**21
+"""q tiles, and kv tiles, of all heads and sequences: each kv tile is an item of a plan. About a minute."""
 
 MOST_HEAD_TASKS = 2**30
 """Tasks of one head: a proof visits each of them once. A head of four million tokens has so many."""
@@ -31,10 +31,8 @@ MOST_HEAD_TASKS = 2**30
 MOST_SIMULATED_TASKS = 20_000_000
 """Tasks of a simulation: about twenty seconds and four gigabytes."""
 
-MOST_WORKERS = 2**20
-
-LONG_HEAD_TASKS, LONG_SIMULATED_TASKS = 2**27, 1_000_000
-"""Tasks of a plan and of a simulation from which on it takes about a second or more."""
+LONG_TILES, LONG_HEAD_TASKS, LONG_SIMULATED_TASKS = 2**16, 2**27, 1_000_000
+"""Tiles and tasks of a plan, and tasks of a simulation, from which on it takes about a second or more."""
 
 
 def require_batch(batch: int, heads: int) -> None:
@@ -62,6 +60,8 @@ def require_plannable(problem: Problem) -> None:
     _at_most("tasks of one head", grid.tasks, MOST_HEAD_TASKS)
     if grid.tasks > LONG_HEAD_TASKS:
         announce(f"planning {grid.tasks:,} tasks per head ...")
+    elif max(grid.q_tiles, grid.kv_tiles) * heads > LONG_TILES:
+        announce(f"planning {grid.q_tiles * heads:,} q tiles and {grid.kv_tiles * heads:,} kv tiles ...")
 
 
 def require_simulable(problem: Problem, workers: int = 0) -> None:
@@ -75,15 +75,6 @@ def require_simulable(problem: Problem, workers: int = 0) -> None:
         ProblemError: it has too many tasks, or there are too many workers.
     """
     _at_most("tasks to simulate", problem.tasks, MOST_SIMULATED_TASKS)
-    _at_most("workers", workers, MOST_WORKERS)
-
-
-def require_workers_at_most(workers: int) -> None:
-    """Refuse more workers than a simulation can hold.
-
-    Raises:
-        ProblemError: there are too many.
-    """
     _at_most("workers", workers, MOST_WORKERS)
 
 

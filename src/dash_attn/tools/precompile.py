@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 
-from ..backends.cuda.cache import cache_folder, examine_folder
+from ..backends.cuda.cache import NOT_KEPT, cache_folder, examine_folder
 from ..backends.sm90.backend import why_no_kernel
 from ..backends.sm90.compile import Config, program
 from ..backends.sm90.kinds import programs_of
@@ -70,6 +72,7 @@ def compiled(programs: dict[str, Config], jobs: int) -> Iterator[tuple[str, floa
     Raises:
         MissingCompilerError: nvidia-cutlass-dsl or apache-tvm-ffi is not installed.
         CompilationError: the compiler failed.
+        DashError: a program cannot be kept, or a process that compiled was killed.
     """
     workers = max(1, min(jobs, len(programs)))
     # "spawn": a forked child of a process with threads may hang.
@@ -78,6 +81,13 @@ def compiled(programs: dict[str, Config], jobs: int) -> Iterator[tuple[str, floa
         try:
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
+        except BrokenProcessPool as error:
+            raise DashError(
+                f"one of {workers} processes that compiled was killed, which happens where memory is short: "
+                "--jobs says how many there are"
+            ) from error
+        except RuntimeWarning as warning:
+            raise DashError(str(warning)) from warning
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -85,5 +95,8 @@ def compiled(programs: dict[str, Config], jobs: int) -> Iterator[tuple[str, floa
 def _seconds(config: Config) -> float:
     """Seconds until a program is compiled, or found to be there."""
     begin = time.perf_counter()
-    program(config)
+    with warnings.catch_warnings():
+        for message in NOT_KEPT:
+            warnings.filterwarnings("error", message, RuntimeWarning)
+        program(config)
     return time.perf_counter() - begin

@@ -30,7 +30,10 @@ from typing import Any
 
 from ...errors import CompilationError, DashError
 
-__all__ = ["KernelCache", "cache_folder", "examine_folder", "why_unsafe"]
+__all__ = ["NOT_KEPT", "KernelCache", "cache_folder", "examine_folder", "why_unsafe"]
+
+NOT_KEPT = ("kernels are not cached on disk", "a kernel could not be cached on disk")
+"""How warnings begin that say so."""
 
 _FUNCTION = "dash_attn_program"
 _SUFFIX = ".program"
@@ -190,7 +193,7 @@ class KernelCache:
             reason = str(error)
         if reason:
             warnings.warn(
-                f"kernels are not cached on disk: {reason}; DASH_ATTN_CACHE_DIR names another folder",
+                f"{NOT_KEPT[0]}: {reason}; DASH_ATTN_CACHE_DIR names another folder",
                 RuntimeWarning,
                 stacklevel=5,
             )
@@ -225,7 +228,7 @@ class KernelCache:
                     file.write(hashlib.sha256(program).digest() + program)
                 os.replace(whole, entry)
         except OSError as error:
-            warnings.warn(f"a kernel could not be cached on disk: {error}", RuntimeWarning, stacklevel=7)
+            warnings.warn(f"{NOT_KEPT[1]}: {error}", RuntimeWarning, stacklevel=7)
 
 
 def _read(entry: Path) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..shapes import Shape, chosen_device, chosen_shapes
-from .checks import CHECKS, Settings, verify_shape
+from .checks import CHECKS, Settings, require_supported, verify_shape
 from .report import Check, Report, Status
 
 __all__ = [
@@ -15,5 +15,6 @@ __all__ = [
     "Status",
     "chosen_device",
     "chosen_shapes",
+    "require_supported",
     "verify_shape",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,25 @@ from ...schedule import Plan
 from ...schedule.segments import WHOLE
 from ..shapes import Shape
 
-__all__ = ["NAMES", "Batch", "Inputs", "Results", "digest", "random_inputs"]
+__all__ = ["NAMES", "Batch", "Inputs", "Results", "digest", "empty_inputs", "random_inputs"]
 
 NAMES = Results._fields
 
 
 def random_inputs(shape: Shape, device: torch.device) -> list[Inputs]:
     """Normal tensors of every sequence. They are drawn on the CPU: the same in every process."""
-    generator = torch.Generator().manual_seed(shape.seed)
-    problem, dtype = shape.problem, getattr(torch, shape.dtype)
+    generator, dtype = torch.Generator().manual_seed(shape.seed), getattr(torch, shape.dtype)
+    return _inputs(shape, lambda *size: torch.randn(size, generator=generator).to(device, dtype))
 
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator).to(device, dtype)
 
+def empty_inputs(shape: Shape, device: torch.device) -> list[Inputs]:
+    """Tensors of every sequence that hold anything."""
+    how: dict[str, Any] = {"dtype": getattr(torch, shape.dtype), "device": device}
+    return _inputs(shape, lambda *size: torch.empty(size, **how))
+
+
+def _inputs(shape: Shape, draw: Callable[..., Tensor]) -> list[Inputs]:
+    problem = shape.problem
     heads, kv_heads, of_qk, of_v = problem.heads, problem.kv_heads, problem.head_dim, problem.head_dim_v
     return [
         Inputs(draw(m, heads, of_v), draw(m, heads, of_qk), draw(n, kv_heads, of_qk), draw(n, kv_heads, of_v))

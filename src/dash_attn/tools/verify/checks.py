@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ...api import backend_for, is_supported
+from ...api import Support, backend_for, is_supported
 from ...backends.base import backend_named
 from ...backends.cpu import plain_attention
 from ...errors import DashError, InputError
@@ -22,10 +22,10 @@ from ...schedule.constants import Q_SEGMENT
 from ...testing import same_bytes
 from ..shapes import Shape
 from .accuracy import allowed_errors, error_norms
-from .batch import NAMES, Batch, Inputs, Results, digest, random_inputs
+from .batch import NAMES, Batch, Inputs, Results, digest, empty_inputs, random_inputs
 from .report import Check, Report, Status
 
-__all__ = ["CHECKS", "Settings", "contention", "verify_shape"]
+__all__ = ["CHECKS", "Settings", "contention", "require_supported", "verify_shape"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,18 @@ class _Failed(Exception):
     """The check failed; the message says how."""
 
 
+def require_supported(shape: Shape, settings: Settings) -> None:
+    """Raise InputError, with the reason, unless a shape can be verified. Nothing runs."""
+    _support_of(Batch(shape, empty_inputs(shape, torch.device(settings.device))))
+
+
+def _support_of(batch: Batch) -> Support:
+    found = is_supported(batch.q, batch.k, batch.v, *batch.bounds, **batch.shape.options)
+    if not found:
+        raise InputError(f"{batch.shape}: {found.reason}")
+    return found
+
+
 def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -> Report:
     """Run every check on a shape.
 
@@ -78,10 +90,7 @@ def verify_shape(shape: Shape, settings: Settings, say: Callable[[str], None]) -
     device = torch.device(settings.device)
     inputs = random_inputs(shape, device)
     batch = Batch(shape, inputs)
-    support = is_supported(batch.q, batch.k, batch.v, *batch.bounds, **shape.options)
-    if not support:
-        raise InputError(f"{shape}: {support.reason}")
-    plan = batch.plan()
+    support, plan = _support_of(batch), batch.plan()
     name = batch.fingerprint()
     whole = name == backend_named(str(support.backend)).fingerprint_of(plan.fingerprint)
     policy = plan.policy if whole else f"{plan.policy}, or another one per segment of {Q_SEGMENT} q rows"
