@@ -13,7 +13,7 @@ from sdpa_cases import leaves, needs_registry, nothing_left_behind, ours, run
 from torch.nn import attention as registry
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dash_attn import attention
 from dash_attn.errors import InputError, UnavailableError
@@ -384,3 +384,41 @@ def test_a_torch_without_the_registry(monkeypatch):
     monkeypatch.delattr(registry, "register_flash_attention_impl", raising=False)
     with pytest.raises(UnavailableError, match="has no torch.nn.attention.register_flash_attention_impl"):
         sdpa.activate()
+
+
+@pytest.mark.parametrize("saved", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_a_selective_checkpoint_may_save_everything(saved):
+    """What it saves is not written to: contiguous tensors have another layout than outputs."""
+    tensors = leaves()
+    policy = partial(create_selective_checkpoint_contexts, lambda *_, **__: saved)
+
+    def kept(*qkv):
+        how = {"use_reentrant": False, "context_fn": policy}
+        return checkpoint(lambda q, k, v: attend(2 * q, k, v).sin(), *qkv, **how)
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    with sdpa.enabled():
+        found = run(kept, tensors)
+        expected = run(lambda q, k, v: attend(2 * q, k, v).sin(), tensors)
+    for a, b in zip(found, expected):
+        assert_same_bytes(a, b)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 17, 16), (1, 4, 17, 16), (2, 1, 5, 8), (1, 1, 1, 8), (2, 4, 0, 8)])
+def test_outputs_have_the_strides_of_queries(shape):
+    batch, heads, rows, columns = shape
+    x = torch.randn(batch, rows, heads, columns).transpose(1, 2)
+    wide = torch.randn(batch, heads, rows, 2 * columns)
+    for like in (torch.randn(shape), torch.randn_like(x), wide[..., ::2], wide[:, :1, :, ::2].expand(shape)):
+        found = aten.in_layout_of(like, x)
+        assert_same_bytes(found, x)
+        assert found.stride() == torch.empty_like(like).stride()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_with_strides_are_named():
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 8), torch.randn(2, 5, 8)])
+    with sdpa.enabled(), pytest.raises(InputError, match="query is a nested tensor: flash_attn_varlen_func"):
+        F.scaled_dot_product_attention(nested, nested, nested)

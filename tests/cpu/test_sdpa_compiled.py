@@ -11,6 +11,7 @@ import torch
 from sdpa_cases import leaves, needs_registry, nothing_left_behind, ours, run
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn.errors import InputError
@@ -140,3 +141,51 @@ def test_inductor_with_gradients(way):
             sdpa.restore()
     for a, b in zip(found, expected):
         assert_same_bytes(a, b)
+
+
+def broken(x):
+    """A break of the graph where torch.compile cannot resume: all of it runs uncompiled."""
+    y = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    try:
+        z = y.sin()
+        print(end="")
+        w = z.exp()
+        return w, w.square(), w.mean(), F.relu(z).sum(), z.shape, z.device
+    finally:
+        pass
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("where", ["around", "inside"])
+def test_a_break_of_the_graph_leaves_every_function_what_it_is(backend, where):
+    """The mode was compiled by itself for one of these functions, and others ran as that one."""
+
+    def opened(x):
+        with sdpa.enabled():
+            return broken(x)
+
+    compiled = torch.compile(broken if where == "around" else opened, backend=backend)
+    query, _, _ = leaves()
+    with sdpa.enabled():
+        expected = broken(query)
+    with sdpa.enabled() if where == "around" else nullcontext():
+        found = compiled(query)
+    assert found[4:] == expected[4:]
+    for a, b in zip(found[:4], expected):
+        assert_same_bytes(a, b)
+    grads = [torch.autograd.grad(x[0].sum() + x[3], query)[0] for x in (found, expected)]
+    assert_same_bytes(*grads)
+
+
+def test_another_mode_of_that_kind_still_goes_wrong():
+    """The control: PyTorch has not mended it. Where this fails, `_never_compile_alone` may go."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    query = leaves()[0].detach()
+    compiled = torch.compile(broken, backend="eager")
+    with Mode():
+        found = compiled(query)
+    assert found[2].shape != ()

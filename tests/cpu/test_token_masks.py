@@ -358,7 +358,7 @@ def test_windows_and_sizes_that_contradict_the_mask_raise():
     with pytest.raises(InputError, match="sliding_window 5, but .* with window None"):
         call(token_mask(1, 9, 9), sliding_window=5)
     call(token_mask(1, 9, 9), sliding_window=9)  # hides nothing
-    with pytest.raises(InputError, match=r"are \(1, 9, 9\), the mask was made for \(1, 9, 10\)"):
+    with pytest.raises(InputError, match=r"are \(1, 9, 9\), the model made its mask for \(1, 9, 10\)"):
         call(token_mask(1, 9, 10, q_offset=1))
     with pytest.raises(InputError, match="None with 9 queries and 8 keys"):
         dash.attention_forward(torch.nn.Module(), q, q[:, :, :8], q[:, :, :8], None)

@@ -26,6 +26,7 @@ from transformers_models import (  # noqa: E402
     tokens_of,
 )
 
+from dash_attn.integrations import sdpa  # noqa: E402
 from dash_attn.integrations import transformers as dash  # noqa: E402
 from model_cases import drop_alike  # noqa: E402
 
@@ -185,6 +186,21 @@ def test_checkpointing_and_compiling_change_no_byte(side):
     if mask is not None:
         compiled_logits = compiled_logits * mask[..., None]
     assert_same_bytes(compiled_logits.detach(), logits)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
+def test_a_model_that_calls_sdpa_compiles_inside_a_block():
+    """Where its graph breaks, PyTorch asks the block's mode about every call."""
+    mask, model = padding_of("left"), model_of(llama, "sdpa")
+    torch._dynamo.reset()
+    with sdpa.enabled():
+        logits, grads = run(model, tokens_of(), mask)
+        model.zero_grad()
+        compiled = torch.compile(model, backend="aot_eager")(tokens_of(), attention_mask=mask).logits
+        (compiled * mask[..., None]).square().mean().backward()
+    assert_same_bytes(compiled * mask[..., None], logits)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, grads[name], rtol=1e-4, atol=1e-6)
 
 
 def gpt2(implementation, p):

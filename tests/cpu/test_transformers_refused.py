@@ -11,10 +11,11 @@ from torch import nn
 
 from dash_attn.errors import InputError, UnavailableError
 from dash_attn.integrations import callers
-from dash_attn.integrations.token_masks import NotATensorError
+from dash_attn.integrations.token_masks import NotATensorError, token_mask
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nAudioEncoder  # noqa: E402
 from transformers_models import (  # noqa: E402
     SMALL,
     llama,
@@ -64,6 +65,7 @@ def test_models_with_masks_of_their_own_raise():
 def test_models_that_do_their_own_attention_raise(config, side, monkeypatch):
     """Also where nobody has noticed it before they use their mask."""
     monkeypatch.setattr(callers, "_calls", lambda *_: True)
+    monkeypatch.setattr(callers, "_attends_by_itself", lambda _: False)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="dash")
     mask = padding_of(side)
     with pytest.raises(NotATensorError, match="this model does its own attention"):
@@ -74,10 +76,6 @@ OWN = {  # with what makes it small
     "WavLMModel": {"num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 1},
     "XLNetModel": {"d_model": 32, "n_layer": 1, "n_head": 4, "d_inner": 32},
     "OpenAIGPTModel": {"n_embd": 32, "n_layer": 1, "n_head": 4},
-    "PegasusXModel": {
-        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
-    },
     "SamVisionModel": {
         "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "mlp_dim": 32,
         "output_channels": 8, "global_attn_indexes": [0],
@@ -95,6 +93,38 @@ def test_models_that_never_call_it_cannot_be_built(name, asked):
     ):
         made._from_config(config, attn_implementation=asked)
     assert made._from_config(config, attn_implementation="eager").config._attn_implementation == "eager"
+
+
+PARTS = {  # with a layer that does its own attention, whose it is, and what makes it small
+    "PegasusXModel": ("PegasusXGlobalLocalAttention", "PegasusXEncoder", {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32,
+    }),
+    "LongT5EncoderModel": ("LongT5LocalAttention", "LongT5Stack", {
+        "d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 1, "d_ff": 32, "vocab_size": 61,
+    }),
+    "ClapAudioModel": ("ClapAudioSelfAttention", "ClapAudioModel", {
+        "spec_size": 64, "patch_size": 4, "patch_stride": [4, 4], "num_mel_bins": 16, "hidden_size": 64,
+        "patch_embeds_hidden_size": 16, "depths": [1, 1, 1], "num_attention_heads": [2, 2, 2],
+        "window_size": 4, "num_hidden_layers": 3,
+    }),
+    "Gemma3nAudioEncoder": ("Gemma3nAudioAttention", "Gemma3nAudioEncoder", {
+        "hidden_size": 32, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 4,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_models_that_do_not_call_it_in_all_their_layers_cannot_be_built(name):
+    layer, part, small = PARTS[name]
+    made = getattr(transformers, name, Gemma3nAudioEncoder)
+    config = made.config_class(**small)
+    with pytest.raises(InputError, match=f"^{part} does its own attention, in {layer}: .* call 'dash'"):
+        made._from_config(config, attn_implementation="dash")
+    model = made._from_config(config, attn_implementation="eager")
+    if model._can_set_attn_implementation():
+        with pytest.raises(InputError, match=f"does its own attention, in {layer}: "):
+            model.set_attn_implementation("dash")
 
 
 def test_models_that_never_call_it_do_not_take_its_name_later(monkeypatch):
@@ -195,3 +225,12 @@ def test_an_old_or_missing_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnavailableError, match="transformers >= 5.4 is needed"):
         dash.register()
+
+
+def test_a_mask_of_another_size_is_no_matter_of_caches():
+    """Some models make one for a single query on purpose."""
+    model = model_of(qwen)
+    mask = token_mask(2, 1, 9, 8)
+    x = torch.zeros(2, 4, 9, 16)
+    with pytest.raises(InputError, match=r"are \(2, 9, 9\), the model made its mask for \(2, 1, 9\)$"):
+        dash.attention_forward(model.model.layers[0].self_attn, x, x, x, mask)

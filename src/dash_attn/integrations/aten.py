@@ -252,9 +252,14 @@ def _auxiliary(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def in_layout_of(reference: Tensor, x: Tensor) -> Tensor:
     """x with the strides of ``empty_like(reference)``, which PyTorch gives and compiled code expects.
 
-    x itself where it has another head dim. Its dtype stays: under autocast it is another one.
+    x itself where it has another head dim. Its dtype stays: under autocast it is another one. Nothing is
+    written to a tensor that is there: selective checkpoints may have saved it.
     """
     if x.shape != reference.shape:
         return x
-    like = torch.empty_like(reference, dtype=x.dtype)
-    return x if x.stride() == like.stride() else like.copy_(x)
+    strides = torch.empty_like(reference, device="meta").stride()
+    if x.stride() == strides:
+        return x
+    order = sorted(range(x.ndim), key=lambda dim: -strides[dim])
+    dense = x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.ndim)])
+    return dense if dense.stride() == strides else dense.as_strided(x.shape, strides)

@@ -1,8 +1,9 @@
 """Models of transformers that take any ``attn_implementation`` and never call it: refused where it is chosen.
 
 Those that make their masks by transformers' own functions meet a :class:`.TokenMask`, which raises. Others
-(DeBERTa, WavLM, XLNet, the encoder of PEGASUS-X) would run their own attention in silence, or know none but
-their own by name (SAM).
+(DeBERTa, WavLM, XLNet) would run their own attention in silence, or know none but their own by name (SAM).
+Some do so in a part (the encoder of PEGASUS-X, the audio tower of Gemma 3n): these are refused once they are
+built, when it is known which layers they have.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from ..errors import InputError
@@ -29,8 +30,10 @@ _OWN_TABLE = "_CLASSES[config._attn_implementation]"
 """Classes of a model by name."""
 _OWN_CLASS = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
 """An attention of the model's own. Transformers looks for it, too, but older versions not for every name."""
-_PARTLY = "transformers.models.pegasus_x."
-"""Its decoder calls a function of the table, its encoder does not."""
+_ANOTHER_KIND = re.compile("Deformable|Gated")
+"""Layers that are called attention, and weigh something else than keys."""
+_BUILT = "post_init"
+"""The method that models call when they have their layers."""
 
 
 def refuse_models_that_do_not_call(name: str) -> None:
@@ -54,6 +57,7 @@ def refuse_models_that_do_not_call(name: str) -> None:
 
     setattr(checked, _MARK, True)
     setattr(PreTrainedModel, _CHOSEN, checked)
+    _check_parts(PreTrainedModel)
     change = getattr(PreTrainedModel, _SET, None)
     if change is None:
         return
@@ -65,6 +69,7 @@ def refuse_models_that_do_not_call(name: str) -> None:
                 continue
             if not _calls(type(part), PreTrainedModel):
                 raise InputError(_does_its_own(part, requested))
+            _refuse_own_layers(part, requested, PreTrainedModel)
             if not getattr(part, _CAN)():
                 raise InputError(
                     f"transformers does not change the attention of a {type(part).__name__} to {requested!r} "
@@ -75,11 +80,53 @@ def refuse_models_that_do_not_call(name: str) -> None:
     setattr(PreTrainedModel, _SET, changed)
 
 
-def _does_its_own(model: Any, requested: str) -> str:
+def _check_parts(base: Any) -> None:
+    built = getattr(base, _BUILT, None)
+    if built is None:
+        return
+
+    @wraps(built)
+    def checked(self: Any, *arguments: Any, **options: Any) -> Any:
+        requested = getattr(self.config, "_attn_implementation", None)
+        if requested in _NAMES:
+            _refuse_own_layers(self, requested, base)
+        return built(self, *arguments, **options)
+
+    setattr(base, _BUILT, checked)
+
+
+def _refuse_own_layers(model: Any, requested: str, base: Any) -> None:
+    """Raise InputError if a layer of the model does attention by itself. Models in it that have another
+    configuration are asked on their own."""
+    layers: list[Any] = [model]
+    while layers:
+        layer = layers.pop()
+        if _attends_by_itself(layer.__class__):
+            raise InputError(_does_its_own(model, requested, f", in {type(layer).__name__}"))
+        for child in layer.children():
+            if not isinstance(child, base) or type(child.config) is type(model.config):
+                layers.append(child)
+
+
+@cache
+def _attends_by_itself(kind: Any) -> bool:
+    """Whether a class of layers has a softmax and does not speak of the table of attentions. False also of a
+    class of PyTorch, and where the source cannot be read."""
+    name = kind.__name__
+    if not name.endswith("Attention") or _ANOTHER_KIND.search(name) or kind.__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):
+        return False
+    return "softmax" in source and _TABLE not in source
+
+
+def _does_its_own(model: Any, requested: str, where: str = "") -> str:
     return (
-        f"{type(model).__name__} does its own attention: it would not call {requested!r} attention, or not "
-        "in all its parts. Choose another attn_implementation, 'eager' or 'sdpa'; if parts of it do call it, "
-        f"name those, such as attn_implementation={{'text_config': {requested!r}}}"
+        f"{type(model).__name__} does its own attention{where}: it would not call {requested!r} attention, "
+        "or not in all its parts. Choose another attn_implementation, 'eager' or 'sdpa'; if parts of it do "
+        f"call it, name those, such as attn_implementation={{'text_config': {requested!r}}}"
     )
 
 
@@ -105,8 +152,6 @@ def _calls(model: type, base: type) -> bool:
     also of a class whose source cannot be read, such as one of a notebook.
     """
     kinds = [kind for kind in model.__mro__ if issubclass(kind, base) and kind is not base]
-    if any(kind.__module__.startswith(_PARTLY) for kind in kinds):
-        return False
     try:
         sources = [inspect.getsource(sys.modules[kind.__module__]) for kind in kinds]
     except (KeyError, OSError, TypeError):

@@ -184,6 +184,21 @@ class _Mode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _never_compile_alone(function: Any) -> None:
+    """Let torch.compile trace a function where one that it compiles calls it, and never by itself.
+
+    Where it cannot compile a frame (a break of the graph within ``try``), the mode is asked about each call
+    in that frame. It would compile the mode's function by itself, and run what it made for one call for
+    others.
+    """
+    frames = torch._C._dynamo.eval_frame
+    actions = frames._FrameAction
+    strategy = frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+_never_compile_alone(_Mode.__torch_function__)
+
 _UNSEEN = "inside dash_attn's sdpa.enabled() no attention in it would be seen"
 
 
@@ -211,6 +226,8 @@ def _attention(
 ) -> Tensor:
     """F.scaled_dot_product_attention, with autograd; tensors (batch, heads, seqlen, head_dim)."""
     for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.is_nested and x.layout is torch.strided:
+            raise InputError(f"{name} is a nested tensor: flash_attn_varlen_func takes packed sequences")
         if x.ndim != 4:
             raise InputError(
                 f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tuple(x.shape)}"

@@ -144,7 +144,7 @@ def token_mask(
             which is returned.
         local_size: size of the sliding window or of a chunk, None for neither. A mask of less than 1 is an
             error of the layer that uses it.
-        use_vmap: the mask function is a user's own.
+        use_vmap: the mask function is a user's own, or a model's that adds to transformers'.
         device: where masks belong.
 
     Raises:
@@ -152,7 +152,10 @@ def token_mask(
             bidirectional beside places for later keys; or ``attention_mask`` does not cover the keys.
     """
     if use_vmap:
-        raise InputError("or_mask_function and and_mask_function are not supported by 'dash' attention")
+        raise InputError(
+            "'dash' attention does not support or_mask_function and and_mask_function: somebody, or the "
+            "model itself (for images in a prompt, for instance), adds to what transformers' own masks show"
+        )
     if isinstance(attention_mask, TokenMask):
         return _made_before(attention_mask, Sizes(batch_size, q_length, kv_length), local_size)
     if local_size is not None and local_size < 1:  # models make masks that none of their layers uses

@@ -248,9 +248,12 @@ def _check_sizes(mask: TokenMask, given: Sizes) -> None:
     if mask.local_size is not None and mask.local_size < 1:
         raise InputError(f"a layer uses this model's mask with a window of {mask.local_size} tokens")
     if mask.passed != given:
+        hint = ""
+        if mask.passed._replace(seqlen_k=given.seqlen_k) == given:
+            hint = "; a model that sizes its mask by another layer's cache (MiniMax) needs use_cache=False"
         raise InputError(
-            f"(batch, queries, keys) are {tuple(given)}, the mask was made for {tuple(mask.passed)}; a model "
-            "that sizes its mask by another layer's cache (MiniMax) needs use_cache=False"
+            f"(batch, queries, keys) are {tuple(given)}, the model made its mask for "
+            f"{tuple(mask.passed)}{hint}"
         )
 
 
