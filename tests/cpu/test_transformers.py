@@ -191,7 +191,7 @@ def test_checkpointing_and_compiling_change_no_byte(side):
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
 def test_a_model_that_calls_sdpa_compiles_inside_a_block():
     """Where its graph breaks, PyTorch asks the block's mode about every call."""
-    mask, model = padding_of("left"), model_of(llama, "sdpa")
+    mask, model = padding_of("left"), model_of(llama, "sdpa", num_hidden_layers=1)
     torch._dynamo.reset()
     with sdpa.enabled():
         logits, grads = run(model, tokens_of(), mask)

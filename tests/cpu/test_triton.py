@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,8 +32,11 @@ CPU = torch.device("cpu")
 
 with_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-FILES = [f"triton_{part}.py" for part in ("interpreted", "forward", "order", "caches", "scores")]
-"""Most of their tests are quick."""
+FILES = [
+    ("triton_interpreted.py", "triton_order.py"),
+    ("triton_forward.py", "triton_caches.py", "triton_scores.py"),
+]
+"""Most of their tests are quick. Few processes: each of them takes seconds to begin."""
 WITH_SLOW_TESTS = [f"triton_{part}.py" for part in ("interpreted", "order", "scores")]
 SLOW_FILES = ["triton_intervals.py", "triton_split.py"]
 
@@ -41,9 +45,10 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "SANDYBRIDGE"}
 another order than those of the others. As for this one it adds all of them alike, on every CPU with AVX."""
 
 
-def run_file(name: str, *options: str, **environment: str) -> None:
-    """A file of tests in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", f"tests/cpu/{name}", *options]
+def run_files(names: Sequence[str], *options: str, **environment: str) -> None:
+    """Files of tests in a process of their own."""
+    files = [f"tests/cpu/{name}" for name in names]
+    command = [sys.executable, "-m", "pytest", "-n0", "-p", "no:cacheprovider", *files, *options]
     kept = {key: value for key, value in os.environ.items() if key not in INTERPRETED}
     done = subprocess.run(command, cwd=ROOT, env=kept | environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-2000:]}"
@@ -59,16 +64,16 @@ def test_no_kernel_is_tuned_at_run_time_or_adds_in_the_order_of_time() -> None:
 
 
 @with_triton
-@pytest.mark.parametrize("name", FILES)
-def test_interpreted(name: str) -> None:
-    run_file(name, "-m", "not slow", **INTERPRETED)
+@pytest.mark.parametrize("names", FILES, ids="+".join)
+def test_interpreted(names: Sequence[str]) -> None:
+    run_files(names, "-m", "not slow", **INTERPRETED)
 
 
 @with_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_SLOW_TESTS)
 def test_interpreted_feature_by_feature(name: str) -> None:
-    run_file(name, "-m", "slow", **INTERPRETED)
+    run_files([name], "-m", "slow", **INTERPRETED)
 
 
 @with_triton
@@ -76,27 +81,27 @@ def test_interpreted_feature_by_feature(name: str) -> None:
 @pytest.mark.parametrize("speed", ["not slow", "slow"])
 @pytest.mark.parametrize("name", SLOW_FILES)
 def test_interpreted_intervals_and_splits(name: str, speed: str) -> None:
-    run_file(name, "-m", speed, **INTERPRETED)
+    run_files([name], "-m", speed, **INTERPRETED)
 
 
 @with_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["models", "not models"])
 def test_interpreted_from_end_to_end(part: str) -> None:
-    run_file("triton_end_to_end.py", "-k", part, **INTERPRETED)
+    run_files(["triton_end_to_end.py"], "-k", part, **INTERPRETED)
 
 
 @with_triton
 @pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
-    run_file("triton_compiled.py", "-m", "not slow", TRITON_CACHE_DIR=str(tmp_path))
+    run_files(["triton_compiled.py"], "-m", "not slow", TRITON_CACHE_DIR=str(tmp_path))
 
 
 @with_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["kernels_fit", "kernels_with", "not (kernels_fit or kernels_with)"])
 def test_every_variant_compiles(part: str, tmp_path: Path) -> None:
-    run_file("triton_compiled.py", "-m", "slow", "-k", part, TRITON_CACHE_DIR=str(tmp_path))
+    run_files(["triton_compiled.py"], "-m", "slow", "-k", part, TRITON_CACHE_DIR=str(tmp_path))
 
 
 def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
