@@ -64,8 +64,8 @@ class AblatedForward(Forward):
         super().__init__(problem, device, blocks=blocks, config=config, turns=config.in_turns)
         self._order = variant.order
 
-    def plan(self) -> ForwardPlan:
-        return ORDERS[self._order](super().plan())
+    def _plan_of(self, config: ForwardConfig) -> ForwardPlan:
+        return ORDERS[self._order](super()._plan_of(config))
 
 
 def one_section(plan: ForwardPlan) -> ForwardPlan:

@@ -207,7 +207,9 @@ def launch_all(chosen: dict[str, Config]) -> None:
         elif isinstance(config, ForwardConfig):
             for fewer in (0, FEWER):
                 for label, problem, blocks in forward_problems(config, fewer):
-                    if config.intervals and label == "a cache":
+                    if (config.intervals and label == "a cache") or (
+                        config.warpgroups == 1 and label == "a fold"
+                    ):
                         continue
                     launch_forward(config, problem, blocks, behind=100 if label == "a cache" else 0)
                     print(f"launched {name}, {label}, head dim {problem.head_dim}", flush=True)
@@ -428,7 +430,7 @@ def launch_forward(config: ForwardConfig, problem: Problem, blocks: int | None, 
         if behind:
             k, v = (F.pad(x, (0, 0, 0, 0, 0, behind), value=torch.nan) for x in (k, v))
             keys = Keys(tuple(k.shape), None)
-        how = {"keys": keys, "blocks": blocks, "config": config, "turns": config.in_turns}
+        how = {"keys": keys, "blocks": blocks, "config": config, "turns": config.in_turns, "narrow": False}
         forward, trace = Forward(problem, q.device, **how), None
         if config.trace:
             trace = empty_trace(forward.plan(), q.device)

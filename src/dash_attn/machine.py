@@ -27,6 +27,8 @@ __all__ = [
     "ITEM_CYCLES",
     "L2_BYTES",
     "LAUNCH_CYCLES",
+    "NARROW_ITEMS",
+    "NARROW_TILES",
     "QUEUE",
     "TASK_CYCLES",
     "WORKERS",
@@ -86,6 +88,10 @@ worker, or an item, has tasks, and they take at most so many bytes: few rows beh
 IN_TURNS_TILES = 8
 """Warpgroups of a forward start their products in turns where an item has at most so many kv tiles, and a
 worker in the mean of WORKERS (docs/experiments/forward.md)."""
+
+NARROW_ITEMS, NARROW_TILES = 2, {64: 0.6, 96: 0.7, 128: 0.75}
+"""A forward may have blocks of one warpgroup where a worker, of WORKERS, has at most so many items. A kv tile
+then takes so much of the time that it takes with several (docs/experiments/forward.md)."""
 
 FORWARD_CYCLES = {64: (2190, 4000), 128: (2250, 5700)}
 """Of the forward kernel at a head dim: cycles of a kv tile of an item, and of what an item takes beside."""

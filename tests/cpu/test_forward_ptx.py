@@ -80,6 +80,13 @@ def test_it_ends_and_loads_and_stores_what_it_should(
     check(ForwardConfig(head_dim, segment=256, warpgroups=warpgroups, in_turns=in_turns), name)
 
 
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
+def test_it_does_so_with_one_warpgroup(name: str, head_dim: int) -> None:
+    """Two warps are left beside it, of which one loads V."""
+    check(replace(forward_config(head_dim, "bf16").as_narrow(), segment=256), name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "rest"), [(80, 0), (80, 16), (96, 0), (96, 32), (128, 0)])
 @pytest.mark.parametrize("name", ["full", "packed"])

@@ -18,7 +18,7 @@ from dash_attn.backends.sm90.backward import arguments as backward
 from dash_attn.backends.sm90.backward.config import BackwardConfig
 from dash_attn.backends.sm90.forward import arguments as forward
 from dash_attn.backends.sm90.forward.config import ForwardConfig
-from dash_attn.backends.sm90.forward.launch import Forward, _faster_in_turns, why_no_scale
+from dash_attn.backends.sm90.forward.launch import Forward, _faster_in_turns, config_of, why_no_scale
 from dash_attn.backends.sm90.launch import _accumulator_order, check_tensors
 from dash_attn.backends.sm90.places import Buffer, Sizes, place_of, sizes_of
 from dash_attn.backends.sm90.resident import _place
@@ -227,9 +227,34 @@ def test_arguments_have_their_names_again(module: Any, cap: int) -> None:
 def test_who_starts_products_in_turns(shape: dict[str, Any], turns: bool) -> None:
     """A forward whose blocks have few kv tiles."""
     problem = Problem.dense(**{"head_dim": 128, "mask": Mask.causal()} | shape)
-    made = Forward(problem, torch.device("cpu"), blocks=132)
+    made = Forward(problem, torch.device("cpu"), blocks=132, narrow=False)
     assert not made.config.in_turns
     assert _faster_in_turns(made.config, made.plan()) == turns
+
+
+@pytest.mark.parametrize(
+    ("shape", "narrow"),
+    [
+        ({"batch": 4, "heads": 8, "seqlen": 256}, True),  # 128 items in place of 64
+        ({"heads": 8, "seqlen": 2048}, True),  # 256 items in place of 128, of up to 16 kv tiles
+        ({"heads": 16, "seqlen": 2048}, False),
+        ({"heads": 2, "seqlen": 4096}, True),
+        ({"heads": 16, "seqlen": 1024, "mask": Mask.full()}, False),  # two rounds in place of one
+        ({"heads": 16, "seqlen_q": 256, "seqlen_k": 4096, "mask": Mask.full()}, True),
+        ({"heads": 4, "seqlen": 4096, "head_dim": 64}, True),
+        ({"batch": 2, "heads": 12, "seqlen": 384, "head_dim": 64, "mask": Mask.full()}, False),
+        ({"heads": 2, "seqlen": 1024, "head_dim": 80}, False),  # no such kernel
+        ({"heads": 2, "seqlen_q": 100, "seqlen_k": 20_000, "mask": Mask.full()}, False),  # split
+        ({"batch": 64, "heads": 16, "seqlen": 4096}, False),
+    ],
+)
+def test_whose_blocks_have_one_warpgroup(shape: dict[str, Any], narrow: bool) -> None:
+    """A forward of few items. Measured: docs/experiments/forward.md."""
+    problem = Problem.dense(**{"head_dim": 128, "mask": Mask.causal()} | shape)
+    config, plan = Forward(problem, torch.device("cpu"), blocks=132)._chosen()
+    assert (config.warpgroups == 1) == narrow
+    assert plan.tile_m == 64 * config.warpgroups
+    assert not narrow or config == config_of(problem).as_narrow()
 
 
 @pytest.mark.parametrize("of", ["the workspace", "what comes behind it"])

@@ -92,6 +92,8 @@ def calls(head_dim: int, scores: Scores) -> None:
             train(head_dim, scores, heads=heads)
             if not scores.row_intervals:
                 train(head_dim, scores, heads=heads, q_segment=128)
+    with emulator.emulated(blocks=132, narrow=True):
+        train(head_dim, scores)
     with emulator.emulated(blocks=132):
         train(head_dim, scores, seqlen=1024, heads=8)  # sums of head groups
         train(head_dim, scores, seqlen=17_000, rows=64)  # keys of few rows in segments

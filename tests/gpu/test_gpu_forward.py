@@ -43,10 +43,11 @@ def run(
     v: Tensor,
     blocks: int | None = None,
     turns: bool | None = None,
+    narrow: bool | None = None,
     **numbers: object,
 ) -> tuple[Tensor, Tensor]:
     config = replace(forward_config(problem.head_dim, SHORT_DTYPES[problem.dtype]), **numbers)
-    return Forward(problem, DEVICE, blocks=blocks, config=config, turns=turns)(
+    return Forward(problem, DEVICE, blocks=blocks, config=config, turns=turns, narrow=narrow)(
         q, k, v, problem.head_dim**-0.5
     )
 
@@ -108,6 +109,7 @@ def test_a_rows_bytes_depend_on_what_it_sees_and_on_where_that_stands(number: in
 
     for turns in (False, True):
         check(attend(q, k, v, turns=turns), 0, length, f"products in turns: {turns}")
+    check(attend(q, k, v, narrow=True), 0, length, "blocks of one warpgroup")
     start = rng.randrange(length)
     end = rng.randint(start + 1, length)
     check(attend(q[:, :end], k[:, :end], v[:, :end]), 0, end, "a prefix")

@@ -49,6 +49,7 @@ def emulated(
     races: bool = False,
     apart: bool = False,
     turns: bool = False,
+    narrow: bool = False,
 ) -> Iterator[None]:
     """All functions with ``backend="sm90"`` take CPU tensors. Nothing is kept of calls before, nor for later
     ones: what a call has made would run again as it was made.
@@ -59,6 +60,7 @@ def emulated(
         late, races: see :class:`~emulator.machine.Machine`.
         apart: contributions to dQ are kept apart where there are kernels for that; else they wait.
         turns: warpgroups of a forward start their products in turns where they may.
+        narrow: a forward of few items has blocks of one warpgroup where they may be so.
     """
 
     def better_apart(_plan: Plan, _contributions: int) -> bool:
@@ -66,6 +68,9 @@ def emulated(
 
     def faster_in_turns(config: ForwardConfig, _plan: ForwardPlan) -> bool:
         return config.in_turns or (turns and config.may_take_turns)
+
+    def faster_narrow(*_: object) -> bool:
+        return narrow
 
     def program(config: Config) -> Emulated:
         return Emulated(config, seed, late, races)
@@ -99,7 +104,7 @@ def emulated(
         sinks: {"program": program, "as_current": nothing},
         forward: {
             "program": program, "multiprocessors": count, "Upload": _Upload,
-            "_faster_in_turns": faster_in_turns, **as_tensors,
+            "_faster_in_turns": faster_in_turns, "_faster_narrow": faster_narrow, **as_tensors,
         },
         cached: {
             "program": program, "multiprocessors": count, "constant": lambda words, _: torch.from_numpy(words)

@@ -91,7 +91,10 @@ def variants() -> dict[str, Config]:
             for found in (convert_config(before, tickets) for before in backwards.values())
         },
         **forwards,
-        **{_name_of(found): found for found in map(fold_config, forwards.values())},
+        **{
+            _name_of(found): found
+            for found in (fold_config(c) for c in forwards.values() if c.warpgroups > 1)
+        },
         **finish,
         "add-sums": AddSumsConfig(),
         **{"-".join(filter(None, ("sinks", step))): SinkConfig(step) for step in STEPS},
@@ -132,7 +135,8 @@ def backward_variants() -> dict[str, BackwardConfig]:
 
 
 def forward_variants() -> dict[str, ForwardConfig]:
-    """Those of the forward: product, with a sink, debug, in turns, with a softcap, and with intervals."""
+    """Those of the forward: product, with a sink, debug, in turns, narrow, with a softcap, and with
+    intervals."""
     found = {}
     for (head_dim, head_dim_v, rest), dtype in product(FORWARD, SHORT_DTYPES.values()):
         name = _name("forward", head_dim, head_dim_v, dtype) + f"-rest{rest}" * (rest > 0)
@@ -143,6 +147,9 @@ def forward_variants() -> dict[str, ForwardConfig]:
         if base.may_take_turns:
             found[f"{name}-turns"] = replace(base, in_turns=True)
             found[f"{name}-turns-sink"] = replace(base, in_turns=True, sink=True)
+        if base.may_be_narrow:
+            found[f"{name}-narrow"] = base.as_narrow()
+            found[f"{name}-narrow-sink"] = replace(base, sink=True).as_narrow()
         if has_softcap(head_dim, head_dim_v):
             found[f"{name}-softcap"] = replace(base, softcap=True)
             found[f"{name}-softcap-sink"] = replace(base, softcap=True, sink=True)

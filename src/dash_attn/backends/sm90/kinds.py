@@ -56,7 +56,8 @@ def _of_training(problem: Problem, scores: Scores) -> Iterator[Config]:
         mine = (forward.head_dim, forward.head_dim_v, forward.rest, forward.dtype) == (*columns, dtype)
         if mine and _suits(forward, scores) and not forward.trace:
             yield forward
-            yield fold_config(forward)
+            if forward.warpgroups > 1:
+                yield fold_config(forward)
     if scores.sink:  # with intervals there are no segments, and so no sums of several launches
         yield from map(SinkConfig, [""] if scores.row_intervals else STEPS)
 

@@ -21,7 +21,8 @@ class ForwardConfig:
         direction: the package of its program.
         head_dim: of Q and K. Tensors may have fewer columns; the copy engine fills a tile with zeros.
         dtype: "bf16" or "fp16".
-        warpgroups: that multiply, ROWS rows each.
+        warpgroups: that multiply, ROWS rows each. With one a block is narrow: it shares the tensor cores with
+            nobody, and has a half or a third of the rows.
         q_stages, kv_stages: tiles of Q, and of K and of V, in shared memory. With one of Q, an item's Q is
             loaded when O of the item before has left.
         tile_n, segment, keep, room: the numerics, :mod:`dash_attn.schedule.forward`.
@@ -100,6 +101,15 @@ class ForwardConfig:
         return self.head_dim in (64, 96, 128) and not (self.in_turns or any(others))
 
     @property
+    def may_be_narrow(self) -> bool:
+        """Whether a variant with one warpgroup ships, too, which is faster where there are few items."""
+        return self.may_take_turns and self.warpgroups > 1
+
+    def as_narrow(self) -> ForwardConfig:
+        """The same with one warpgroup."""
+        return replace(self, warpgroups=1, early=False, overlap="softmax")
+
+    @property
     def kernels(self) -> tuple[str, ...]:
         """Class names, which the compiler puts into the names of the kernels, in the order of launches."""
         return ("Claims", *["KeyBounds"] * self.intervals, "Forward")
@@ -123,7 +133,7 @@ class ForwardConfig:
     def v_warp(self) -> bool:
         """Whether a warp of its own loads V: with three warpgroups, all warps beside them load or store. With
         intervals it would have to know which kv tiles are seen."""
-        return self.warpgroups == 2 and not self.intervals
+        return self.warpgroups <= 2 and not self.intervals
 
     @property
     def threads(self) -> int:
@@ -133,7 +143,7 @@ class ForwardConfig:
     def registers(self) -> tuple[int, int]:
         """Per thread: of warps that multiply, and of the others. A launch has as many for all threads;
         what some take, others must have left before, or all wait for ever."""
-        return (240, 24) if self.warpgroups == 2 else (160, 32)
+        return {1: (240, 40), 2: (240, 24), 3: (160, 32)}[self.warpgroups]
 
     @property
     def shared_bytes(self) -> int:

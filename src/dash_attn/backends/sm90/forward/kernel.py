@@ -1,8 +1,8 @@
 """The forward kernel: persistent, warp specialised, one item (64 rows per warpgroup of one q head) after
 the other.
 
-Warp 0 claims items and loads Q, K and V by the copy engine (load.py); with two warpgroups, warp 3 loads V.
-One warp per warpgroup stores O.
+Warp 0 claims items and loads Q, K and V by the copy engine (load.py). With one or two warpgroups, warp 3 loads
+V. One warp per warpgroup stores O.
 Warpgroups multiply: S = Q K^T of the next kv tile and O += P V of this one are started together, and one
 warpgroup's softmax runs beside the products of another (FlashAttention-3, section 3). Numerics:
 schedule/forward.py.
@@ -77,8 +77,11 @@ class Forward:
                 self.load_role.run(copies, memory, shared, rings, numbers[of_scores:])
             elif warp_idx < FIRST_STORE_WARP + c.warpgroups:
                 self.store_role.run(copies, shared, rings, warp_idx - FIRST_STORE_WARP)
-            elif const_expr(c.v_warp):
+            elif const_expr(c.v_warp and c.warpgroups == 2):
                 self.load_role.run_values(copies, memory, shared, rings, numbers[of_scores:])
+            elif const_expr(c.v_warp):
+                if warp_idx == FIRST_MMA_WARP - 1:  # one more warp is left
+                    self.load_role.run_values(copies, memory, shared, rings, numbers[of_scores:])
         else:
             cute.arch.setmaxregister_increase(c.registers[0])
             self.mma_role.run(products, memory, shared, rings, numbers[:of_scores])

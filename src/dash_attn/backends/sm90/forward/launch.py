@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....errors import InputError, PlanMismatchError
-from ....machine import IN_TURNS_TILES, WORKERS
+from ....machine import IN_TURNS_TILES, NARROW_ITEMS, NARROW_TILES, WORKERS
 from ....problem import Problem
 from ....schedule import ForwardNumerics, ForwardPlan, build_forward_plan
 from ...base import RowIntervals
@@ -64,6 +64,20 @@ def _faster_in_turns(config: ForwardConfig, plan: ForwardPlan) -> bool:
     return longest <= IN_TURNS_TILES and tiles <= IN_TURNS_TILES * WORKERS
 
 
+def _faster_narrow(config: ForwardConfig, plan: ForwardPlan, narrow: ForwardPlan) -> bool:
+    """Whether blocks of one warpgroup are faster, by how long the last worker has kv tiles at least."""
+    return NARROW_TILES[config.head_dim] * _kv_tiles_in_a_row(narrow) < _kv_tiles_in_a_row(plan)
+
+
+def _kv_tiles_in_a_row(plan: ForwardPlan) -> float:
+    """No way to deal items to WORKERS leaves all with less kv tiles. Of k * WORKERS + 1 items one worker has
+    k + 1. Entries of a plan come by their length."""
+    tiles, heads = plan.kv_tiles, plan.problem.heads
+    rounds = np.arange(-(-plan.items // WORKERS))
+    several = (rounds + 1) * tiles[rounds * WORKERS // heads]
+    return max(float(several.max(initial=0)), float(tiles.sum()) * heads / WORKERS)
+
+
 def _numerics(problem: Problem, config: ForwardConfig) -> ForwardNumerics:
     numbers = config.tile_n, config.segment, config.keep, config.room
     return ForwardNumerics(problem.head_dim, problem.dtype, *numbers, head_dim_v=problem.head_dim_v)
@@ -89,6 +103,8 @@ class Forward:
         config: another configuration than the problem's, for tests.
         turns: whether warpgroups start their products in turns; None: where that is faster. It changes no
             bit.
+        narrow: whether blocks have one warpgroup; None: where that is faster, unless ``turns`` says
+            something. It changes no bit.
     """
 
     def __init__(
@@ -100,23 +116,40 @@ class Forward:
         blocks: int | None = None,
         config: ForwardConfig | None = None,
         turns: bool | None = None,
+        narrow: bool | None = None,
     ) -> None:
         self._problem, self._device, self._keys, self._blocks = problem, device, keys, blocks
-        self._turns = turns
+        self._turns, self._narrow = turns, narrow
         self.config = config_of(problem) if config is None else config
         self._ready: dict[tuple[int, int], _Ready] = {}  # by the step of keys, and the rank of q
         self._dtypes = (getattr(torch, problem.dtype),) * 3
 
     def plan(self) -> ForwardPlan:
         """What the device will do."""
-        problem, config = self._problem, self.config
-        return build_forward_plan(problem, config.tile_m, self._available(), _numerics(problem, config))
+        return self._chosen()[1]
+
+    def _chosen(self) -> tuple[ForwardConfig, ForwardPlan]:
+        """What runs, and its plan."""
+        config, plan = self.config, self._plan_of(self.config)
+        narrow, turns = self._narrow, self._turns
+        if config.may_be_narrow and narrow is not False and (narrow or turns is None):
+            if narrow or plan.items <= NARROW_ITEMS * WORKERS:
+                other = self._plan_of(config.as_narrow())
+                # Folds have a program by the warpgroups of a block, and none for one.
+                if not len(other.folds) and (narrow or _faster_narrow(config, plan, other)):
+                    return config.as_narrow(), other
+        turns = _faster_in_turns(config, plan) if turns is None else turns
+        return config if turns == config.in_turns else replace(config, in_turns=turns), plan
+
+    def _plan_of(self, config: ForwardConfig) -> ForwardPlan:
+        numerics = _numerics(self._problem, config)
+        return build_forward_plan(self._problem, config.tile_m, self._available(), numerics)
 
     def _available(self) -> int:
         return multiprocessors(self._device) if self._blocks is None else self._blocks
 
     def _prepare(self, step: int, rank: int, extents: Sizes) -> _Ready:
-        problem, config, plan, available = self._problem, self.config, self.plan(), self._available()
+        problem, available, (config, plan) = self._problem, self._available(), self._chosen()
         starts = None if self._keys is None else self._keys.starts
         table = forward_table(plan, [i * step for i in range(len(problem.sequences))] if step else starts)
         upload = Upload(f"the forward of {problem.heads} heads", [table], self._device)
@@ -127,8 +160,7 @@ class Forward:
         self._words = [32, *(max(n, 32) for n in (several * grid * config.state_words, partial))]
         # As in arguments.Launch, behind the scale.
         self._numbers = (len(plan.entries), plan.section, grid, *problem.mask.sides)
-        turns = _faster_in_turns(config, plan) if self._turns is None else self._turns
-        self._program = program(config if turns == config.in_turns else replace(config, in_turns=turns))
+        self._program = program(config)
         # As in fold.arguments.Launch, behind the addresses.
         self._of_fold = (self._words[-1], len(plan.entries), len(plan.folds))
         self._fold = program(fold_config(config)) if len(plan.folds) else None
