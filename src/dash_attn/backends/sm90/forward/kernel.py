@@ -1,8 +1,8 @@
 """The forward kernel: persistent, warp specialised, one item (64 rows per warpgroup of one q head) after
 the other.
 
-Warp 0 claims items and loads Q, K and V by the copy engine (load.py). With one or two warpgroups, warp 3 loads
-V. One warp per warpgroup stores O.
+Warp 0 claims items and loads Q, K and V by the copy engine (load.py); with at most two warpgroups, warp 3
+loads V. One warp per warpgroup stores O.
 Warpgroups multiply: S = Q K^T of the next kv tile and O += P V of this one are started together, and one
 warpgroup's softmax runs beside the products of another (FlashAttention-3, section 3). Numerics:
 schedule/forward.py.
