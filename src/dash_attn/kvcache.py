@@ -14,7 +14,7 @@ from torch import Tensor
 from .arguments import Asked, aux_of
 from .cache_arguments import CheckedCache, Kept, block_table_or, check_cache_options, check_kvcache
 from .ops.autograd import call_directly
-from .ops.cached import append, cached_call, check_covered
+from .ops.cached import append, cached_call, load
 from .ops.operators import APPEND, CACHED
 from .values import Window, check_flag, check_no_positional
 
@@ -84,7 +84,9 @@ def flash_attn_with_kvcache(
         InputError: an argument cannot be used or honoured; the message names it and its value. Also where a
             tensor needs a gradient. Nothing is appended then. (Compiled code does not see that caches, q or a
             sink share memory. Only when it runs, behind the append, it finds that no backend covers a call,
-            and on the CPU that a page which is only read does not exist.)
+            or that its kernel cannot be had, and on the CPU that a page which is only read does not exist. On
+            the CPU it finds a page that two sequences would write to, but not one that a sequence has twice,
+            or that another one reads.)
 
     >>> import torch
     >>> from dash_attn import flash_attn_func
@@ -116,12 +118,12 @@ def run_cached(checked: CheckedCache) -> tuple[Tensor, Tensor]:
     if call_directly(q, k, v, aux):
         call = cached_call(tensors, spec, longest_q)
         if new is not None and before is not None:
-            call.load()
+            load(tensors, spec, longest_q)
             append((k, v), new, before, table)
         return call.forward(tensors, aux)
     if new is not None:
         if not torch.compiler.is_compiling():  # that runs operators only
-            check_covered(tensors, spec, longest_q)
+            load(tensors, spec, longest_q)
         APPEND(k, v, *new, before, table)
     out, lse = CACHED(q, k, v, *aux, lengths, table, cu_seqlens_q, *spec, longest_q)
     return out, lse

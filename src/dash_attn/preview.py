@@ -223,10 +223,12 @@ def plan_for(
         window, window_size: two names of one argument.
         flash_options: as in :func:`dash_attn.flash_attn_func`.
 
-    All others are those of these functions, so that the arguments of a call can be passed on.
+    All others are those of these functions, so that the arguments of a call that has a backward can be passed
+    on.
 
     Returns:
-        The proven plan. Its ``policy`` can be named in a call, its ``fingerprint`` names its numerics.
+        The proven plan. Its ``policy`` can be named in a call unless it is one of your own, its
+        ``fingerprint`` names its numerics.
 
     Raises:
         InputError, UnsupportedMaskError: as :func:`dash_attn.attention`; also for sequences longer than

@@ -369,6 +369,19 @@ def test_a_link_is_as_good_as_the_file_that_it_leads_to(capsys: Run, tmp_path: P
     assert str(tmp_path / "missing" / "hashes.json") in capsys.readouterr().err
     os.mkfifo(tmp_path / "pipe")
     check_writable(tmp_path / "pipe")
+    (tmp_path / "loop.svg").symlink_to(tmp_path / "loop.svg")
+    assert main(["plan", "--tiles", "2", "--save", str(tmp_path / "loop.svg")]) == 2
+    assert "Too many levels of symbolic links" in capsys.readouterr().err
+
+
+def test_a_pipe_or_an_open_file_is_as_good_as_a_file_with_a_name(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    check_writable(Path(f"/dev/fd/{writer}"))
+    os.close(reader)
+    os.close(writer)
+    with open(tmp_path / "file", "wb") as file:
+        (tmp_path / "file").unlink()
+        check_writable(Path(f"/dev/fd/{file.fileno()}"))
 
 
 def test_many_tiles_are_announced(capsys: Run) -> None:

@@ -363,9 +363,20 @@ def test_a_kernel_that_cannot_be_had_is_found_before_the_append(monkeypatch: pyt
 
     monkeypatch.setattr(Cached, "load", load)
     caches = CACHE.clone(), CACHE.clone()
-    with pytest.raises(MissingCompilerError):
-        flash_attn_with_kvcache(Q, *caches, NEW, NEW, cache_seqlens=USED)
-    assert all(torch.equal(x, CACHE) for x in caches)
+
+    def call(q: Tensor, new: Tensor = NEW) -> Tensor:
+        return flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=USED)
+
+    for around, run in (
+        (nullcontext(), call),
+        (TorchDispatchMode(), call),
+        (nullcontext(), torch.vmap(call)),
+    ):
+        with pytest.raises(MissingCompilerError), around:
+            run(Q[None] if run is not call else Q)
+        assert all(torch.equal(x, CACHE) for x in caches)
+    call(Q[:, :0])  # nothing to compute: no kernel is needed
+    assert not torch.equal(caches[0], CACHE)
 
 
 def test_only_q_may_be_under_a_transform() -> None:

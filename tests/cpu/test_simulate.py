@@ -309,10 +309,10 @@ def test_buffers_are_integers_whatever_they_came_from() -> None:
     assert simulate(plan, costs, 4).makespan == simulate(plan, Costs(2, 1, dq_buffers=2), 4).makespan
 
 
-@pytest.mark.parametrize("groups", [-1, 0, 3])
+@pytest.mark.parametrize("groups", [-1, 0, 3, 1.0, "1"])
 def test_head_groups_that_there_cannot_be_have_no_bounds(groups: int) -> None:
     problem = Problem.dense(seqlen=512, heads=4, kv_heads=2)
-    with pytest.raises(ProblemError, match=rf"head_groups must be in 1\.\.2 \(.*\), got {groups}"):
+    with pytest.raises(ProblemError, match=rf"head_groups must be in 1\.\.2 \(.*\), got {groups!r}"):
         lower_bounds(problem, Costs(), 4, groups)
 
 

@@ -95,7 +95,8 @@ def enabled() -> Iterator[None]:
 
     Raises:
         InputError: from a call inside that is not supported; the message names the argument and its value.
-        UnavailableError: in this PyTorch nn.MultiheadAttention would escape.
+        UnavailableError: in this PyTorch nn.MultiheadAttention would escape, or torch.compile could not be
+            kept from a mistake.
 
     Example::
 
@@ -105,6 +106,8 @@ def enabled() -> Iterator[None]:
     """
     if _HIDES_ITS_CALL:
         raise UnavailableError(f"torch {torch.__version__}: nn.MultiheadAttention hides its SDPA call")
+    if _MAY_BE_COMPILED:
+        raise UnavailableError(f"torch {torch.__version__}: torch.compile may mix up what a block runs")
     with _BLOCKS, _Mode():
         yield
 
@@ -197,7 +200,11 @@ def _never_compile_alone(function: Any) -> None:
     frames.set_code_exec_strategy(function.__code__, strategy)
 
 
-_never_compile_alone(_Mode.__torch_function__)
+try:
+    _never_compile_alone(_Mode.__torch_function__)
+    _MAY_BE_COMPILED = False
+except AttributeError:  # another PyTorch
+    _MAY_BE_COMPILED = True
 
 _UNSEEN = "inside dash_attn's sdpa.enabled() no attention in it would be seen"
 

@@ -53,7 +53,7 @@ def lower_bounds(
     {'work': 15.0, 'item': 12.0, 'summation': 6.0}
     """
     require_workers(workers)
-    if head_groups is not None and not 1 <= head_groups <= problem.group:
+    if head_groups is not None and (type(head_groups) is not int or not 1 <= head_groups <= problem.group):
         raise ProblemError(
             f"head_groups must be in 1..{problem.group} (q heads per kv head), got {head_groups!r}"
         )

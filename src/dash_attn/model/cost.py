@@ -17,13 +17,14 @@ __all__ = ["H200", "H200_WORKERS", "MOST_WORKERS", "Costs", "require_costs", "re
 MOST = 1e15
 """Cycles: six days of a GPU. Sums of these stay finite."""
 MOST_BUFFERS = 1024
+_REAL = (int, float, np.integer, np.floating)
 MOST_WORKERS = 2**20
 
 
 def require_costs(costs: Mapping[str, float]) -> None:
     """Raise CostError unless all of these, by name, are finite, not negative, and at most ``MOST``."""
     for name, value in costs.items():
-        if not isinstance(value, (int, float, np.number)) or not math.isfinite(value) or value < 0:
+        if not isinstance(value, _REAL) or not math.isfinite(value) or value < 0:
             raise CostError(f"{name} must be finite and >= 0, got {value!r}")
         if value > MOST:
             raise CostError(f"{name} must be at most {MOST:g}, got {value!r}")
@@ -74,9 +75,7 @@ acquire and release, of which the reduction is one part; about one task to start
 
 def require_workers(workers: int) -> None:
     """Raise CostError unless ``workers`` is a positive integer, and no more than a simulation can hold."""
-    whole = (
-        isinstance(workers, (int, float, np.number)) and math.isfinite(workers) and workers == int(workers)
-    )
+    whole = isinstance(workers, _REAL) and math.isfinite(workers) and workers == int(workers)
     if not whole or workers < 1:
         raise CostError(f"workers must be an integer >= 1, got {workers!r}")
     if workers > MOST_WORKERS:

@@ -5,6 +5,8 @@ A command may work for minutes before it draws. So it checks its targets first.
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,12 +79,15 @@ def check_writable(path: Path) -> None:
 
     A pipe is not looked at: nobody may read from it yet.
     """
-    real = path.resolve()  # a link may lead to a file that is not there
-    if real.is_fifo():
+    if path.is_fifo():
         return
     try:
-        with real.open("ab") if real.exists() else tempfile.TemporaryFile(dir=real.parent):
-            pass
+        if path.exists():
+            path.open("ab").close()
+        else:  # a link may lead to a file that is not there
+            tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent).close()
+            if path.is_symlink() and os.path.realpath(path) == str(path.absolute()):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     except OSError as error:
         raise type(error)(error.errno, error.strerror, str(path)) from error
 

@@ -25,8 +25,8 @@ __all__ = [
     "CachedCall",
     "append",
     "cached_call",
-    "check_covered",
     "check_last_strides",
+    "load",
     "numbers",
 ]
 
@@ -73,14 +73,22 @@ def cached_call(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1
     return _call(spec, _problem(tensors, spec, longest_q), tensors.q.device)
 
 
-def check_covered(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1) -> None:
-    """As :func:`cached_call`, without a call. Tensors may be fake; symbolic sizes are not looked at.
+def load(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1) -> None:
+    """Find what the forward of a call needs, before anything is written. Symbolic sizes are not looked at,
+    and nothing is loaded for fake tensors, or where there is nothing to compute.
 
     Raises:
         InputError: no backend covers it, or a size is out of range.
+        DashError: there is no kernel.
     """
-    if all(type(n) is int for x in tensors if x is not None for n in x.shape):
+    if any(type(n) is not int for x in tensors if x is not None for n in x.shape):
+        return
+    if type(tensors.q).__name__ == "FakeTensor":
         _first(spec.backend, _problem(tensors, spec, longest_q), tensors.q.device, spec.scores)
+        return
+    call = cached_call(tensors, spec, longest_q)
+    if tensors.q.numel() and tensors.k.numel() and call.problem.keys and call.problem.batch:
+        call.load()
 
 
 def _problem(tensors: CachedTensors, spec: AttentionSpec, longest_q: int) -> CachedProblem:

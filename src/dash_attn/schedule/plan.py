@@ -287,8 +287,8 @@ class Plan:
 
     Attributes:
         problem: the problem it solves.
-        policy: name and parameters of the policy that made it; calls and :func:`.build_plan` take it as
-            ``policy``.
+        policy: name and parameters of the policy that made it, or "table". Where it is one of this package,
+            calls and :func:`.build_plan` take the name as ``policy``.
         patterns: the :class:`HeadPattern` of each distinct shape of a sequence (``Problem.shapes``).
             Read-only.
         items: (items, 3) int32, rows (sequence, head group, kv_tile) in the order workers claim them. Head
