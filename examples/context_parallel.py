@@ -307,7 +307,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     try:
         ranks = dist.get_world_size()
-        if args.seqlen % UNITS or UNITS // 2 % ranks:
+        if args.seqlen < UNITS or args.seqlen % UNITS or UNITS // 2 % ranks:
             raise SystemExit(
                 f"--seqlen {args.seqlen} with {ranks} processes: take 1, 2, 4 or 8, and a multiple of {UNITS}"
             )

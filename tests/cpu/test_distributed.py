@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, cycle, product
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_reduce
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import dash_attn
 from dash_attn.distributed import attention, attention_varlen, passes, positions, shard, unshard
@@ -415,3 +419,54 @@ def test_under_a_causal_mask_zigzag_gives_all_ranks_the_same_work() -> None:
     work = deal(layout, Cut(Mask.causal(), 128, 1024), 4, 1)
     assert [sum(r.last**2 - r.first**2 for r in w.rows) for w in work] == [8192**2 // 4] * 4
     assert work[0].rows == (Rows(0, 0, 1024), Rows(0, 7168, 8192))
+
+
+def _saves_everything(rank: int) -> None:
+    """What a selective checkpoint has saved of other calls is not taken for what ranks exchange."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(1, 64, 4, 32, generator=generator).requires_grad_()
+
+    def attend(x: Tensor, mode: str, p: float) -> Tensor:
+        torch.manual_seed(4)
+        return attention(2 * x, x, x, causal=True, mode=mode, dropout_p=p, q_segment=128)  # type: ignore
+
+    def gathered(x: Tensor, *_: object) -> Tensor:
+        return (x * unshard(x.detach() + rank)[:, :64]).sin()
+
+    policies: list[Callable[..., CheckpointPolicy]] = [
+        lambda *_, **__: CheckpointPolicy.MUST_SAVE,
+        lambda _, op, *__, **___: (
+            CheckpointPolicy.MUST_SAVE if "all" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+        ),
+    ]
+    for policy, function in product(policies, (attend, gathered)):
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        for mode, p in (("ulysses", 0.0), ("gather", 0.0), ("ring", 0.5)):
+            out = torch.utils.checkpoint.checkpoint(
+                function, x, mode, p, use_reentrant=False, context_fn=contexts
+            )
+            found = [torch.autograd.grad(y.sum(), x)[0] for y in (out, function(x, mode, p))]
+            assert torch.equal(*found), (mode, p, function.__name__)
+
+
+@pytest.mark.slow
+def test_a_selective_checkpoint_may_save_everything() -> None:
+    spawn(_saves_everything, 2)
+
+
+def _traced(rank: int) -> None:
+    x = torch.randn(1, 64, 4, 32)
+    refused = pytest.raises(InputError, match=r"cannot be traced \(make_fx, torch.export\)")
+    for function in (lambda x: attention(x, x, x) * 2, lambda x: unshard(x) * 2):  # type: ignore
+        with refused:
+            make_fx(function)(x)
+        with refused, FakeTensorMode() as mode:
+            function(mode.from_tensor(x))
+        function(x)  # the group is as good as before
+    compiled = torch.compile(lambda x: shard(x) + unshard(x).shape[1] + positions(128)[0], backend="eager")
+    assert torch.equal(compiled(x), shard(x) + 128 + positions(128)[0])
+
+
+@pytest.mark.slow
+def test_what_would_record_the_exchange_is_refused() -> None:
+    spawn(_traced, 2)

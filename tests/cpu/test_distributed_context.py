@@ -18,7 +18,7 @@ import dash_attn
 from dash_attn.distributed import LAYOUTS, context, positions, shard, unshard
 from dash_attn.errors import CommunicationError, InputError
 from dash_attn.integrations import sdpa
-from dash_attn.ops.spread import current_spread
+from dash_attn.ops.spread import current_spread, spread_by
 from dash_attn.testing import assert_same_bytes
 from sharing_cases import refused
 from spawned import RankError, spawn
@@ -318,3 +318,24 @@ def on_positions(rank):
     return bool(
         torch.equal(shard(rows, dim=0), positions(16)) and torch.equal(unshard(positions(16), dim=0), rows)
     )
+
+
+def test_contexts_that_are_closed_out_of_order_leave_nothing():
+    """As generators may do; elsewhere a context is open all the while."""
+    first, second, third = (object() for _ in range(3))
+
+    def holding(spread):
+        with spread_by(spread):
+            yield
+
+    elsewhere, task = holding(third), contextvars.copy_context()
+    task.run(next, elsewhere)
+    a, b = holding(first), holding(second)
+    next(a)
+    next(b)
+    assert current_spread() is second
+    a.close()
+    assert current_spread() is second
+    b.close()
+    assert current_spread() is None
+    task.run(elsewhere.close)

@@ -367,9 +367,13 @@ def test_a_kernel_that_cannot_be_had_is_found_before_the_append(monkeypatch: pyt
     def call(q: Tensor, new: Tensor = NEW) -> Tensor:
         return flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=USED)
 
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
     for around, run in (
         (nullcontext(), call),
-        (TorchDispatchMode(), call),
+        (Mode(), call),
         (nullcontext(), torch.vmap(call)),
     ):
         with pytest.raises(MissingCompilerError), around:

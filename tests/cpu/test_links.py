@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dash_attn.errors import InputError, ProblemError
+from dash_attn.errors import CostError, InputError, ProblemError
 from dash_attn.model.links import Links, memory_gb, predict
 from dash_attn.problem import Mask, Problem
 
@@ -73,3 +74,34 @@ def test_windows_and_full_masks_have_the_work_that_they_leave() -> None:
     )
     assert full == pytest.approx(2 * causal, rel=1e-3)
     assert window == pytest.approx(full * 4096 / 65536, rel=0.05)
+
+
+def test_windows_stay_whole_unless_somebody_cuts_them() -> None:
+    """As in the calls themselves: without segments one rank has all of a sequence."""
+    windowed = Problem.dense(heads=16, kv_heads=4, seqlen=131_072, mask=Mask.window(4095, 0))
+    assert predict(windowed, 8, "gather").ms == predict(windowed, 8, "gather", q_segment=0).ms
+    assert predict(windowed, 8, "gather").ms > 4 * predict(windowed, 8, "gather", q_segment=16384).ms
+    causal = Problem.dense(heads=16, kv_heads=4, seqlen=131_072, mask=Mask.causal())
+    assert predict(causal, 8, "gather").ms == predict(causal, 8, "gather", q_segment=16384).ms
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, "2", None, True])
+def test_ranks_that_there_cannot_be(ranks: Any) -> None:
+    for function in (predict, memory_gb):
+        with pytest.raises(ProblemError, match=f"ranks must be an integer >= 1, got {ranks!r}"):
+            function(Problem.dense(seqlen=4096), ranks, "gather")
+
+
+@pytest.mark.parametrize("q_segment", [-128, 100, True, 128.0])
+def test_segments_that_there_cannot_be(q_segment: Any) -> None:
+    with pytest.raises(ProblemError, match=rf"q_segment must be None, 0 .*, got {q_segment!r}"):
+        predict(Problem.dense(seqlen=4096), 2, "gather", q_segment=q_segment)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"gb_per_s": 0.0}, {"gb_per_s": float("nan")}, {"forward_tflops": (1.0, -1.0)}, {"exchange_us": -1.0}],
+)
+def test_links_that_there_cannot_be(wrong: Any) -> None:
+    with pytest.raises(CostError, match=f"^{next(iter(wrong))}"):
+        Links(**wrong)

@@ -82,8 +82,8 @@ class _Attention(torch.autograd.Function):
         shared, step = ctx.shared, ctx.step
 
         def made(dout: Tensor, _: Tensor | None, *saved: Tensor) -> Gradients:
-            meeting = Meeting(shared.team, step, dout.device)
             with exchanging(shared.team), _disable_current_modes():
+                meeting = Meeting(shared.team, step, dout.device)
                 return backward(shared, meeting, dout, Saved(*saved[:_SAVED]), AuxTensors(*saved[_SAVED:]))
 
         with backing_out(shared.team):  # what was saved may have been changed, or be gone

@@ -82,7 +82,8 @@ class _Spread:
         return telling(self._team)
 
     def positions(self, rows: int) -> Tensor:
-        return self._positions(rows)
+        found: Tensor = self._positions(rows)
+        return found
 
     def local(self, x: Tensor, dim: int) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         from torch.distributed.tensor import DTensor, Shard  # slow

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import Asked, Packing, aux_of, check_call, completed
 from ..backends.base import AuxTensors
 from ..errors import InputError
-from ..ops.autograd import empty_results, refuse_transforms
+from ..ops.autograd import empty_results, refuse_tracing, refuse_transforms
 from ..ops.policies import forget_with
 from ..schedule import Numerics, Schedule
 from ..schedule.sharing import Layout, teams_of
@@ -200,6 +201,7 @@ def _run(
         if packed and cu_seqlens is None:
             raise InputError("cu_seqlens must be a torch.Tensor, got None; attention takes dense batches")
         refuse_transforms("distributed attention")
+        refuse_tracing("distributed attention")
         check_flag("return_lse", return_lse)
         aux = aux_of(qkv[0], **beside._asdict())
         (q, k, v), aux, spec, given = checked = _checked(qkv, cu_seqlens, aux, asked, (layout, mode, team))
@@ -212,15 +214,14 @@ def _run(
     if shared is None or empty:
         out, lse = empty_results(q, k, v, aux)
         return (out, lse) if return_lse else out
-    if shared.through_windows:
-        with exchanging(team):
+    # Modes of dispatch see none of this: a selective checkpoint would take what another call has met with.
+    with exchanging(team), _disable_current_modes():
+        if shared.through_windows:
             open_window(team, q.device)
-    with exchanging(team):
         aux = completed(aux, spec.dropout_p, q)
-    meeting = Meeting(team, step, q.device)
-    if aux.dropout_seed is not None:
-        meeting.end()
-        with exchanging(team):
+        meeting = Meeting(team, step, q.device)
+        if aux.dropout_seed is not None:
+            meeting.end()
             aux = aux._replace(dropout_seed=of_first_rank(team, aux.dropout_seed))
     if given.packed:
         aux = aux.map_rows(lambda x: x.unsqueeze(0))

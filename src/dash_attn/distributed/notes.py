@@ -91,6 +91,15 @@ class Notes:
                 )
                 self._leave()
             raise
+        except BaseException as error:  # Ctrl-C, for instance: others may come yet
+            with suppress(RuntimeError):
+                if not self._store.check([self._key("verdict")]):
+                    why = f"{type(error).__name__}: {message_of(error)}"
+                    self._store.set(
+                        self._key("verdict"), f"rank {self._rank} of {self._size} has left: {why}"
+                    )
+                self._leave()
+            raise
         finally:
             self._next(agreed=verdict == _AGREED)
         return "" if verdict == _AGREED else verdict

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import dense
 from ..errors import InputError
+from ..ops.autograd import refuse_tracing
 from ..ops.lengths import host_lengths
 from ..schedule.sharing import Layout
 from ..values import is_integer, short
@@ -53,6 +55,7 @@ def _index(layout: Layout, rank: int, device: torch.device) -> Tensor:
     return torch.from_numpy(layout.held(rank)).to(device)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def shard(
     x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
@@ -87,6 +90,7 @@ def _dim_of(x: Tensor, dim: int) -> int:
     return int(dim) % x.ndim
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def unshard(
     x: Tensor, group: Any = None, dim: int = 1, layout: str = "zigzag", *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
@@ -110,20 +114,27 @@ def unshard(
             raise InputError("unshard carries no gradient: give it x.detach()")
         spread = Layout(lengths_of(x.shape[dim] * team.size, cu_seqlens, dim), team.size, layout)
         window_of(team, x.device)  # it must not be of another one
-        mine = x.detach().movedim(dim, 0).contiguous()
+        refuse_tracing("unshard")
+        try:
+            bytes_of_mine = _bytes(x.detach().movedim(dim, 0).contiguous())
+        except RuntimeError as error:  # also of what PyTorch has not implemented
+            raise InputError(f"unshard does not take tensors of {x.dtype}: {error}") from error
     others = tuple(x.shape[:dim] + x.shape[dim + 1 :])
     said = {"function": "unshard", "dtype": x.dtype, "device": x.device.type, "dim": dim, "layout": layout}
     said["other dimensions"] = others
-    Meeting(team, agree(team, tuple(said.items()), spread.lengths), x.device).end()
-    rows = torch.empty((spread.local_rows * team.size, *others), dtype=x.dtype, device=x.device)
-    whole = torch.empty_like(rows)
-    if not rows.numel():
+    step = agree(team, tuple(said.items()), spread.lengths)
+    # Modes of dispatch see none of this: a selective checkpoint would take what it has saved of another call.
+    with exchanging(team), _disable_current_modes():
+        Meeting(team, step, x.device).end()
+        rows = torch.empty((spread.local_rows * team.size, *others), dtype=x.dtype, device=x.device)
+        whole = torch.empty_like(rows)
+        if not rows.numel():
+            return whole.movedim(0, dim)
+        with errors_of(team):  # bytes: not every dtype can be exchanged, or put at indices
+            dist.all_gather(list(_bytes(rows).chunk(team.size)), bytes_of_mine, group=team.group)
+        index = torch.cat([_index(spread, rank, x.device) for rank in range(team.size)])
+        _units_of_rows(whole)[index] = _units_of_rows(rows)
         return whole.movedim(0, dim)
-    with exchanging(team), errors_of(team):  # bytes: not every dtype can be exchanged, or put at indices
-        dist.all_gather(list(_bytes(rows).chunk(team.size)), _bytes(mine), group=team.group)
-    index = torch.cat([_index(spread, rank, x.device) for rank in range(team.size)])
-    _units_of_rows(whole)[index] = _units_of_rows(rows)
-    return whole.movedim(0, dim)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -139,6 +150,7 @@ def _units_of_rows(x: Tensor) -> Tensor:
     return rows.view(unit)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def positions(
     seqlen: int,
     group: Any = None,

@@ -139,6 +139,7 @@ def window_of(team: Team, device: torch.device) -> Window | None:
     return found
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def transport(group: Any = None) -> str:
     """What carries rows between the ranks of a group where each has all rows of some heads (mode "ulysses",
     and others that come to the same). It decides no bit.

@@ -7,12 +7,13 @@ the first kv head.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..errors import ProblemError
+from ..errors import CostError, ProblemError
 from ..problem import Mask, Problem
-from ..schedule.constants import Q_SEGMENT
+from ..schedule.constants import Q_SEGMENT, Q_SEGMENT_STEP
 from ..schedule.segments import Segment, head_groups_of_segments
 from ..schedule.sharing import Cut, Layout, Rows, Teams, Work, deal, teams_of
 
@@ -35,6 +36,16 @@ class Links:
     gb_per_s: float = 330.0
     exchange_us: float = 60.0
     memory_gb_per_s: float = 3500.0
+
+    def __post_init__(self) -> None:
+        rates = {"gb_per_s": self.gb_per_s, "memory_gb_per_s": self.memory_gb_per_s}
+        rates |= {f"{name}[{i}]": rate for name in ("forward_tflops", "backward_tflops")
+                  for i, rate in enumerate(getattr(self, name))}  # fmt: skip
+        for name, rate in rates.items():
+            if not 0 < rate < math.inf:
+                raise CostError(f"{name} must be positive and finite, got {rate!r}")
+        if not 0 <= self.exchange_us < math.inf:
+            raise CostError(f"exchange_us must be finite and >= 0, got {self.exchange_us!r}")
 
 
 H200_LINKS = Links()
@@ -63,7 +74,7 @@ def predict(
     links: Links = H200_LINKS,
     *,
     layout: str = "zigzag",
-    q_segment: int = Q_SEGMENT,
+    q_segment: int | None = None,
 ) -> Prediction:
     """The time of a forward and a backward of a dense batch.
 
@@ -72,10 +83,11 @@ def predict(
         ranks: GPUs; with 1 the mode is no matter.
         mode, layout: as in :func:`dash_attn.distributed.attention`.
         links: what GPUs and links do.
-        q_segment: rows per segment.
+        q_segment: rows per segment, 0: sequences stay whole. None: what :func:`dash_attn.attention` takes,
+            which leaves them whole under a window.
 
     Raises:
-        ProblemError: the sequences are no self-attention of one length.
+        ProblemError: the sequences are no self-attention of one length, or a number is out of range.
         InputError: they cannot be spread evenly, or there is no such mode for so many kv heads.
 
     >>> long = Problem.dense(heads=16, kv_heads=4, seqlen=65536, mask=Mask.causal())
@@ -83,14 +95,14 @@ def predict(
     >>> round(one.ms / two.ms, 1)
     1.9
     """
-    _check(problem)
-    plan = _Plan(problem, ranks, mode, layout, q_segment)
+    _check(problem, ranks)
+    plan = _Plan(problem, ranks, mode, layout, _rows_per_segment(problem, q_segment))
     found = [plan.of(rank, links) for rank in plan.some]
     return max(found, key=lambda prediction: prediction.ms)
 
 
 def memory_gb(
-    problem: Problem, ranks: int, mode: str, *, layout: str = "zigzag", q_segment: int = Q_SEGMENT
+    problem: Problem, ranks: int, mode: str, *, layout: str = "zigzag", q_segment: int | None = None
 ) -> float:
     """GB (10^9 bytes) that a rank allocates for a forward and a backward, at the most.
 
@@ -98,12 +110,26 @@ def memory_gb(
 
     Args, errors: as for :func:`predict`.
     """
-    _check(problem)
-    plan = _Plan(problem, ranks, mode, layout, q_segment)
+    _check(problem, ranks)
+    plan = _Plan(problem, ranks, mode, layout, _rows_per_segment(problem, q_segment))
     return max(plan.bytes_of(rank) for rank in plan.some) / 1e9
 
 
-def _check(problem: Problem) -> None:
+def _rows_per_segment(problem: Problem, q_segment: int | None) -> int:
+    if q_segment is None:
+        return 0 if problem.mask.sides[0] >= 0 else Q_SEGMENT
+    whole = isinstance(q_segment, int) and not isinstance(q_segment, bool)
+    if not whole or q_segment < 0 or q_segment % Q_SEGMENT_STEP:
+        raise ProblemError(
+            f"q_segment must be None, 0 (whole sequences) or a positive multiple of {Q_SEGMENT_STEP}, got "
+            f"{q_segment!r}"
+        )
+    return q_segment
+
+
+def _check(problem: Problem, ranks: int) -> None:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ProblemError(f"ranks must be an integer >= 1, got {ranks!r}")
     if len({*problem.sequences}) != 1 or len(set(problem.sequences[0])) != 1:
         raise ProblemError("only self-attention of equal sequences is shared by ranks")
 

@@ -32,6 +32,7 @@ __all__ = [
     "is_wrapped",
     "needs_grad",
     "refuse_gradients",
+    "refuse_tracing",
     "refuse_transforms",
     "savable",
     "untraced",
@@ -42,6 +43,9 @@ __all__ = [
 ]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+_KEYS = torch._C._TorchDispatchModeKey
+_TRACING = (_KEYS.FAKE, _KEYS.PROXY, _KEYS.FUNCTIONAL)
 
 _SAVED, _AUX = len(Tensors._fields), len(AuxTensors._fields)
 
@@ -152,6 +156,15 @@ def refuse_transforms(what: str) -> None:
     """Raise InputError under a transform of torch.func."""
     if torch._C._are_functorch_transforms_active():
         raise InputError(f"{what} is not supported under the transforms of torch.func")
+
+
+def refuse_tracing(what: str) -> None:
+    """Raise InputError where calls are recorded or tensors are fake, as by make_fx and torch.export."""
+    if any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING):
+        raise InputError(
+            f"{what} cannot be traced (make_fx, torch.export), and takes no fake tensors: what ranks "
+            "exchange would be of this one run"
+        )
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:

@@ -47,7 +47,14 @@ class Spread(Protocol):
         """
 
 
-_SPREAD: ContextVar[Spread | None] = ContextVar("dash_attn_spread", default=None)
+class _Context:
+    """A context of this thread, or task. Generators may close one before those that were opened in it."""
+
+    def __init__(self, spread: Spread) -> None:
+        self.spread, self.outer, self.is_open = spread, _CONTEXT.get(), True
+
+
+_CONTEXT: ContextVar[_Context | None] = ContextVar("dash_attn_context", default=None)
 _LOCK = threading.Lock()
 _count = 0
 _any = False
@@ -64,7 +71,10 @@ def current_spread() -> Spread | None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _innermost() -> Spread | None:
-    return _SPREAD.get()
+    context = _CONTEXT.get()
+    while context is not None and not context.is_open:
+        context = context.outer
+    return None if context is None else context.spread
 
 
 def told(function: Door) -> Door:
@@ -89,11 +99,14 @@ def spread_by(spread: Spread) -> Iterator[None]:
     """Inside, :func:`current_spread` is this one."""
     _opened(1)
     try:
-        token = _SPREAD.set(spread)
+        context = _Context(spread)
+        _CONTEXT.set(context)
         try:
             yield
         finally:
-            _SPREAD.reset(token)
+            context.is_open = False
+            if _CONTEXT.get() is context:
+                _CONTEXT.set(context.outer)
     finally:
         _opened(-1)
 
