@@ -32,7 +32,7 @@ __all__ = [
     "sides_of",
 ]
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_MAX, _FLOAT32_TINY = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 _LARGEST_SCALE = _FLOAT32_MAX * math.log(2.0) * (1 - 1e-6)
 """Times the logarithm of e to base 2 it is a finite float32."""
 
@@ -99,14 +99,14 @@ def check_q_segment(value: object) -> int:
 
 
 def check_softcap(value: object, scale: float) -> float:
-    """A softcap; scores are multiplied by ``scale / softcap``, which float32 must hold."""
+    """A softcap; products are multiplied by ``scale / softcap``, which float32 must hold."""
     cap = _finite(value)
     if cap and not 1 / LARGEST_SOFTCAP <= cap <= LARGEST_SOFTCAP:
         raise InputError(
             f"softcap must be 0 or in {1 / LARGEST_SOFTCAP:g} .. {LARGEST_SOFTCAP:g}, got {value!r:.40}"
         )
-    if cap and abs(scale) / cap > _FLOAT32_MAX:
-        raise InputError(f"softmax_scale / softcap must be finite in float32, got {scale!r} / {cap!r}")
+    if cap and scale and not _FLOAT32_TINY <= abs(scale) / cap <= _FLOAT32_MAX:
+        raise InputError(f"softmax_scale / softcap must be 0 or a normal float32, got {scale!r} / {cap!r}")
     return cap + 0.0  # 0 for -0
 
 
