@@ -46,7 +46,7 @@ def test_rows_of_triton(shape: Shape) -> None:
     for row in (chosen, spt):
         assert row.repeatable
         assert row.deterministic
-        assert row.tflops
+        assert row.ms
     assert "shift needs a mask" in shift.reason
     assert result.as_json()["shape"]["backend"] == "triton"
 
