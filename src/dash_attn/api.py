@@ -81,8 +81,8 @@ def attention(
             dropout, else no segments. Masks that end elsewhere than at the diagonal or at the last key,
             ``alibi_slopes`` and intervals of rows are not cut.
         softcap: scores s become ``softcap * tanh(s / softcap)`` before the softmax; 0: they stay.
-        learnable_sink: (heads,), dtype of q (under autocast that one) or float32: one score more per q head,
-            of a key without a value.
+        learnable_sink: (heads,), dtype of q (of autocast, if that is on) or float32: one score more per q
+            head, of a key without a value.
             ``out = sum_j exp(s_j) v_j / (exp(sink) + sum_j exp(s_j))``. It is a natural logarithm, neither
             scaled nor capped, and may need a gradient.
         alibi_slopes: (heads,) or (batch, heads) float32, without a gradient:

@@ -118,7 +118,7 @@ def run_cached(checked: CheckedCache) -> tuple[Tensor, Tensor]:
     if call_directly(q, k, v, aux):
         call = cached_call(tensors, spec, longest_q)
         if new is not None and before is not None:
-            load(tensors, spec, longest_q)
+            call.load(tensors)
             append((k, v), new, before, table)
         return call.forward(tensors, aux)
     if new is not None:

@@ -44,10 +44,11 @@ class CachedCall:
         self.backend = _first(spec.backend, problem, device, self.scores)
         self.prepared: PreparedCached = self.backend.prepare_cached(problem, device)
 
-    def load(self) -> None:
-        """Find what :meth:`forward` needs, or fail."""
-        with as_current(self.device):
-            self.prepared.load(self.scores)
+    def load(self, tensors: CachedTensors) -> None:
+        """Find what :meth:`forward` needs, or fail; nothing where there is nothing to compute."""
+        if tensors.q.numel() and tensors.k.numel() and self.problem.keys and self.problem.batch:
+            with as_current(self.device):
+                self.prepared.load(self.scores)
 
     def forward(self, tensors: CachedTensors, aux: AuxTensors = NO_AUX) -> tuple[Tensor, Tensor]:
         """(out, lse)."""
@@ -75,7 +76,7 @@ def cached_call(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1
 
 def load(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1) -> None:
     """Find what the forward of a call needs, before anything is written. Symbolic sizes are not looked at,
-    and nothing is loaded for fake tensors, or where there is nothing to compute.
+    and nothing is loaded for fake tensors.
 
     Raises:
         InputError: no backend covers it, or a size is out of range.
@@ -86,9 +87,7 @@ def load(tensors: CachedTensors, spec: AttentionSpec, longest_q: int = -1) -> No
     if type(tensors.q).__name__ == "FakeTensor":
         _first(spec.backend, _problem(tensors, spec, longest_q), tensors.q.device, spec.scores)
         return
-    call = cached_call(tensors, spec, longest_q)
-    if tensors.q.numel() and tensors.k.numel() and call.problem.keys and call.problem.batch:
-        call.load()
+    cached_call(tensors, spec, longest_q).load(tensors)
 
 
 def _problem(tensors: CachedTensors, spec: AttentionSpec, longest_q: int) -> CachedProblem:

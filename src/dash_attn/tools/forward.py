@@ -116,7 +116,8 @@ def _plan_of(args: argparse.Namespace, workers: int) -> ForwardPlan:
 
 
 def _rows(problem: Problem) -> int:
-    """Rows of a q tile of the kernel, or of the backward's where there is no kernel."""
+    """Rows of a q tile of the kernel, or of the backward's where there is no kernel. Narrow blocks, which few
+    items may have, are not shown: nobody has measured their costs for the model."""
     from ..backends.sm90.forward.launch import config_of
     from ..backends.sm90.tiles import SHORT_DTYPES, covers
 
