@@ -81,7 +81,9 @@ def test_it_ends_and_loads_and_stores_what_it_should(
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["causal", "full", "window", "packed"])
+@pytest.mark.parametrize(
+    "name", ["causal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("full", "window", "packed"))]
+)
 def test_it_does_so_with_one_warpgroup(name: str, head_dim: int) -> None:
     """Two warps are left beside it, of which one loads V."""
     check(replace(forward_config(head_dim, "bf16").as_narrow(), segment=256), name)

@@ -188,6 +188,7 @@ def test_checkpointing_and_compiling_change_no_byte(side):
     assert_same_bytes(compiled_logits.detach(), logits)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of graph breaks beside a tensor that is no leaf
 def test_a_model_that_calls_sdpa_compiles_inside_a_block():
     """Where its graph breaks, PyTorch asks the block's mode about every call."""
