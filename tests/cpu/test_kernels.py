@@ -19,7 +19,7 @@ from dash_attn.backends.cuda.cubin import code_of_cubin, resources_of_cubin
 from dash_attn.backends.cuda.linking import linker
 from dash_attn.backends.sm90 import machine_code as machine_code_module
 from dash_attn.backends.sm90.backward.config import THREADS, Accumulation, BackwardConfig
-from dash_attn.backends.sm90.cached.config import CachedConfig, ChunkConfig
+from dash_attn.backends.sm90.cached.config import ChunkConfig
 from dash_attn.backends.sm90.compile import ARCH, Config, variants
 from dash_attn.backends.sm90.forward.config import ForwardConfig
 from dash_attn.backends.sm90.machine_code import MachineCode, code_of, hashes_of, machine_code, normalised
@@ -63,8 +63,8 @@ def test_compiles_without_spills(name: str) -> None:
     if not isinstance(config, (BackwardConfig, ForwardConfig)):
         return
     main = kernels["chunk" if isinstance(config, ChunkConfig) else config.direction]
-    if isinstance(config, CachedConfig) and config.warpgroups == 1:
-        assert main.registers <= 255  # nobody gives any to others
+    if isinstance(config, ForwardConfig) and config.warpgroups == 1:
+        assert main.registers <= 255  # there are as many as nobody needs
     else:
         assert main.registers == launched_with(config)
     assert main.shared <= SHARED
@@ -143,8 +143,13 @@ def test_what_a_warp_has_read_is_there_when_it_arrives(name: str) -> None:
     config = variants()[name]
     allowed = {32, 64} if isinstance(config, BackwardConfig) and config.head_dim in (80, 96) else {32}
     kernels = code_of_cubin(output_of(config).cubin).values()
+    # There the warp that loads V reads four words of an item at a time. They are mail: the warp that writes
+    # the next ones waits for the end of the item, too.
+    four_words = int(name.startswith("forward-d64") and "narrow" in name)
     for code in kernels:
-        assert {bits for _, bits in under_way(code)} <= allowed
+        found = [bits for _, bits in under_way(code)]
+        assert found.count(128) <= four_words
+        assert {*found} - {128} <= allowed
     if name in FAST:
         assert any(under_way(code, waits=False) for code in kernels), "the control: loads are found"
 
